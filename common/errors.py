@@ -1,0 +1,119 @@
+"""Every exception of the project.
+
+    SlipstreamError
+    ├── InvalidArgumentError        a request's field cannot be honoured
+    ├── NotFoundError               no such job
+    ├── ResourceExhaustedError      the queue is full; try again later
+    ├── UnavailableError            a service needed for this is not there (any more)
+    ├── DeadlineExceededError       something did not happen in the time it was given
+    ├── CancelledError              the caller, or the server on its way down, ended it
+    ├── FailedPreconditionError     two parts do not fit each other
+    │   ├── MismatchError             ... draft, verify and scheduler: says what differs
+    │   └── StaleEpochError           ... a command of an epoch that is over
+    ├── ConfigError                 a setting of a service is wrong
+    │   └── AddressInUseError         ... somebody serves there already
+    ├── CheckpointError             a model directory cannot be served
+    ├── ManifestError               a layout of shared memory cannot be trusted
+    └── OrderingError               our own order of the steps has a hole
+        ├── PendingLengthError        ... a length was used before it was known
+        └── FutureMapError            ... a row was read before it was written, or twice
+
+`serving.py` maps them to gRPC status codes by one table.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of all errors that the project raises on purpose."""
+
+
+class InvalidArgumentError(SlipstreamError):
+    """A field of a request cannot be honoured."""
+
+    def __init__(self, field: str, given: object, accepted: str) -> None:
+        """`field` is the path of the field, `accepted` says in words what it takes."""
+        self.field = field
+        self.description = f"got {_shorten(given)}, accepted: {accepted}"
+        super().__init__(f"{field}: {self.description}")
+
+
+class NotFoundError(SlipstreamError):
+    """There is no such thing here."""
+
+
+class ResourceExhaustedError(SlipstreamError):
+    """A bound is reached; the same call may succeed later."""
+
+    def __init__(self, message: str, *, retry_after_ms: int) -> None:
+        self.retry_after_ms = retry_after_ms
+        super().__init__(message)
+
+
+class UnavailableError(SlipstreamError):
+    """A service that is needed is not there."""
+
+
+class DeadlineExceededError(SlipstreamError):
+    """Something took longer than it may."""
+
+
+class CancelledError(SlipstreamError):
+    """The work was ended on request."""
+
+
+class FailedPreconditionError(SlipstreamError):
+    """The system is not in the state that this needs."""
+
+
+class MismatchError(FailedPreconditionError):
+    """Two services cannot work together."""
+
+    def __init__(self, differences: list[str]) -> None:
+        """`differences` holds one sentence for each thing that differs."""
+        self.differences = tuple(differences)
+        super().__init__("; ".join(differences))
+
+
+class StaleEpochError(FailedPreconditionError):
+    """A command belongs to an epoch that is over."""
+
+
+class ConfigError(SlipstreamError):
+    """A setting is wrong: names the field, what was given and what is accepted."""
+
+    def __init__(self, field: str, given: object, accepted: str) -> None:
+        self.field = field
+        super().__init__(f"{field}: got {_shorten(given)}, accepted: {accepted}")
+
+
+class AddressInUseError(ConfigError):
+    """Another process serves at this address."""
+
+    def __init__(self, field: str, address: str) -> None:
+        super().__init__(field, address, "an address that nobody serves at")
+
+
+class CheckpointError(SlipstreamError):
+    """A model directory cannot be served; the message says what is supported."""
+
+
+class ManifestError(SlipstreamError):
+    """A manifest of shared memory is out of bounds or contradicts itself."""
+
+
+class OrderingError(SlipstreamError):
+    """The order of the steps, which is ours to guarantee, does not hold."""
+
+
+class PendingLengthError(OrderingError):
+    """A length that only the device knows yet was used as a number."""
+
+
+class FutureMapError(OrderingError):
+    """A row of the FutureMap was consumed before it was published, or twice."""
+
+
+def _shorten(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
