@@ -3,6 +3,7 @@
     SlipstreamError
     ├── InvalidArgumentError        a request's field cannot be honoured
     ├── NotFoundError               no such job
+    ├── AlreadyExistsError          a job of this name is alive
     ├── ResourceExhaustedError      the queue is full; try again later
     ├── UnavailableError            a service needed for this is not there (any more)
     ├── DeadlineExceededError       something did not happen in the time it was given
@@ -40,6 +41,10 @@ class InvalidArgumentError(SlipstreamError):
 
 class NotFoundError(SlipstreamError):
     """There is no such thing here."""
+
+
+class AlreadyExistsError(SlipstreamError):
+    """There is such a thing already."""
 
 
 class ResourceExhaustedError(SlipstreamError):

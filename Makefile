@@ -1,0 +1,40 @@
+# Everything here works on a fresh clone with Python 3.11+ and make; PIP_ARGS goes through to pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_ARGS ?=
+PROTOS := generation worker
+
+.PHONY: install demo test test-all check protos clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/slipstream demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not gpu and not slow'
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m 'not gpu'
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	scripts/check-stubs $(BIN)/python
+	scripts/link-types
+	$(BIN)/mypy $(wildcard build/types/slipstream/*)
+
+protos: $(STAMP)
+	scripts/make-stubs $(BIN)/python protos
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,230 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Fence(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FENCE_UNSPECIFIED: _ClassVar[Fence]
+    FENCE_DRAFT_DONE: _ClassVar[Fence]
+    FENCE_VERIFY_PUBLISH: _ClassVar[Fence]
+    FENCE_VERIFY_STASH: _ClassVar[Fence]
+
+class StepKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_KIND_UNSPECIFIED: _ClassVar[StepKind]
+    STEP_KIND_PREFILL: _ClassVar[StepKind]
+    STEP_KIND_DECODE: _ClassVar[StepKind]
+    STEP_KIND_PLAIN: _ClassVar[StepKind]
+FENCE_UNSPECIFIED: Fence
+FENCE_DRAFT_DONE: Fence
+FENCE_VERIFY_PUBLISH: Fence
+FENCE_VERIFY_STASH: Fence
+STEP_KIND_UNSPECIFIED: StepKind
+STEP_KIND_PREFILL: StepKind
+STEP_KIND_DECODE: StepKind
+STEP_KIND_PLAIN: StepKind
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_PATH_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    protocol_version: int
+    device: str
+    vocab_size: int
+    tokenizer_sha256: str
+    dtype: str
+    max_context_tokens: int
+    kv_bytes_per_token: int
+    hidden_width: int
+    algorithm: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    model: str
+    tokenizer_path: str
+    pid: int
+    metrics_port: int
+    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUN_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    peer: DescribeResponse
+    manifest: Manifest
+    num_slots: int
+    num_draft_tokens: int
+    run_ahead: int
+    page_tokens: int
+    num_pages: int
+    context_tokens: int
+    chunk_tokens: int
+    protocol_version: int
+    debug: bool
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("kind", "path", "handle", "size", "buffers", "fences")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    FENCES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    path: str
+    handle: bytes
+    size: int
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
+    fences: _containers.RepeatedCompositeFieldContainer[FenceWord]
+    def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., handle: _Optional[bytes] = ..., size: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., fences: _Optional[_Iterable[_Union[FenceWord, _Mapping]]] = ...) -> None: ...
+
+class Buffer(_message.Message):
+    __slots__ = ("name", "offset", "shape", "dtype", "writer")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    offset: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    writer: str
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., writer: _Optional[str] = ...) -> None: ...
+
+class FenceWord(_message.Message):
+    __slots__ = ("fence", "kind", "offset")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    fence: Fence
+    kind: str
+    offset: int
+    def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., kind: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FencePoint(_message.Message):
+    __slots__ = ("fence", "value")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    fence: Fence
+    value: int
+    def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ...) -> None: ...
+
+class StepCommand(_message.Message):
+    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    SIGNALS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    kind: StepKind
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    waits: _containers.RepeatedCompositeFieldContainer[FencePoint]
+    signals: _containers.RepeatedCompositeFieldContainer[FencePoint]
+    chunks: _containers.RepeatedCompositeFieldContainer[PromptChunk]
+    updates: _containers.RepeatedCompositeFieldContainer[SlotUpdate]
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ...) -> None: ...
+
+class PromptChunk(_message.Message):
+    __slots__ = ("slot", "start", "tokens", "is_last")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    is_last: bool
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ...) -> None: ...
+
+class SlotUpdate(_message.Message):
+    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    first_page_index: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    limit_tokens: int
+    sampling: SlotSampling
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ...) -> None: ...
+
+class SlotSampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class StepAck(_message.Message):
+    __slots__ = ("epoch", "step", "enqueued_ns")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ENQUEUED_NS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step: int
+    enqueued_ns: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., enqueued_ns: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
