@@ -1,0 +1,109 @@
+"""The arena of the CPU: a file in /dev/shm that each process maps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.device.futex import FutexWord
+from slipstream.common.device.host_fence import HostFence
+from slipstream.common.device.manifest import Manifest, lay_out
+from slipstream.common.errors import ManifestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from slipstream.common.device.manifest import BufferSpec
+    from slipstream.common.step import FenceName
+
+KIND = "file"
+FENCE_KIND = "host"
+DIRECTORY = Path("/dev/shm")
+PREFIX = "slipstream-"
+
+
+class HostArena:
+    """Implements `Arena` on a mapped file."""
+
+    def __init__(self, manifest: Manifest, memory: mmap.mmap) -> None:
+        """Use `create` or `open`."""
+        self.manifest = manifest
+        self._memory = memory
+        self._places = {placed.spec.name: placed for placed in manifest.buffers}
+        view = memoryview(memory)
+        self._fences = {word.fence: HostFence(FutexWord(view, word.offset)) for word in manifest.fences}
+
+    @classmethod
+    def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+        """A new file of the size that this takes, all zero, that only this user can open."""
+        buffers, words, size = lay_out(specs, fences, FENCE_KIND)
+        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        manifest = Manifest(KIND, str(path), size, buffers, words)
+        manifest.check()
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm shows here, not as SIGBUS later
+            return cls(manifest, mmap.mmap(descriptor, size))
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, manifest: Manifest) -> HostArena:
+        """Maps another process's file. Raises ManifestError if it is not what the manifest says."""
+        if manifest.kind != KIND:
+            raise ManifestError(f"arena kind {manifest.kind!r}: this worker opens {KIND!r}")
+        for word in manifest.fences:
+            if word.kind != FENCE_KIND:
+                raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r}: this worker opens {FENCE_KIND!r}")
+        manifest.check()
+        path = Path(manifest.path)
+        if path.parent != DIRECTORY or not path.name.startswith(PREFIX):
+            raise ManifestError(f"arena path {manifest.path!r} is not {DIRECTORY}/{PREFIX}…")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ManifestError(f"arena {manifest.path}: {error.strerror}") from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != manifest.size:
+                raise ManifestError(f"arena {manifest.path}: not a file of this user with {manifest.size} bytes")
+            return cls(manifest, mmap.mmap(descriptor, manifest.size))
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See `Arena.tensor`."""
+        placed = self._places.get(name)
+        if placed is None:
+            raise ManifestError(f"the arena has no buffer {name}")
+        spec = placed.spec
+        flat = torch.frombuffer(self._memory, dtype=spec.dtype, count=math.prod(spec.shape), offset=placed.offset)
+        return flat.view(spec.shape)
+
+    def fence(self, name: FenceName) -> HostFence:
+        """See `Arena.fence`."""
+        fence = self._fences.get(name)
+        if fence is None:
+            raise ManifestError(f"the arena has no fence {name.name}")
+        return fence
+
+    def seal(self) -> None:
+        """Removes the name: the memory lives as long as somebody maps it, and nothing is left behind a crash."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.manifest.path)
+
+    def close(self) -> None:
+        """See `Arena.close`. The mapping itself goes with its last view."""
+        self.seal()
+        self._fences.clear()

@@ -1,0 +1,75 @@
+"""The CPU as a device: threads as streams, shared files as arenas, futexes as fences."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.device.host_arena import FENCE_KIND, HostArena
+from slipstream.common.device.host_stream import HostStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from slipstream.common.device.face import Fence, Stream
+    from slipstream.common.device.manifest import BufferSpec, Manifest
+    from slipstream.common.step import FenceName
+
+
+class HostDevice:
+    """Implements `Device`."""
+
+    identity = "cpu"
+    fence_kind = FENCE_KIND
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> HostStream:
+        """See `Device.create_stream`."""
+        return HostStream(name, on_failure)
+
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+        """See `Device.create_arena`."""
+        return HostArena.create(specs, fences)
+
+    def open_arena(self, manifest: Manifest) -> HostArena:
+        """See `Device.open_arena`."""
+        return HostArena.open(manifest)
+
+    def stamp(self, stream: Stream, target: torch.Tensor) -> None:
+        """CLOCK_MONOTONIC, which all processes of a host share."""
+        stream.enqueue(lambda: _write_time(target))
+
+    def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> PlainCopy:
+        """The rows are in host memory already: what is left is to wait for them."""
+        return PlainCopy(fence, sources)
+
+
+class PlainCopy:
+    """Implements `HostCopy` where the arena is host memory."""
+
+    def __init__(self, fence: Fence, sources: list[torch.Tensor]) -> None:
+        self._fence = fence
+        self._sources = sources
+
+    def start(self, value: int, row: int) -> None:
+        """Nothing to do ahead of time."""
+
+    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+        """See `HostCopy.finish`."""
+        if not self._fence.wait_on_host(value, timeout_s):
+            return None
+        return [source[row].clone() for source in self._sources]
+
+
+def worker_threads() -> int:
+    """Compute threads for one of two workers: with more than half the cores each they wait for each other."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def _write_time(target: torch.Tensor) -> None:
+    target.fill_(time.monotonic_ns())

@@ -1,0 +1,126 @@
+"""The layout of the arena: which buffer lies where, and who writes it.
+
+The scheduler makes it, sends it as plain data, and every process checks it before it maps anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.errors import ManifestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from slipstream.common.step import FenceName
+
+ALIGNMENT_BYTES = 256
+FENCE_BYTES = 64
+MAX_DIMENSIONS = 8
+
+DTYPES = {
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A buffer that the arena shall have."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    writer: str
+    """The only process that writes it: "draft", "verify" or "scheduler"."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A buffer and where it is."""
+
+    spec: BufferSpec
+    offset: int
+    """Bytes from the beginning of the arena."""
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.spec.size
+
+
+@dataclass(frozen=True, slots=True)
+class FenceWord:
+    """A fence and where its counter is."""
+
+    fence: FenceName
+    kind: str
+    """"host" on a CPU."""
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """An arena as another process finds it."""
+
+    kind: str
+    """"file" on a CPU."""
+    path: str
+    size: int
+    buffers: tuple[Placed, ...]
+    fences: tuple[FenceWord, ...]
+
+    def check(self) -> None:
+        """Raises ManifestError unless every buffer and fence lies within the arena, aligned and apart."""
+        ranges: list[tuple[int, int, str]] = []
+        for placed in self.buffers:
+            spec = placed.spec
+            if not 0 < len(spec.shape) <= MAX_DIMENSIONS or any(side < 1 for side in spec.shape):
+                raise ManifestError(
+                    f"buffer {spec.name}: shape {spec.shape} is not one to {MAX_DIMENSIONS} sizes above 0"
+                )
+            ranges.append((placed.offset, placed.end, f"buffer {spec.name}"))
+        ranges.extend((word.offset, word.offset + FENCE_BYTES, f"fence {word.fence.name}") for word in self.fences)
+        for start, end, name in ranges:
+            if start < 0 or start % FENCE_BYTES or end > self.size:
+                raise ManifestError(f"{name}: bytes {start} to {end} are not an aligned part of {self.size} bytes")
+        for (_, end, name), (start, _, other) in pairwise(sorted(ranges)):
+            if start < end:
+                raise ManifestError(f"{name} and {other} overlap")
+        for kind, names in (
+            ("buffer", [placed.spec.name for placed in self.buffers]),
+            ("fence", [word.fence.name for word in self.fences]),
+        ):
+            if len(set(names)) < len(names):
+                raise ManifestError(f"a {kind} is there twice: {', '.join(sorted(names))}")
+
+
+def lay_out(
+    specs: Iterable[BufferSpec], fences: Iterable[FenceName], fence_kind: str
+) -> tuple[tuple[Placed, ...], tuple[FenceWord, ...], int]:
+    """Places fences and buffers one behind the other; returns them and the size of the arena in bytes."""
+    words = tuple(FenceWord(fence, fence_kind, index * FENCE_BYTES) for index, fence in enumerate(fences))
+    offset = _aligned(len(words) * FENCE_BYTES)
+    places = []
+    for spec in specs:
+        places.append(Placed(spec, offset))
+        offset = _aligned(offset + spec.size)
+    return tuple(places), words, offset
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

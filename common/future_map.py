@@ -1,0 +1,198 @@
+"""The FutureMap: what one step leaves in shared memory for the next, before any host knows it.
+
+Two kinds of rows. *Ring* rows, one per step, carry what the scheduler consumes (`publish`). *Slot* rows, one
+per running request, carry what only the next forward needs (`stash`). Filtering or merging a batch moves no
+tensor, only slot numbers. Idea and terms: SGLang's overlap scheduler (sgl-project/sglang, "spec v2").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.buffers import BufferName, ring_rows
+from slipstream.common.device.manifest import BufferSpec
+from slipstream.common.errors import FutureMapError
+from slipstream.common.step import Role
+
+if TYPE_CHECKING:
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Arena
+
+POISON = -1
+"""A length that is not there; written only in debug mode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FutureMapShape:
+    """The sizes that all three processes agree on."""
+
+    num_slots: int
+    """Rows of the slot buffers, row 0 (padding) included."""
+    run_ahead: int
+    num_draft_tokens: int
+    """K; 0 when nothing drafts."""
+    chunk_tokens: int
+    hidden_width: int = 0
+    """Width of the hidden states that the draft reads; 0 if it reads none."""
+    hidden_dtype: torch.dtype = torch.float32
+
+    @property
+    def ring(self) -> int:
+        """Rows of the ring buffers."""
+        return ring_rows(self.run_ahead)
+
+    def specs(self) -> list[BufferSpec]:
+        """The buffers; those that nobody would read are left out."""
+        ring, slots, width = self.ring, self.num_slots, self.num_draft_tokens + 1
+        verify, draft = Role.VERIFY.value, Role.DRAFT.value
+        specs = [
+            BufferSpec(BufferName.NEW_SEQ_LENS, (ring, slots), torch.int64, verify),
+            BufferSpec(BufferName.NUM_ACCEPTED, (ring, slots), torch.int32, verify),
+            BufferSpec(BufferName.OUTPUT_TOKENS, (ring, slots, width), torch.int64, verify),
+            BufferSpec(BufferName.VERIFY_STAMPS, (ring, 2), torch.int64, verify),
+            BufferSpec(BufferName.SEQ_LENS, (slots,), torch.int64, verify),
+            BufferSpec(BufferName.BONUS_TOKENS, (slots,), torch.int64, verify),
+            BufferSpec(BufferName.NUM_NEW, (slots,), torch.int64, verify),
+            BufferSpec(BufferName.LAST_TOKENS, (slots, width), torch.int64, verify),
+        ]
+        if self.num_draft_tokens:
+            specs.append(BufferSpec(BufferName.DRAFT_TOKENS, (slots, self.num_draft_tokens), torch.int64, draft))
+            specs.append(BufferSpec(BufferName.DRAFT_STAMPS, (ring, 2), torch.int64, draft))
+        if self.hidden_width:
+            hidden, dtype = self.hidden_width, self.hidden_dtype
+            specs.append(BufferSpec(BufferName.HIDDEN_STATES, (slots, width, hidden), dtype, verify))
+            specs.append(BufferSpec(BufferName.PREFILL_HIDDEN, (self.chunk_tokens, hidden), dtype, verify))
+        return specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What verify found in one step, for B slots."""
+
+    seq_lens: torch.Tensor
+    """[B] int64: tokens whose KV is committed now."""
+    num_accepted: torch.Tensor
+    """[B] int64: a, the draft tokens accepted."""
+    tokens: torch.Tensor
+    """[B, 1 to K+1] int64: the target's tokens; the first a + 1 are the output, the last of those the bonus token."""
+    hidden_states: torch.Tensor | None = None
+    """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stash:
+    """What a forward finds of a slot's last step, for B slots; in range, whatever was in the memory."""
+
+    seq_lens: torch.Tensor
+    """[B] int64."""
+    bonus_tokens: torch.Tensor
+    """[B] int64: the last token, at position `seq_lens`, whose KV is not written yet."""
+    num_new: torch.Tensor
+    """[B] int64: a + 1."""
+    last_tokens: torch.Tensor
+    """[B, K+1] int64: the tokens of the last step, of which `num_new` count."""
+    hidden_states: torch.Tensor | None
+    """[B, K+1, width]."""
+
+
+class FutureMap:
+    """A worker's view. Every call is device work: it belongs into the worker's stream."""
+
+    def __init__(
+        self,
+        shape: FutureMapShape,
+        arena: Arena,
+        role: Role,
+        vocab_size: int,
+        log: AccessLog,
+        *,
+        is_debug: bool = False,
+    ) -> None:
+        """`vocab_size`: tokens read from the arena are clamped below it."""
+        self._shape = shape
+        self._vocab_size = vocab_size
+        self._log = log
+        self._is_debug = is_debug
+        self._buffers = {BufferName(spec.name): arena.tensor(spec.name) for spec in shape.specs()}
+        if is_debug and role is Role.VERIFY:
+            self._buffers[BufferName.SEQ_LENS].fill_(POISON)
+            self._buffers[BufferName.NEW_SEQ_LENS].fill_(POISON)
+
+    def stamps(self, role: Role, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the start and the end of a worker's own work in `step` are stamped: two [] int64."""
+        name = BufferName.DRAFT_STAMPS if role is Role.DRAFT else BufferName.VERIFY_STAMPS
+        row = self._buffers[name][step % self._shape.ring]
+        return row[0], row[1]
+
+    def publish(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
+        """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
+        row = step % self._shape.ring
+        self._ring_write(BufferName.NEW_SEQ_LENS, row, step)[rows] = outcome.seq_lens
+        self._ring_write(BufferName.NUM_ACCEPTED, row, step)[rows] = outcome.num_accepted.to(torch.int32)
+        self._ring_write(BufferName.OUTPUT_TOKENS, row, step)[rows, : outcome.tokens.shape[1]] = outcome.tokens
+        if self._is_debug:
+            # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
+            spare = (step + 1) % self._shape.ring
+            self._ring_write(BufferName.NEW_SEQ_LENS, spare, step).fill_(POISON)
+
+    def stash(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
+        """Verify: writes what the next forward on these slots needs. `rows`: [B] int64 slots."""
+        bonus = outcome.tokens.gather(1, outcome.num_accepted[:, None])[:, 0]
+        self._slot_write(BufferName.SEQ_LENS, rows, step)[rows] = outcome.seq_lens
+        self._slot_write(BufferName.BONUS_TOKENS, rows, step)[rows] = bonus
+        self._slot_write(BufferName.NUM_NEW, rows, step)[rows] = outcome.num_accepted + 1
+        self._slot_write(BufferName.LAST_TOKENS, rows, step)[rows, : outcome.tokens.shape[1]] = outcome.tokens
+        if outcome.hidden_states is not None:
+            width = outcome.hidden_states.shape[1]
+            self._slot_write(BufferName.HIDDEN_STATES, rows, step)[rows, :width] = outcome.hidden_states
+
+    def gather(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
+        """Reads the stash of B slots. `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them.
+
+        Raises FutureMapError in debug mode when a row was never stashed.
+        """
+        seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
+        if self._is_debug and bool((seq_lens == POISON).any()):
+            raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
+        has_hidden = BufferName.HIDDEN_STATES in self._buffers
+        return Stash(
+            seq_lens=torch.minimum(seq_lens.clamp(min=0), limits),
+            bonus_tokens=self._tokens(BufferName.BONUS_TOKENS, rows, step),
+            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp(1, self._shape.num_draft_tokens + 1),
+            last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
+            hidden_states=self._slot_read(BufferName.HIDDEN_STATES, rows, step) if has_hidden else None,
+        )
+
+    def forget(self, step: int, rows: torch.Tensor) -> None:
+        """Verify, in debug mode: another request takes these slots, and nothing of the last one may be read."""
+        if self._is_debug:
+            self._slot_write(BufferName.SEQ_LENS, rows, step)[rows] = POISON
+
+    def propose(self, step: int, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
+        self._slot_write(BufferName.DRAFT_TOKENS, rows, step)[rows] = tokens
+
+    def copy_in(self, step: int, rows: torch.Tensor) -> torch.Tensor:
+        """Verify: a private copy of the draft tokens, [B, K] int64, each a token whatever a draft wrote."""
+        return self._tokens(BufferName.DRAFT_TOKENS, rows, step)
+
+    def _tokens(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
+        return self._slot_read(name, rows, step).clamp(0, self._vocab_size - 1)
+
+    def _slot_read(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
+        if self._log.is_enabled:
+            self._log.access(name, rows.tolist(), is_write=False, step=step)
+        return self._buffers[name][rows]
+
+    def _slot_write(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
+        if self._log.is_enabled:
+            self._log.access(name, rows.tolist(), is_write=True, step=step)
+        return self._buffers[name]
+
+    def _ring_write(self, name: BufferName, row: int, step: int) -> torch.Tensor:
+        if self._log.is_enabled:
+            self._log.access(name, [row], is_write=True, step=step)
+        return self._buffers[name][row]
