@@ -1,0 +1,111 @@
+"""A service's process on this machine: started bound to this one, ended politely or not, its log at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.cli.service_command import ServiceCommand
+
+_BOUND_EXEC = Path(__file__).with_name("bound_exec.py")
+
+
+class ServiceProcess:
+    """A started service. Its process dies with this one, whatever this one dies of (see `bound_exec.py`)."""
+
+    def __init__(self, command: ServiceCommand) -> None:
+        """Starts the service with an empty log; the log of the run before is kept beside it as `.1`.
+
+        Made on the main thread, on whose event loop it is then waited for.
+        """
+        self.command = command
+        if command.log_path.exists():
+            command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
+        with command.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                (sys.executable, "-I", "-S", str(_BOUND_EXEC), str(os.getpid()), *command.argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Out of the terminal's process group: who gets Ctrl-C, and in which order they end, is ours to say.
+                start_new_session=True,
+            )
+        self._ended = asyncio.Event()
+        # A thread of its own, for asyncio's child watcher (before Python 3.12) and a signal may race for the status.
+        threading.Thread(target=self._reap, args=(asyncio.get_running_loop(),), daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """The service's name."""
+        return self.command.name
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over, and reaped."""
+        return self._ended.is_set()
+
+    async def wait(self) -> None:
+        """Returns when it is over, and reaped."""
+        await self._ended.wait()
+
+    def terminate(self) -> None:
+        """Asks it to end: the first time to finish what it has begun, the second time at once."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it without its consent."""
+        self._send(signal.SIGKILL)
+
+    def describe_end(self) -> str:
+        """What ended it, in words: "was killed by SIGKILL", "ended with exit status 1"."""
+        status = self._process.returncode
+        if status is None:
+            return "is running"
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}"
+
+    def last_log_lines(self, count: int = 20) -> str:
+        """The end of its log, indented; says so when there is none."""
+        with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
+            lines = deque(log, maxlen=count)
+        return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or "  (it logged nothing)"
+
+    def remove_socket(self) -> None:
+        """Removes a socket that a killed service left; one that somebody serves at stays."""
+        if self.command.address.startswith("unix:"):
+            path = Path(self.command.address.removeprefix("unix:"))
+            if path.is_socket() and not is_served(path):
+                path.unlink(missing_ok=True)
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._process.wait()
+        loop.call_soon_threadsafe(self._ended.set)
+
+    def _send(self, number: signal.Signals) -> None:
+        if not self.has_ended:
+            self._process.send_signal(number)
+
+
+def is_served(path: Path) -> bool:
+    """Whether a process listens at this Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True

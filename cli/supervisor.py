@@ -1,0 +1,176 @@
+"""Starts services on this machine, waits until they serve, notices when one dies, and ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from slipstream.cli.health import wait_until_serving
+from slipstream.cli.service_process import ServiceProcess
+from slipstream.common.errors import DeadlineExceededError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from types import TracebackType
+
+    from slipstream.cli.service_command import ServiceCommand
+
+T = TypeVar("T")
+
+
+class ServiceState(enum.Enum):
+    """How far a service is."""
+
+    LOADING = "loading"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """The services of one machine. All of it runs on one event loop, on the main thread (see `bound_exec.py`).
+
+    As a context manager it ends with every service stopped, whatever happened inside.
+    """
+
+    def __init__(
+        self,
+        *,
+        ready_timeout_s: float,
+        drain_timeout_s: float,
+        exit_timeout_s: float = 2.0,
+        on_change: Callable[[str, ServiceState], None] = lambda _name, _state: None,
+    ) -> None:
+        """Bounds the time to become ready, to finish work, and to exit when work need not be finished any more.
+
+        `on_change` hears of each service's state.
+        """
+        self._ready_timeout_s = ready_timeout_s
+        self._drain_timeout_s = drain_timeout_s
+        self._exit_timeout_s = exit_timeout_s
+        self._on_change = on_change
+        self._batches: list[list[ServiceProcess]] = []
+        self._ready: set[ServiceProcess] = set()
+        self._hurry = asyncio.Event()
+
+    async def __aenter__(self) -> Supervisor:
+        """Nothing is started yet."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stops every service that still runs."""
+        await self.stop()
+
+    def pid(self, name: str) -> int:
+        """Process id of a service that was started and not stopped."""
+        return next(process.pid for process in self._processes() if process.name == name)
+
+    def start(self, *commands: ServiceCommand) -> None:
+        """Starts services side by side. Those started later are stopped earlier."""
+        batch: list[ServiceProcess] = []
+        self._batches.append(batch)
+        for command in commands:
+            batch.append(ServiceProcess(command))
+            self._on_change(command.name, ServiceState.LOADING)
+
+    async def wait_ready(self) -> None:
+        """Returns when every service says SERVING.
+
+        Raises UnavailableError as soon as one dies, DeadlineExceededError when the time is up; both name the service.
+        """
+        waiting = [process for process in self._processes() if process not in self._ready]
+        await self.while_alive(self._wait_ready(waiting))
+
+    async def watch(self) -> NoReturn:
+        """Returns never: raises UnavailableError, with the end of its log, when a service dies."""
+        processes = self._processes()
+        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(*waits)
+        dead = next(process for process in processes if process.has_ended)
+        doing = "" if dead in self._ready else " before it was ready"
+        raise UnavailableError(
+            f"{dead.name} {dead.describe_end()}{doing}; the end of its log ({dead.command.log_path}):\n"
+            + dead.last_log_lines()
+        )
+
+    async def while_alive(self, work: Coroutine[object, object, T]) -> T:
+        """Does the work; when a service dies, drops it and raises as `watch` does."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            # A death explains an error of the work, not the other way round.
+            if watching.done():
+                await watching
+            return await working
+        finally:
+            await _cancel(working, watching)
+
+    async def stop(self, *names: str) -> None:
+        """Stops the services of these names, or all: the last started first, each given time to finish its work."""
+        for batch in reversed(self._batches):
+            leaving = [process for process in batch if not names or process.name in names]
+            await asyncio.gather(*(self._end(process) for process in leaving))
+            batch[:] = [process for process in batch if process not in leaving]
+
+    def hurry(self) -> None:
+        """Makes the stop that goes on, or comes, wait for no work."""
+        self._hurry.set()
+
+    def _processes(self) -> list[ServiceProcess]:
+        return [process for batch in self._batches for process in batch]
+
+    async def _wait_ready(self, waiting: list[ServiceProcess]) -> None:
+        try:
+            async with asyncio.timeout(self._ready_timeout_s):
+                await asyncio.gather(*(self._wait_one_ready(process) for process in waiting))
+        except TimeoutError:
+            late = [process for process in waiting if process not in self._ready]
+            logs = "\n".join(f"{process.command.log_path}:\n{process.last_log_lines()}" for process in late)
+            raise DeadlineExceededError(
+                f"{' and '.join(process.name for process in late)} not ready after {self._ready_timeout_s:g} s; "
+                f"the end of the log:\n{logs}"
+            ) from None
+
+    async def _wait_one_ready(self, process: ServiceProcess) -> None:
+        await wait_until_serving(process.command.address)
+        self._ready.add(process)
+        self._on_change(process.name, ServiceState.READY)
+
+    async def _end(self, process: ServiceProcess) -> None:
+        self._on_change(process.name, ServiceState.STOPPING)
+        process.terminate()
+        if not await self._drains(process):
+            process.terminate()
+            if not await _ends_within(process, self._exit_timeout_s):
+                process.kill()
+                await process.wait()
+        process.remove_socket()
+        self._on_change(process.name, ServiceState.STOPPED)
+
+    async def _drains(self, process: ServiceProcess) -> bool:
+        ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._hurry.wait())
+        try:
+            await asyncio.wait((ended, hurried), timeout=self._drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(ended, hurried)
+        return process.has_ended
+
+
+async def _ends_within(process: ServiceProcess, timeout_s: float) -> bool:
+    try:
+        await asyncio.wait_for(process.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _cancel(*futures: asyncio.Future[Any]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)

@@ -1,0 +1,187 @@
+"""The supervisor, on fake services that load, die, hang and drain as told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from slipstream.cli.health import check
+from slipstream.cli.service_process import is_served
+from slipstream.cli.supervisor import ServiceState, Supervisor
+from slipstream.common.errors import DeadlineExceededError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.cli.conftest import MakeCommand
+
+pytestmark = pytest.mark.timeout(30)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Returns when it is so; the test's timeout bounds it."""
+    while not is_so():  # noqa: ASYNC110 — what other processes do raises no event here
+        await asyncio.sleep(0.01)
+
+
+def sockets_in(folder: Path) -> list[Path]:
+    """The Unix sockets that lie there."""
+    return [path for path in folder.iterdir() if path.is_socket()]
+
+
+def _supervisor(**changes: float) -> Supervisor:
+    return Supervisor(**{"ready_timeout_s": 20.0, "drain_timeout_s": 10.0, "exit_timeout_s": 0.5, **changes})
+
+
+async def test_waits_for_health_not_for_the_socket(fake_service: MakeCommand, tmp_path: Path) -> None:
+    changes: list[tuple[str, ServiceState]] = []
+    go = tmp_path / "go"
+    async with Supervisor(
+        ready_timeout_s=20.0, drain_timeout_s=10.0, on_change=lambda name, state: changes.append((name, state))
+    ) as supervisor:
+        supervisor.start(fake_service("verify"), fake_service("draft", "--ready-when", str(go)))
+        ready = asyncio.ensure_future(supervisor.wait_ready())
+        await until(lambda: ("verify", ServiceState.READY) in changes and (tmp_path / "draft.sock").exists())
+        assert await check(f"unix:{tmp_path}/draft.sock") == "NOT_SERVING"
+        assert not ready.done()
+        go.touch()
+        await ready
+        assert await check(f"unix:{tmp_path}/draft.sock") == "SERVING"
+    assert changes[-1][1] is ServiceState.STOPPED
+    assert not sockets_in(tmp_path)
+
+
+async def test_names_the_service_that_dies_while_loading(fake_service: MakeCommand, tmp_path: Path) -> None:
+    async with _supervisor() as supervisor:
+        supervisor.start(fake_service("verify"), fake_service("draft", "--die-at-once"))
+        with pytest.raises(UnavailableError, match=r"draft ended with exit status 1 before it was ready") as caught:
+            await supervisor.wait_ready()
+    assert "fake service cannot load its model" in str(caught.value)
+    assert str(tmp_path / "draft.log") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGUSR1, "ended with exit status 7"), (signal.SIGKILL, "was killed by SIGKILL")]
+)
+async def test_names_the_service_that_dies_later(
+    fake_service: MakeCommand, tmp_path: Path, number: signal.Signals, end: str
+) -> None:
+    async with _supervisor() as supervisor:
+        supervisor.start(fake_service("verify"), fake_service("draft"))
+        await supervisor.wait_ready()
+        os.kill(supervisor.pid("verify"), number)
+        with pytest.raises(UnavailableError, match=f"verify {end};"):
+            await supervisor.watch()
+    assert not sockets_in(tmp_path)
+
+
+async def test_a_death_ends_the_work_that_needs_the_service(fake_service: MakeCommand) -> None:
+    async with _supervisor() as supervisor:
+        supervisor.start(fake_service("verify"))
+        await supervisor.wait_ready()
+        assert await supervisor.while_alive(asyncio.sleep(0, "done")) == "done"
+        asyncio.get_running_loop().call_later(0.05, os.kill, supervisor.pid("verify"), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed"):
+            await supervisor.while_alive(asyncio.sleep(60))
+
+
+async def test_says_which_service_is_late(fake_service: MakeCommand, tmp_path: Path) -> None:
+    async with _supervisor(ready_timeout_s=1.5) as supervisor:
+        supervisor.start(fake_service("verify"), fake_service("draft", "--ready-when", str(tmp_path / "never")))
+        with pytest.raises(DeadlineExceededError, match=r"draft not ready after 1\.5 s"):
+            await supervisor.wait_ready()
+
+
+async def test_stops_the_last_started_first(fake_service: MakeCommand, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    options = ("--journal", str(journal))
+    async with _supervisor() as supervisor:
+        supervisor.start(fake_service("verify", *options), fake_service("draft", *options))
+        supervisor.start(fake_service("scheduler", *options))
+        await supervisor.wait_ready()
+        await supervisor.stop("draft")
+        assert journal.read_text().split("/")[-1] == "draft.sock SIGTERM\n"
+    names = [line.split("/")[-1] for line in journal.read_text().splitlines()]
+    assert names == [f"{name}.sock SIGTERM" for name in ("draft", "scheduler", "verify")]
+
+
+async def test_a_service_that_does_not_drain_is_ended_after_the_bound(fake_service: MakeCommand) -> None:
+    async with _supervisor(drain_timeout_s=0.2) as supervisor:
+        supervisor.start(fake_service("deaf", "--deaf", "99"), fake_service("once", "--deaf", "1"))
+        await supervisor.wait_ready()
+        start = time.monotonic()
+    assert time.monotonic() - start < 4
+
+
+async def test_a_service_that_is_stopped_is_killed_and_its_socket_removed(
+    fake_service: MakeCommand, tmp_path: Path
+) -> None:
+    async with _supervisor(drain_timeout_s=0.2) as supervisor:
+        supervisor.start(fake_service("verify"))
+        await supervisor.wait_ready()
+        os.kill(supervisor.pid("verify"), signal.SIGSTOP)
+    assert not sockets_in(tmp_path)
+
+
+async def test_hurry_ends_the_drain(fake_service: MakeCommand) -> None:
+    async with _supervisor(drain_timeout_s=60.0) as supervisor:
+        supervisor.start(fake_service("slow", "--deaf", "1"))
+        supervisor.start(fake_service("front", "--deaf", "1"))
+        await supervisor.wait_ready()
+        asyncio.get_running_loop().call_later(0.1, supervisor.hurry)
+        start = time.monotonic()
+    assert time.monotonic() - start < 6
+
+
+async def test_the_socket_of_a_live_owner_stays(fake_service: MakeCommand, tmp_path: Path) -> None:
+    async with _supervisor() as owner:
+        owner.start(fake_service("verify"))
+        await owner.wait_ready()
+        async with _supervisor() as intruder:
+            intruder.start(fake_service("verify", "--die-at-once"))
+            with pytest.raises(UnavailableError):
+                await intruder.watch()
+        assert is_served(tmp_path / "verify.sock")
+
+
+async def test_keeps_the_log_of_the_run_before(fake_service: MakeCommand, tmp_path: Path) -> None:
+    for _ in range(2):
+        async with _supervisor() as supervisor:
+            supervisor.start(fake_service("verify"))
+            await supervisor.wait_ready()
+    assert (tmp_path / "verify.log").read_text() == (tmp_path / "verify.log.1").read_text() == "fake service speaking\n"
+
+
+def test_services_die_with_a_supervisor_that_is_killed(fake_service: MakeCommand, tmp_path: Path) -> None:
+    command = fake_service("verify")
+    script = textwrap.dedent(f"""
+        import asyncio, pathlib
+        from slipstream.cli.service_command import ServiceCommand
+        from slipstream.cli.supervisor import Supervisor
+
+        async def main():
+            async with Supervisor(ready_timeout_s=20, drain_timeout_s=5) as supervisor:
+                supervisor.start(ServiceCommand(name="verify", argv={command.argv!r}, address={command.address!r},
+                                                log_path=pathlib.Path({str(command.log_path)!r})))
+                await supervisor.wait_ready()
+                print(supervisor.pid("verify"), flush=True)
+                await supervisor.watch()
+
+        asyncio.run(main())
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        service = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        psutil.wait_procs([service], timeout=5)
+        assert not service.is_running() or service.status() == psutil.STATUS_ZOMBIE
