@@ -1,0 +1,205 @@
+"""What every command does to the shared buffers, and where in the command: the plan derives its waits from this."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cache
+
+from slipstream.common.access_log import StreamName
+from slipstream.common.buffers import BufferName
+from slipstream.common.errors import OrderingError
+from slipstream.common.step import StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTraits:
+    """What the order of the steps depends on, of the draft that is attached."""
+
+    is_present: bool
+    reads_hidden: bool = False
+    """Whether it reads the target's hidden states."""
+
+
+class BufferGroup(enum.IntEnum):
+    """Buffers that every command writes together and reads together."""
+
+    RESULTS = 0
+    STASH = 1
+    PREFILL_HIDDEN = 2
+    DRAFT_TOKENS = 3
+    DRAFT_STAMPS = 4
+    VERIFY_STAMPS = 5
+
+    @property
+    def writer(self) -> StreamName:
+        """The only stream that writes the group."""
+        return _WRITERS[self]
+
+    @property
+    def reader(self) -> StreamName:
+        """The only stream that reads the group, apart from its writer."""
+        return _READERS[self]
+
+    def buffers(self, draft: DraftTraits) -> tuple[BufferName, ...]:
+        """The buffers of the group that exist for this draft."""
+        members = _MEMBERS[self]
+        if draft.reads_hidden:
+            return members
+        return tuple(buffer for buffer in members if buffer not in _FOR_HIDDEN_STATES)
+
+
+class Phase(enum.Enum):
+    """A part of a command, in the order of its stream. Each ends with a signal, except verify's first."""
+
+    DRAFT = "draft"
+    """All of a draft command; ends with `draft.done`."""
+    COPY_IN = "copy in"
+    """Verify's first work: from here on it uses only its own copy of what draft wrote."""
+    PUBLISH = "publish"
+    """Verify writes what the scheduler consumes; ends with `verify.publish`."""
+    STASH = "stash"
+    """Verify writes what the next forward needs; ends with `verify.stash`."""
+    CONSUME = "consume"
+    """The scheduler reads the result of the step."""
+    CONSUME_NEXT = "consume next"
+    """The scheduler consumes the step after, and reads the stamps of this one if a poll says they are there."""
+
+    @property
+    def stream(self) -> StreamName:
+        """The stream that the phase belongs to."""
+        return _STREAMS[self]
+
+
+class Rows(enum.Enum):
+    """Which rows of a buffer a step touches."""
+
+    SLOTS = "slots"
+    """Those of the step's slots; in a prefill, of the slots whose prompt ends in it."""
+    RING = "ring"
+    """The row `step % ring`."""
+    SPARE = "spare"
+    """The row of the next step, which the writer poisons in debug mode."""
+    WHOLE = "whole"
+    """The buffer has no rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One access that a kind of step declares."""
+
+    phase: Phase
+    group: BufferGroup
+    rows: Rows
+    is_write: bool
+
+    def __str__(self) -> str:
+        verb = "write" if self.is_write else "read"
+        return f"{self.phase.stream.value}'s {verb} of {self.group.name.lower()} [{self.rows.value}]"
+
+
+def has_draft_half(kind: StepKind, draft: DraftTraits) -> bool:
+    """Whether a step of this kind has a command for draft."""
+    return draft.is_present and kind is not StepKind.PLAIN
+
+
+@cache
+def declared_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
+    """Every access of a step of this kind.
+
+    In the step's own order: the half that feeds the other comes first (draft in a decode step, verify
+    in a prefill), then the scheduler's reads.
+    """
+    if kind is StepKind.DECODE and not draft.is_present:
+        raise OrderingError("a decode step needs a draft; without one the step is plain")
+    verify = _verify_accesses(kind, draft)
+    drafting = _draft_accesses(kind, draft) if has_draft_half(kind, draft) else ()
+    halves = drafting + verify if kind is StepKind.DECODE else verify + drafting
+    return halves + _scheduler_accesses(has_stamps_of_draft=bool(drafting))
+
+
+def _draft_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
+    start_stamp = _write(Phase.DRAFT, BufferGroup.DRAFT_STAMPS, Rows.RING)
+    end_stamp = start_stamp
+    if kind is StepKind.DECODE:
+        gather = _read(Phase.DRAFT, BufferGroup.STASH, Rows.SLOTS)
+        return start_stamp, gather, _write(Phase.DRAFT, BufferGroup.DRAFT_TOKENS, Rows.SLOTS), end_stamp
+    if draft.reads_hidden:
+        return start_stamp, _read(Phase.DRAFT, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE), end_stamp
+    return start_stamp, end_stamp
+
+
+def _verify_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
+    accesses = [_write(Phase.COPY_IN, BufferGroup.VERIFY_STAMPS, Rows.RING)]
+    if kind is StepKind.DECODE:
+        accesses.append(_read(Phase.COPY_IN, BufferGroup.DRAFT_TOKENS, Rows.SLOTS))
+    if kind is not StepKind.PREFILL:
+        accesses.append(_read(Phase.COPY_IN, BufferGroup.STASH, Rows.SLOTS))
+    accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.RING))
+    accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.SPARE))
+    if kind is StepKind.PREFILL and draft.is_present and draft.reads_hidden:
+        accesses.append(_write(Phase.STASH, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE))
+    accesses.append(_write(Phase.STASH, BufferGroup.STASH, Rows.SLOTS))
+    accesses.append(_write(Phase.STASH, BufferGroup.VERIFY_STAMPS, Rows.RING))
+    return tuple(accesses)
+
+
+def _scheduler_accesses(*, has_stamps_of_draft: bool) -> tuple[Access, ...]:
+    result = _read(Phase.CONSUME, BufferGroup.RESULTS, Rows.RING)
+    stamps = _read(Phase.CONSUME_NEXT, BufferGroup.VERIFY_STAMPS, Rows.RING)
+    if not has_stamps_of_draft:
+        return result, stamps
+    return result, stamps, _read(Phase.CONSUME_NEXT, BufferGroup.DRAFT_STAMPS, Rows.RING)
+
+
+def _read(phase: Phase, group: BufferGroup, rows: Rows) -> Access:
+    return Access(phase, group, rows, is_write=False)
+
+
+def _write(phase: Phase, group: BufferGroup, rows: Rows) -> Access:
+    return Access(phase, group, rows, is_write=True)
+
+
+_STREAMS = {
+    Phase.DRAFT: StreamName.DRAFT,
+    Phase.COPY_IN: StreamName.VERIFY,
+    Phase.PUBLISH: StreamName.VERIFY,
+    Phase.STASH: StreamName.VERIFY,
+    Phase.CONSUME: StreamName.SCHEDULER,
+    Phase.CONSUME_NEXT: StreamName.SCHEDULER,
+}
+
+_WRITERS = {
+    BufferGroup.RESULTS: StreamName.VERIFY,
+    BufferGroup.STASH: StreamName.VERIFY,
+    BufferGroup.PREFILL_HIDDEN: StreamName.VERIFY,
+    BufferGroup.DRAFT_TOKENS: StreamName.DRAFT,
+    BufferGroup.DRAFT_STAMPS: StreamName.DRAFT,
+    BufferGroup.VERIFY_STAMPS: StreamName.VERIFY,
+}
+
+_READERS = {
+    BufferGroup.RESULTS: StreamName.SCHEDULER,
+    BufferGroup.STASH: StreamName.DRAFT,
+    BufferGroup.PREFILL_HIDDEN: StreamName.DRAFT,
+    BufferGroup.DRAFT_TOKENS: StreamName.VERIFY,
+    BufferGroup.DRAFT_STAMPS: StreamName.SCHEDULER,
+    BufferGroup.VERIFY_STAMPS: StreamName.SCHEDULER,
+}
+
+_FOR_HIDDEN_STATES = frozenset({BufferName.HIDDEN_STATES, BufferName.PREFILL_HIDDEN})
+
+_MEMBERS = {
+    BufferGroup.RESULTS: (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS),
+    BufferGroup.STASH: (
+        BufferName.SEQ_LENS,
+        BufferName.BONUS_TOKENS,
+        BufferName.NUM_NEW,
+        BufferName.LAST_TOKENS,
+        BufferName.HIDDEN_STATES,
+    ),
+    BufferGroup.PREFILL_HIDDEN: (BufferName.PREFILL_HIDDEN,),
+    BufferGroup.DRAFT_TOKENS: (BufferName.DRAFT_TOKENS,),
+    BufferGroup.DRAFT_STAMPS: (BufferName.DRAFT_STAMPS,),
+    BufferGroup.VERIFY_STAMPS: (BufferName.VERIFY_STAMPS,),
+}

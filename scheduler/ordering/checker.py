@@ -1,0 +1,222 @@
+"""The happens-before checker: names every two accesses to a shared buffer that nothing orders.
+
+It knows nothing of the plan. Each stream has a vector clock. A signal carries the clock of its
+stream, a wait joins it, a poll that was seen true does the same, and a command carries the clock of
+the scheduler when it was sent. Two accesses to the same row conflict unless both are reads; they are
+ordered when the later one's stream has come to know the earlier one's time. Per row it keeps the last
+write and the reads since then, each with one number for its time (Flanagan and Freund, "FastTrack:
+efficient and precise dynamic race detection", 2009).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.common.access_log import LogOp
+from slipstream.common.step import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from slipstream.common.step import FenceName
+    from slipstream.scheduler.ordering.operations import Operation
+
+Clock = tuple[int, ...]
+"""For each lane, the latest time of it that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two accesses that conflict, and nothing orders them."""
+
+    first: Operation
+    second: Operation
+    rows: tuple[int, ...]
+    """The rows that both touch."""
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second} collide in {list(self.rows)}: nothing orders them"
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A lane that cannot go on, and the operation that it stands before."""
+
+    lane: int
+    operation: Operation
+
+    def __str__(self) -> str:
+        return f"{self.operation} never ends: nobody signalled or sent that"
+
+
+class _Touch(NamedTuple):
+    lane: int
+    time: int
+    operation: Operation
+
+
+class _Cell(NamedTuple):
+    """A row of a buffer."""
+
+    write: _Touch | None
+    reads: tuple[_Touch, ...]
+    """Since the write, the last of each lane."""
+
+
+class Checker:
+    """Takes the operations of the lanes in any order in which they may have happened, and collects the races.
+
+    A *lane* is one stream of one process, by its number.
+    """
+
+    def __init__(self, num_lanes: int, *, trusts_polls: bool = True) -> None:
+        """`trusts_polls`: False to check a plan, which must hold whether or not a poll was seen true.
+
+        Then a poll orders only the reads that follow it at once.
+        """
+        self.races: list[Race] = []
+        self.num_accesses = 0
+        """Rows accessed."""
+        self.num_ordered = 0
+        """Pairs of conflicting accesses on different lanes that were found in order."""
+        self._trusts_polls = trusts_polls
+        self._clocks: list[Clock] = [_started(lane, num_lanes) for lane in range(num_lanes)]
+        # What a lane may look at: its clock, and what a poll has shown it.
+        self._views = list(self._clocks)
+        self._signals: dict[tuple[int, FenceName], list[tuple[int, Clock]]] = {}
+        self._sends: dict[tuple[int, Role, int], Clock] = {}
+        self._cells: dict[tuple[int, str, int], _Cell] = {}
+
+    def copy(self) -> Checker:
+        """An independent checker in the same state."""
+        twin = Checker(0, trusts_polls=self._trusts_polls)
+        twin.races = self.races.copy()
+        twin.num_accesses = self.num_accesses
+        twin.num_ordered = self.num_ordered
+        twin._clocks = self._clocks.copy()
+        twin._views = self._views.copy()
+        twin._signals = {key: signals.copy() for key, signals in self._signals.items()}
+        twin._sends = self._sends.copy()
+        twin._cells = self._cells.copy()
+        return twin
+
+    def apply(self, lane: int, operation: Operation) -> bool:
+        """The lane does the operation; False, with nothing done, if that has to wait for another lane."""
+        match operation.op:
+            case LogOp.READ | LogOp.WRITE:
+                self._access(lane, operation)
+            case LogOp.SIGNAL:
+                self._signal(lane, operation)
+            case LogOp.WAIT | LogOp.POLL:
+                return self._join_signal(lane, operation)
+            case LogOp.SEND:
+                assert operation.role is not None, "a send names the role"
+                self._sends[operation.epoch, operation.role, operation.step] = self._tick(lane)
+            case LogOp.RECV:
+                return self._join(lane, self._sends.get((operation.epoch, Role(operation.stream), operation.step)))
+        return True
+
+    def restart(self, lane: int) -> None:
+        """Another process takes the lane's place: what the lane did is forgotten, and it knows nothing."""
+        for key, cell in self._cells.items():
+            write = None if cell.write is not None and cell.write.lane == lane else cell.write
+            self._cells[key] = _Cell(write, tuple(touch for touch in cell.reads if touch.lane != lane))
+        own_time = self._clocks[lane][lane]
+        self._clocks[lane] = self._views[lane] = (*(0,) * lane, own_time, *(0,) * (len(self._clocks) - lane - 1))
+
+    def signalled_before(self, epoch: int, fence: FenceName, value: int) -> int | None:
+        """The highest value below `value` that the fence was signalled with so far."""
+        signals = self._signals.get((epoch, fence), [])
+        index = bisect_left(signals, (value,))
+        return signals[index - 1][0] if index else None
+
+    def _signal(self, lane: int, operation: Operation) -> None:
+        assert operation.fence is not None, "a signal names the fence"
+        signals = self._signals.setdefault((operation.epoch, operation.fence), [])
+        insort(signals, (operation.value, self._tick(lane)))
+
+    def _join_signal(self, lane: int, operation: Operation) -> bool:
+        assert operation.fence is not None, "a wait names the fence"
+        signals = self._signals.get((operation.epoch, operation.fence), [])
+        index = bisect_left(signals, (operation.value,))
+        if index == len(signals):
+            return False
+        if operation.op is LogOp.POLL and not self._trusts_polls:
+            self._views[lane] = _joined(self._views[lane], signals[index][1])
+            return True
+        return self._join(lane, signals[index][1])
+
+    def _join(self, lane: int, clock: Clock | None) -> bool:
+        if clock is None:
+            return False
+        self._clocks[lane] = self._views[lane] = _joined(self._clocks[lane], clock)
+        return True
+
+    def _tick(self, lane: int) -> Clock:
+        """The lane's clock, to be carried; what the lane does afterwards is later than it."""
+        carried = self._clocks[lane]
+        self._clocks[lane] = self._views[lane] = (*carried[:lane], carried[lane] + 1, *carried[lane + 1 :])
+        return carried
+
+    def _access(self, lane: int, operation: Operation) -> None:
+        view = self._views[lane]
+        touch = _Touch(lane, view[lane], operation)
+        is_write = operation.op is LogOp.WRITE
+        collisions: dict[Operation, list[int]] = {}
+        assert operation.buffer is not None, "an access names the buffer"
+        self.num_accesses += len(operation.rows)
+        for row in operation.rows:
+            key = (operation.epoch, operation.buffer, row)
+            cell = self._cells.get(key, _UNTOUCHED)
+            for earlier in _conflicting(cell, lane, is_write=is_write):
+                if earlier.time > view[earlier.lane]:
+                    collisions.setdefault(earlier.operation, []).append(row)
+                else:
+                    self.num_ordered += 1
+            self._cells[key] = _touched(cell, touch, is_write=is_write)
+        self.races.extend(Race(first, operation, tuple(rows)) for first, rows in collisions.items())
+
+
+_UNTOUCHED = _Cell(None, ())
+
+
+def run(checker: Checker, lanes: Sequence[Iterator[Operation]]) -> list[Stuck]:
+    """Runs every lane as far as it comes; returns those that do not come to their end.
+
+    Whatever order the lanes really ran in, the outcome is the same: a fence only grows, so what a lane
+    waits for stays true.
+    """
+    heads = [next(lane, None) for lane in lanes]
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for number, lane in enumerate(lanes):
+            head = heads[number]
+            while head is not None and checker.apply(number, head):
+                head = heads[number] = next(lane, None)
+                has_moved = True
+    return [Stuck(number, head) for number, head in enumerate(heads) if head is not None]
+
+
+def _conflicting(cell: _Cell, lane: int, *, is_write: bool) -> list[_Touch]:
+    touches = [] if cell.write is None or cell.write.lane == lane else [cell.write]
+    if is_write:
+        touches.extend(touch for touch in cell.reads if touch.lane != lane)
+    return touches
+
+
+def _touched(cell: _Cell, touch: _Touch, *, is_write: bool) -> _Cell:
+    if is_write:
+        return _Cell(touch, ())
+    others = tuple(earlier for earlier in cell.reads if earlier.lane != touch.lane)
+    return _Cell(cell.write, (*others, touch))
+
+
+def _started(lane: int, num_lanes: int) -> Clock:
+    return tuple(1 if number == lane else 0 for number in range(num_lanes))
+
+
+def _joined(left: Clock, right: Clock) -> Clock:
+    return tuple(map(max, left, right))

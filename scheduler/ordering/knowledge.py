@@ -1,0 +1,62 @@
+"""What a stream knows: how far every counter has come before the stream's next operation.
+
+A small vector clock. Each fence counts the steps that its stream has signalled; `CONSUMED` counts
+the steps that the scheduler has consumed, which no stream can wait for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from slipstream.common.step import FenceName
+
+CONSUMED = 0
+"""The counter of the scheduler's consumption; the other counters are the fences' numbers."""
+
+Known = tuple[int, int, int, int]
+"""The value that each counter has reached, by the number of the counter."""
+
+NOTHING_KNOWN: Known = (0, 0, 0, 0)
+
+assert set(FenceName) == {1, 2, 3}, "a counter for every fence"
+
+
+class Signal(NamedTuple):
+    """A counter reaches a value, and what is known to whoever sees that."""
+
+    counter: int
+    value: int
+    known: Known
+    """Covers the signal itself."""
+
+
+def join(left: Known, right: Known) -> Known:
+    """What is known to a stream that knows both."""
+    if left == right:
+        return left
+    return (
+        left[0] if left[0] > right[0] else right[0],
+        left[1] if left[1] > right[1] else right[1],
+        left[2] if left[2] > right[2] else right[2],
+        left[3] if left[3] > right[3] else right[3],
+    )
+
+
+def signal(known: Known, counter: int, value: int) -> Signal:
+    """What a stream signals that knows `known`."""
+    reached = list(known)
+    reached[counter] = value
+    consumed, done, publish, stash = reached
+    return Signal(counter, value, (consumed, done, publish, stash))
+
+
+def without_implied(signals: list[Signal]) -> list[Signal]:
+    """The fewest of `signals` that imply all of them, each once."""
+    if len(signals) < 2:
+        return signals
+    distinct = list(dict.fromkeys(signals))
+    return [
+        candidate
+        for candidate in distinct
+        if not any(other.known[candidate.counter] >= candidate.value for other in distinct if other is not candidate)
+    ]
