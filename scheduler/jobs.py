@@ -6,9 +6,11 @@ import asyncio
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from slipstream.common.errors import SlipstreamError
-from slipstream.common.sampling import SamplingParams
+if TYPE_CHECKING:
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.common.sampling import SamplingParams
 
 
 class FinishReason(enum.Enum):

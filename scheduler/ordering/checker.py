@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.access_log import LogOp
 from slipstream.common.step import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from slipstream.common.step import FenceName
     from slipstream.scheduler.ordering.operations import Operation
@@ -51,18 +51,13 @@ class Stuck:
         return f"{self.operation} never ends: nobody signalled or sent that"
 
 
-class _Touch(NamedTuple):
-    lane: int
-    time: int
-    operation: Operation
+_Touch = tuple[int, int, "Operation"]
+"""The lane of an access, its time there, and the access."""
 
+_Cell = tuple["_Touch | None", tuple[_Touch, ...]]
+"""A row of a buffer: its last write, and the last read of each lane since then."""
 
-class _Cell(NamedTuple):
-    """A row of a buffer."""
-
-    write: _Touch | None
-    reads: tuple[_Touch, ...]
-    """Since the write, the last of each lane."""
+_UNTOUCHED: _Cell = (None, ())
 
 
 class Checker:
@@ -104,9 +99,10 @@ class Checker:
 
     def apply(self, lane: int, operation: Operation) -> bool:
         """The lane does the operation; False, with nothing done, if that has to wait for another lane."""
+        if operation.buffer is not None:
+            self._access(lane, operation)
+            return True
         match operation.op:
-            case LogOp.READ | LogOp.WRITE:
-                self._access(lane, operation)
             case LogOp.SIGNAL:
                 self._signal(lane, operation)
             case LogOp.WAIT | LogOp.POLL:
@@ -120,9 +116,9 @@ class Checker:
 
     def restart(self, lane: int) -> None:
         """Another process takes the lane's place: what the lane did is forgotten, and it knows nothing."""
-        for key, cell in self._cells.items():
-            write = None if cell.write is not None and cell.write.lane == lane else cell.write
-            self._cells[key] = _Cell(write, tuple(touch for touch in cell.reads if touch.lane != lane))
+        for key, (write, reads) in self._cells.items():
+            kept_write = None if write is not None and write[0] == lane else write
+            self._cells[key] = kept_write, tuple(touch for touch in reads if touch[0] != lane)
         own_time = self._clocks[lane][lane]
         self._clocks[lane] = self._views[lane] = (*(0,) * lane, own_time, *(0,) * (len(self._clocks) - lane - 1))
 
@@ -161,38 +157,43 @@ class Checker:
         return carried
 
     def _access(self, lane: int, operation: Operation) -> None:
+        cells = self._cells
         view = self._views[lane]
-        touch = _Touch(lane, view[lane], operation)
+        touch = lane, view[lane], operation
         is_write = operation.op is LogOp.WRITE
+        epoch, buffer = operation.epoch, operation.buffer
+        assert buffer is not None, "an access names the buffer"
         collisions: dict[Operation, list[int]] = {}
-        assert operation.buffer is not None, "an access names the buffer"
-        self.num_accesses += len(operation.rows)
         for row in operation.rows:
-            key = (operation.epoch, operation.buffer, row)
-            cell = self._cells.get(key, _UNTOUCHED)
-            for earlier in _conflicting(cell, lane, is_write=is_write):
-                if earlier.time > view[earlier.lane]:
-                    collisions.setdefault(earlier.operation, []).append(row)
+            key = epoch, buffer, row
+            write, reads = cells.get(key, _UNTOUCHED)
+            for earlier_lane, time, earlier in _conflicting(write, reads, lane, is_write=is_write):
+                if time > view[earlier_lane]:
+                    collisions.setdefault(earlier, []).append(row)
                 else:
                     self.num_ordered += 1
-            self._cells[key] = _touched(cell, touch, is_write=is_write)
+            if is_write:
+                cells[key] = touch, ()
+            elif not reads or (len(reads) == 1 and reads[0][0] == lane):
+                cells[key] = write, (touch,)
+            else:
+                cells[key] = write, (*(read for read in reads if read[0] != lane), touch)
+        self.num_accesses += len(operation.rows)
         self.races.extend(Race(first, operation, tuple(rows)) for first, rows in collisions.items())
 
 
-_UNTOUCHED = _Cell(None, ())
-
-
-def run(checker: Checker, lanes: Sequence[Iterator[Operation]]) -> list[Stuck]:
+def run(checker: Checker, lanes: Sequence[Iterable[Operation]]) -> list[Stuck]:
     """Runs every lane as far as it comes; returns those that do not come to their end.
 
     Whatever order the lanes really ran in, the outcome is the same: a fence only grows, so what a lane
     waits for stays true.
     """
-    heads = [next(lane, None) for lane in lanes]
+    remaining = [iter(lane) for lane in lanes]
+    heads = [next(lane, None) for lane in remaining]
     has_moved = True
     while has_moved:
         has_moved = False
-        for number, lane in enumerate(lanes):
+        for number, lane in enumerate(remaining):
             head = heads[number]
             while head is not None and checker.apply(number, head):
                 head = heads[number] = next(lane, None)
@@ -200,18 +201,29 @@ def run(checker: Checker, lanes: Sequence[Iterator[Operation]]) -> list[Stuck]:
     return [Stuck(number, head) for number, head in enumerate(heads) if head is not None]
 
 
-def _conflicting(cell: _Cell, lane: int, *, is_write: bool) -> list[_Touch]:
-    touches = [] if cell.write is None or cell.write.lane == lane else [cell.write]
-    if is_write:
-        touches.extend(touch for touch in cell.reads if touch.lane != lane)
-    return touches
+def needless_waits(checker: Checker, lanes: Sequence[Sequence[Operation]]) -> list[Operation]:
+    """The waits in what the lanes are about to do that a weaker one, or none, could stand in for without a race."""
+    waits = [operation for lane in lanes for operation in lane if operation.op is LogOp.WAIT]
+    return [wait for wait in waits if not _has_race_without(checker, lanes, wait)]
 
 
-def _touched(cell: _Cell, touch: _Touch, *, is_write: bool) -> _Cell:
-    if is_write:
-        return _Cell(touch, ())
-    others = tuple(earlier for earlier in cell.reads if earlier.lane != touch.lane)
-    return _Cell(cell.write, (*others, touch))
+def _has_race_without(checker: Checker, lanes: Sequence[Sequence[Operation]], wait: Operation) -> bool:
+    assert wait.fence is not None, "a wait names the fence"
+    value = checker.signalled_before(wait.epoch, wait.fence, wait.value)
+    weaker = () if value is None else (wait._replace(value=value),)
+    weakened = [
+        [other for operation in lane for other in (weaker if operation is wait else (operation,))] for lane in lanes
+    ]
+    twin = checker.copy()
+    run(twin, weakened)
+    return len(twin.races) > len(checker.races)
+
+
+def _conflicting(write: _Touch | None, reads: tuple[_Touch, ...], lane: int, *, is_write: bool) -> Iterable[_Touch]:
+    conflicting = reads if is_write else ()
+    if write is not None:
+        conflicting = (write, *conflicting)
+    return [touch for touch in conflicting if touch[0] != lane]
 
 
 def _started(lane: int, num_lanes: int) -> Clock:

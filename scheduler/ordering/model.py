@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.common.access_log import LogOp
 from slipstream.common.step import StepKind
 from slipstream.scheduler.ordering.checker import Checker, run
-from slipstream.scheduler.ordering.halves import DRAFT, SCHEDULER, VERIFY
+from slipstream.scheduler.ordering.halves import DRAFT
 from slipstream.scheduler.ordering.operations import Operation, step_operations
 from slipstream.scheduler.ordering.plan import consume, initial_state, plan_step, with_draft
 
 if TYPE_CHECKING:
     from slipstream.scheduler.ordering.accesses import DraftTraits
     from slipstream.scheduler.ordering.checker import Race, Stuck
-    from slipstream.scheduler.ordering.operations import StepOperations
+    from slipstream.scheduler.ordering.operations import Lanes, StepOperations
     from slipstream.scheduler.ordering.plan import OrderedStep, PlannedStep
 
 NUM_LANES = 3
@@ -61,8 +60,7 @@ class Model:
         planned, self.state = plan_step(self.state, command)
         operations = step_operations(command, planned, self.state.draft, self.state.run_ahead)
         self._steps[command.step] = command.kind, operations
-        self._carry_out(command.kind, {SCHEDULER: operations.sends})
-        self._carry_out(command.kind, {DRAFT: operations.draft, VERIFY: operations.verify})
+        self._carry_out(command.kind, operations.send_lanes)
         return planned
 
     def consume(self) -> None:
@@ -70,47 +68,29 @@ class Model:
         step = self.state.consumed + 1
         self.state = consume(self.state, step)
         kind, operations = self._steps[step]
-        self._carry_out(kind, {SCHEDULER: operations.consume})
+        self._carry_out(kind, ((), (), operations.consume))
         if step - 1 in self._steps:
             kind, operations = self._steps.pop(step - 1)
-            self._carry_out(kind, {SCHEDULER: operations.consume_next})
+            self._carry_out(kind, ((), (), operations.consume_next))
 
     def change_draft(self, draft: DraftTraits) -> None:
         """Draft is lost, or another one joins."""
         self.state = with_draft(self.state, draft)
         self.checker.restart(DRAFT)
 
-    def _carry_out(self, kind: StepKind, operations: dict[int, tuple[Operation, ...]]) -> None:
-        lanes = [self._altered(kind, operations.get(lane, ())) for lane in range(NUM_LANES)]
+    def operations(self, step: int) -> StepOperations:
+        """What was laid out for a step that is not consumed."""
+        _, operations = self._steps[step]
+        return operations
+
+    def _carry_out(self, kind: StepKind, lanes: Lanes) -> None:
+        if self._alter is not None:
+            lanes = _altered(kind, lanes, self._alter)
         self.stuck.extend(run(self.checker, lanes))
 
-    def _altered(self, kind: StepKind, operations: Iterable[Operation]) -> Iterator[Operation]:
-        if self._alter is None:
-            return iter(operations)
-        altered = (self._alter(kind, operation) for operation in operations)
-        return (operation for operation in altered if operation is not None)
 
-
-def needless_waits(before: Model, act: Callable[[Model], object]) -> list[Operation]:
-    """The waits of `act` that a weaker one, or none, could stand in for: without a race in what `act` does."""
-    waits: list[Operation] = []
-
-    def note(_kind: StepKind, operation: Operation) -> Operation:
-        if operation.op is LogOp.WAIT:
-            waits.append(operation)
-        return operation
-
-    act(before.copy(alter=note))
-    return [wait for wait in waits if not _races(before.copy(alter=_weakened(before.checker, wait)), act)]
-
-
-def _weakened(checker: Checker, wait: Operation) -> Alteration:
-    assert wait.fence is not None, "a wait names the fence"
-    value = checker.signalled_before(wait.epoch, wait.fence, wait.value)
-    weaker = None if value is None else wait._replace(value=value)
-    return lambda _kind, operation: weaker if operation == wait else operation
-
-
-def _races(model: Model, act: Callable[[Model], object]) -> bool:
-    act(model)
-    return bool(model.checker.races)
+def _altered(kind: StepKind, lanes: Lanes, alter: Alteration) -> Lanes:
+    draft, verify, scheduler = (
+        tuple(altered for operation in lane if (altered := alter(kind, operation)) is not None) for lane in lanes
+    )
+    return draft, verify, scheduler

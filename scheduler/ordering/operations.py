@@ -40,6 +40,10 @@ class Operation(NamedTuple):
         return f"{self.stream.value}'s {what} in step {self.step}"
 
 
+Lanes = tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]
+"""What draft, verify and the scheduler do."""
+
+
 class StepOperations(NamedTuple):
     """The operations of one step, each part in the order of its stream."""
 
@@ -50,6 +54,11 @@ class StepOperations(NamedTuple):
     """The scheduler's, when it consumes the step."""
     consume_next: tuple[Operation, ...]
     """The scheduler's, when it consumes the step after."""
+
+    @property
+    def send_lanes(self) -> Lanes:
+        """What the lanes do when the step is sent."""
+        return self.draft, self.verify, self.sends
 
 
 @cache

@@ -1,0 +1,183 @@
+"""The batch: which requests run, and what the next step does with them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.step import PromptChunk, SlotUpdate, StepKind
+from slipstream.scheduler.jobs import FinishReason, Progress
+from slipstream.scheduler.pages import PageAllocator
+from slipstream.scheduler.request import Request
+from slipstream.scheduler.slots import SlotAllocator
+
+if TYPE_CHECKING:
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.scheduler.future_map import StepResult
+    from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.jobs import Job
+    from slipstream.scheduler.slots import SlotLease
+
+Delivery = tuple["Job", Progress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """What bounds a batch."""
+
+    num_slots: int
+    """Row 0 included."""
+    num_pages: int
+    """Page 0 included."""
+    page_tokens: int
+    chunk_tokens: int
+    """Prompt tokens in one prefill step at most."""
+    num_draft_tokens: int
+    """K; 0 when nothing drafts."""
+    run_ahead: int
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a request of so many tokens, prompt and output, takes, with what run-ahead may add."""
+        slack = (self.run_ahead + 1) * (self.num_draft_tokens + 1)
+        return -(-(num_tokens + slack) // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step as it is sent: who takes part, and what the workers must know for it."""
+
+    number: int
+    kind: StepKind
+    members: tuple[SlotLease, ...]
+    """The slots that take part."""
+    yielding: tuple[SlotLease, ...]
+    """Those that the step brings tokens for."""
+    chunks: tuple[PromptChunk, ...] = ()
+    updates: tuple[SlotUpdate, ...] = ()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots that take part."""
+        return tuple(lease.slot for lease in self.members)
+
+
+class Batch:
+    """The running requests of an epoch. Every method returns at once; none looks at the device."""
+
+    def __init__(self, sizes: BatchSizes) -> None:
+        self.sizes = sizes
+        self.pages = PageAllocator(sizes.num_pages)
+        self.slots = SlotAllocator(sizes.num_slots)
+        self._running: dict[SlotLease, Request] = {}
+        self._new: list[Request] = []
+        self._last_step = 0
+        self._was_prefill = False
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return len(self._running)
+
+    def admit(self, queue: JobQueue) -> None:
+        """Starts waiting jobs, oldest first, while a slot and the pages of the whole request are free."""
+        while (job := queue.take_next(self._has_room_for)) is not None:
+            request = Request(job, self.slots.allocate(), self.pages.allocate(self._num_pages(job)))
+            job.counts.admitted_at = time.monotonic()
+            self._running[request.lease] = request
+            self._new.append(request)
+
+    def next_step(self) -> Step | None:
+        """What to do next, or None if there is nothing: prompts and decoding take turns."""
+        waiting = [request for request in self._running.values() if not request.is_prefilled]
+        decoding = [request for request in self._running.values() if request.wants_decode]
+        if not waiting and not decoding:
+            return None
+        self._was_prefill = bool(waiting) and not (decoding and self._was_prefill)
+        self._last_step += 1
+        return self._prefill_step(waiting) if self._was_prefill else self._decode_step(decoding)
+
+    def apply(self, step: Step, result: StepResult) -> list[Delivery]:
+        """Takes in the result of a step: what it brings each job. Rows of requests that are over are dropped."""
+        deliveries = []
+        most_more = self._most_more(step.kind)
+        for lease, tokens in zip(step.yielding, result.tokens, strict=True):
+            if not self.slots.is_current(lease):
+                continue
+            request = self._running[lease]
+            if step.kind is StepKind.DECODE:
+                counts = request.job.counts
+                counts.num_verify_steps += 1
+                counts.total_draft_tokens += self.sizes.num_draft_tokens
+                counts.total_accepted_tokens += len(tokens) - 1
+            progress = request.end_output(tokens, most_more)
+            if progress.is_last:
+                self._end(request)
+            deliveries.append((request.job, progress))
+        return deliveries
+
+    def cancel(self, jobs: list[Job]) -> list[Delivery]:
+        """Ends jobs, running or not yet; those that are over stay as they are."""
+        return [self._abort(job, Progress(finish_reason=FinishReason.ABORT)) for job in jobs if not _is_over(job)]
+
+    def fail(self, error: SlipstreamError) -> list[Delivery]:
+        """Ends every running job with an error."""
+        return [self._abort(request.job, Progress(error=error)) for request in list(self._running.values())]
+
+    def _abort(self, job: Job, progress: Progress) -> Delivery:
+        job.counts.finished_at = time.monotonic()
+        for request in self._running.values():
+            if request.job is job:
+                self._end(request)
+                break
+        return job, progress
+
+    def _end(self, request: Request) -> None:
+        del self._running[request.lease]
+        if request in self._new:
+            self._new.remove(request)
+        self.slots.release(request.lease)
+        self.pages.release(request.pages)
+
+    def _has_room_for(self, job: Job) -> bool:
+        return self.slots.num_free > 0 and self.pages.num_free >= self._num_pages(job)
+
+    def _num_pages(self, job: Job) -> int:
+        return self.sizes.pages_for(len(job.spec.prompt) + job.spec.max_new_tokens)
+
+    def _prefill_step(self, waiting: list[Request]) -> Step:
+        chunks, members, yielding = [], [], []
+        room = self.sizes.chunk_tokens
+        for request in waiting:
+            if room == 0:
+                break
+            chunk = request.next_chunk(room)
+            room -= len(chunk.tokens)
+            chunks.append(chunk)
+            members.append(request.lease)
+            if chunk.is_last:
+                yielding.append(request.lease)
+        updates = tuple(request.slot_update() for request in self._new)
+        self._new.clear()
+        return Step(
+            number=self._last_step,
+            kind=StepKind.PREFILL,
+            members=tuple(members),
+            yielding=tuple(yielding),
+            chunks=tuple(chunks),
+            updates=updates,
+        )
+
+    def _decode_step(self, decoding: list[Request]) -> Step:
+        kind = StepKind.DECODE if self.sizes.num_draft_tokens else StepKind.PLAIN
+        for request in decoding:
+            request.begin_output(self._most_more(kind))
+        members = tuple(request.lease for request in decoding)
+        return Step(number=self._last_step, kind=kind, members=members, yielding=members)
+
+    def _most_more(self, kind: StepKind) -> int:
+        return self.sizes.num_draft_tokens + 1 if kind is StepKind.DECODE else 1
+
+
+def _is_over(job: Job) -> bool:
+    return job.counts.finished_at is not None

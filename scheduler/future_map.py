@@ -1,0 +1,77 @@
+"""The scheduler's end of the FutureMap: brings a step's lengths and tokens to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.access_log import LogOp
+from slipstream.common.buffers import BufferName
+from slipstream.common.errors import FutureMapError
+from slipstream.common.step import FenceName, StepKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Arena, Device
+    from slipstream.common.future_map import FutureMapShape
+    from slipstream.scheduler.batch import Step
+
+_PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought, on the host."""
+
+    tokens: list[list[int]]
+    """For each slot that the step yields tokens for, in the step's order: accepted draft tokens, then the target's."""
+
+
+class ResultReader:
+    """Copies on a private stream that waits for publish alone: nothing that is queued elsewhere delays it."""
+
+    def __init__(self, device: Device, arena: Arena, shape: FutureMapShape, log: AccessLog) -> None:
+        self._shape = shape
+        self._log = log
+        publish = arena.fence(FenceName.VERIFY_PUBLISH)
+        self._copy = device.host_copy(publish, [arena.tensor(name) for name in _PUBLISHED])
+        self._last_consumed = 0
+
+    def start(self, step: Step) -> None:
+        """Begins to copy the step's row once it is published."""
+        self._copy.start(step.number, step.number % self._shape.ring)
+
+    def resolve(self, step: Step, timeout_s: float) -> StepResult | None:
+        """Waits for the row; None if the time is over first.
+
+        Raises FutureMapError if the row was consumed before, or holds what no step published.
+        """
+        if step.number <= self._last_consumed:
+            raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
+        row = step.number % self._shape.ring
+        copied = self._copy.finish(step.number, row, timeout_s)
+        if copied is None:
+            return None
+        self._last_consumed = step.number
+        if self._log.is_enabled:
+            self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
+            for name in _PUBLISHED:
+                self._log.access(name, [row], is_write=False, step=step.number)
+        return self._decode(step, *copied)
+
+    def _decode(
+        self, step: Step, seq_lens: torch.Tensor, num_accepted: torch.Tensor, output_tokens: torch.Tensor
+    ) -> StepResult:
+        most = self._shape.num_draft_tokens if step.kind is StepKind.DECODE else 0
+        slots = [lease.slot for lease in step.yielding]
+        accepted, lengths = num_accepted.tolist(), seq_lens.tolist()
+        rows = output_tokens.tolist()
+        for slot in slots:
+            if lengths[slot] < 0 or not 0 <= accepted[slot] <= most:
+                raise FutureMapError(
+                    f"step {step.number}, slot {slot}: length {lengths[slot]} and {accepted[slot]} accepted tokens "
+                    "were never published"
+                )
+        return StepResult([rows[slot][: accepted[slot] + 1] for slot in slots])

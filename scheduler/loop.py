@@ -1,0 +1,166 @@
+"""The scheduler's loop: what to run next, send it, take in what came of an earlier step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.step import Role, StepCommand, StepKind
+from slipstream.scheduler.ordering.plan import OrderedStep, consume, initial_state, mask_of, plan_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Fence
+    from slipstream.common.step import FenceOps
+    from slipstream.scheduler.batch import Batch, Delivery, Step
+    from slipstream.scheduler.dispatch import Dispatch
+    from slipstream.scheduler.future_map import ResultReader, StepResult
+    from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.ordering.accesses import DraftTraits
+    from slipstream.scheduler.step_metrics import StepMetrics
+    from slipstream.scheduler.step_timings import StepTimings
+    from slipstream.scheduler.worker_link import WorkerLink
+
+IDLE_S = 0.5
+LIVENESS_S = 0.1
+"""How often a wait for a worker looks whether it is still there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """What does not change in an epoch."""
+
+    epoch: int
+    run_ahead: int
+    """R: step n is sent once step n-R-1 is consumed."""
+    draft: DraftTraits
+    ring: int
+    step_timeout_s: float
+    """A step that takes longer means that a worker hangs."""
+
+
+class StepLoop:
+    """One epoch's loop. Belongs to one thread."""
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        queue: JobQueue,
+        batch: Batch,
+        links: dict[Role, WorkerLink],
+        dispatch: Dispatch,
+        results: ResultReader,
+        timings: StepTimings,
+        metrics: StepMetrics,
+        draft_done: Fence,
+        log: AccessLog,
+        deliver: Callable[[list[Delivery]], None],
+    ) -> None:
+        """`deliver` hands progress to the clients' side and returns at once."""
+        self._settings = settings
+        self._queue = queue
+        self._batch = batch
+        self._links = links
+        self._dispatch = dispatch
+        self._results = results
+        self._timings = timings
+        self._metrics = metrics
+        self._draft_done = draft_done
+        self._log = log
+        self._deliver = deliver
+        self._plan = initial_state(settings.draft, settings.run_ahead)
+        self._in_flight: deque[Step] = deque()
+        self._draft_steps: deque[int] = deque()
+
+    def run(self) -> None:
+        """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
+        while not self._queue.is_stopped:
+            self._deliver(self._batch.cancel(self._queue.take_cancelled()))
+            self._batch.admit(self._queue)
+            step = self._batch.next_step()
+            if step is not None:
+                self._send(step)
+            if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
+                self._deliver(self._consume())
+            elif step is None:
+                self._sleep()
+
+    def finish(self) -> None:
+        """Takes in the steps that are still under way."""
+        while self._in_flight:
+            self._deliver(self._consume())
+
+    def _send(self, step: Step) -> None:
+        self._bound_draft(step)
+        ordered = OrderedStep(step.number, step.kind, mask_of(lease.slot for lease in step.yielding))
+        planned, self._plan = plan_step(self._plan, ordered)
+        commands = [(Role.VERIFY, planned.verify)]
+        if planned.draft is not None:
+            # The one that the other waits for goes first.
+            commands.insert(0 if step.kind is StepKind.DECODE else 1, (Role.DRAFT, planned.draft))
+            self._draft_steps.append(step.number)
+        self._results.start(step)
+        if self._log.is_enabled:
+            for role, _ in commands:
+                self._log.send(role, epoch=self._settings.epoch, step=step.number)
+        self._dispatch.send([(self._links[role], self._command(step, ops)) for role, ops in commands])
+        self._in_flight.append(step)
+        self._timings.sent(step)
+
+    def _consume(self) -> list[Delivery]:
+        step = self._in_flight.popleft()
+        result = self._await_result(step)
+        self._plan = consume(self._plan, step.number)
+        self._timings.collect(step.number - 1)
+        self._metrics.consumed(step, result, self._batch.sizes.num_draft_tokens)
+        return self._batch.apply(step, result)
+
+    def _sleep(self) -> None:
+        self._timings.idle()
+        self._check_links()
+        self._queue.wait_for_change(IDLE_S)
+
+    def _await_result(self, step: Step) -> StepResult:
+        started = time.monotonic()
+        while (result := self._results.resolve(step, LIVENESS_S)) is None:
+            self._check_progress(step.number, started)
+        self._metrics.host_stalled("result", time.monotonic() - started)
+        return result
+
+    def _bound_draft(self, step: Step) -> None:
+        """Keeps draft from falling a whole ring behind: prompts can be sent faster than it takes them in."""
+        while self._draft_steps and self._draft_steps[0] <= step.number - self._settings.ring:
+            oldest = self._draft_steps.popleft()
+            started = time.monotonic()
+            while not self._draft_done.wait_on_host(oldest, LIVENESS_S):
+                self._check_progress(oldest, started)
+            self._metrics.host_stalled("draft_backlog", time.monotonic() - started)
+        self._timings.collect(step.number - self._settings.ring)
+
+    def _check_progress(self, step: int, started: float) -> None:
+        self._check_links()
+        waited = time.monotonic() - started
+        if waited > self._settings.step_timeout_s:
+            raise DeadlineExceededError(f"step {step} did not end within {waited:.0f} s: a worker hangs")
+
+    def _check_links(self) -> None:
+        for link in self._links.values():
+            if link.failure is not None:
+                raise link.failure
+
+    def _command(self, step: Step, ops: FenceOps) -> StepCommand:
+        return StepCommand(
+            epoch=self._settings.epoch,
+            step=step.number,
+            kind=step.kind,
+            slots=step.slots,
+            ops=ops,
+            chunks=step.chunks,
+            updates=step.updates,
+        )

@@ -1,0 +1,81 @@
+"""A job while it runs: its slot, its pages, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.step import PromptChunk, SlotUpdate
+from slipstream.scheduler.jobs import FinishReason, Progress
+from slipstream.scheduler.lengths import Length, extend, least, resolve
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.jobs import Job
+    from slipstream.scheduler.slots import SlotLease
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A running job. Belongs to the scheduler's loop."""
+
+    job: Job
+    lease: SlotLease
+    pages: tuple[int, ...]
+    num_prefilled: int = 0
+    """Tokens of the prompt that were sent to the workers."""
+    num_output: Length = 0
+    """Tokens generated, those of steps under way included as far as they are known."""
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the whole prompt was sent."""
+        return self.num_prefilled == len(self.job.spec.prompt)
+
+    @property
+    def wants_decode(self) -> bool:
+        """Whether another decode step may bring tokens: not if those under way are sure to reach the end."""
+        return self.is_prefilled and least(self.num_output) < self.job.spec.max_new_tokens
+
+    def slot_update(self) -> SlotUpdate:
+        """What the workers must know of this request before its first step."""
+        spec = self.job.spec
+        return SlotUpdate(
+            slot=self.lease.slot,
+            generation=self.lease.generation,
+            pages=self.pages,
+            limit_tokens=len(spec.prompt) + spec.max_new_tokens,
+            sampling=spec.sampling,
+        )
+
+    def next_chunk(self, max_tokens: int) -> PromptChunk:
+        """Takes the next tokens of the prompt, `max_tokens` at most."""
+        start = self.num_prefilled
+        tokens = self.job.spec.prompt[start : start + max_tokens]
+        self.num_prefilled += len(tokens)
+        if self.is_prefilled:
+            self.begin_output(1)
+        return PromptChunk(slot=self.lease.slot, start=start, tokens=tokens, is_last=self.is_prefilled)
+
+    def begin_output(self, most_more: int) -> None:
+        """A step was sent that brings 1 to `most_more` tokens."""
+        self.num_output = extend(self.num_output, 1, most_more)
+
+    def end_output(self, tokens: list[int], most_more: int) -> Progress:
+        """The oldest of those steps has brought `tokens`; truncates them where the output ends."""
+        counts, spec = self.job.counts, self.job.spec
+        self.num_output = resolve(self.num_output, len(tokens), 1, most_more)
+        room = spec.max_new_tokens - counts.num_output_tokens
+        kept, reason = tokens[:room], FinishReason.LENGTH if len(tokens) >= room else None
+        for number, token in enumerate(kept, start=1):
+            if token in spec.stop_token_ids:
+                kept, reason = kept[:number], FinishReason.STOP
+                break
+        now = time.monotonic()
+        counts.first_token_at = counts.first_token_at or now
+        counts.num_output_tokens += len(kept)
+        if reason is not None:
+            counts.finished_at = now
+        # All but the last token of a step were the draft's; the last is the target's own.
+        is_draft = tuple(number < len(tokens) - 1 for number in range(len(kept)))
+        return Progress(token_ids=tuple(kept), is_draft=is_draft, finish_reason=reason)

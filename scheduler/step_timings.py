@@ -1,0 +1,130 @@
+"""Where the time of each step went, from the stamps that the workers leave in the arena.
+
+For consecutive steps while requests run (all on one clock):
+
+    wall(n)              = verify.end(n) - verify.end(n-1)
+    bubble verify->draft = draft.start(n)  - verify.end(n-1)
+    bubble draft->verify = verify.start(n) - draft.end(n)
+
+A bubble is time in which neither worker worked: measured from the end of the work before it, so that a command
+that was sent too late counts. In a step without a draft on its path the gap is between verify and itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.access_log import LogOp
+from slipstream.common.buffers import BufferName
+from slipstream.common.step import FenceName, StepKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Arena
+    from slipstream.common.future_map import FutureMapShape
+    from slipstream.scheduler.batch import Step
+
+VERIFY_TO_DRAFT = "verify_to_draft"
+DRAFT_TO_VERIFY = "draft_to_verify"
+VERIFY_TO_VERIFY = "verify_to_verify"
+EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
+
+Interval = tuple[int, int]
+"""Start and end, in nanoseconds of the stamps' clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """The time of one step, in nanoseconds."""
+
+    kind: StepKind
+    draft_ns: int
+    verify_ns: int
+    wall_ns: int | None = None
+    """None for the first step after an idle time."""
+    bubbles_ns: dict[str, int]
+    """By edge."""
+
+
+def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: Interval | None) -> StepTiming:
+    """`before`: when verify ended the step before, and when the last of both workers did; None after an idle time."""
+    bubbles: dict[str, int] = {}
+    if before is not None:
+        verify_end, all_end = before
+        if draft is not None and kind is StepKind.DECODE:
+            bubbles[VERIFY_TO_DRAFT] = max(0, draft[0] - all_end)
+            bubbles[DRAFT_TO_VERIFY] = max(0, verify[0] - draft[1])
+        else:
+            bubbles[VERIFY_TO_VERIFY] = max(0, verify[0] - all_end)
+    return StepTiming(
+        kind=kind,
+        draft_ns=0 if draft is None else draft[1] - draft[0],
+        verify_ns=verify[1] - verify[0],
+        wall_ns=None if before is None else verify[1] - verify_end,
+        bubbles_ns=bubbles,
+    )
+
+
+class StepTimings:
+    """Reads the stamps of each step when the fences say that they are there, which is one step late."""
+
+    def __init__(
+        self, arena: Arena, shape: FutureMapShape, log: AccessLog, observe: Callable[[StepTiming], None]
+    ) -> None:
+        """`observe` is called once for each step, in order."""
+        self._ring = shape.ring
+        self._has_draft = shape.num_draft_tokens > 0
+        self._log = log
+        self._observe = observe
+        self._stash = arena.fence(FenceName.VERIFY_STASH)
+        self._done = arena.fence(FenceName.DRAFT_DONE)
+        self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
+        self._draft_stamps = arena.tensor(BufferName.DRAFT_STAMPS) if self._has_draft else None
+        self._unread: deque[tuple[Step, bool]] = deque()
+        self._is_idle = True
+        self._before: Interval = (0, 0)
+
+    def sent(self, step: Step) -> None:
+        """A step was sent; its stamps are to be read."""
+        self._unread.append((step, self._is_idle))
+        self._is_idle = False
+
+    def idle(self) -> None:
+        """There is nothing to do: the time until the next step is nobody's loss."""
+        self._is_idle = True
+
+    def collect(self, up_to_step: int) -> None:
+        """Reads the stamps of steps up to this one that are there by now."""
+        while self._unread and self._unread[0][0].number <= up_to_step and self._is_there(self._unread[0][0]):
+            step, is_first = self._unread.popleft()
+            verify = self._read(BufferName.VERIFY_STAMPS, step)
+            draft = self._read(BufferName.DRAFT_STAMPS, step) if self._has_half_in(step) else None
+            self._observe(time_step(step.kind, None if is_first else self._before, verify, draft))
+            self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
+
+    def _has_half_in(self, step: Step) -> bool:
+        return self._has_draft and step.kind is not StepKind.PLAIN
+
+    def _is_there(self, step: Step) -> bool:
+        fences = [(FenceName.VERIFY_STASH, self._stash)]
+        if self._has_half_in(step):
+            fences.append((FenceName.DRAFT_DONE, self._done))
+        if any(fence.poll() < step.number for _, fence in fences):
+            return False
+        if self._log.is_enabled:
+            for name, _ in fences:
+                self._log.fence(LogOp.POLL, name, step.number, step=step.number)
+        return True
+
+    def _read(self, name: BufferName, step: Step) -> Interval:
+        row = step.number % self._ring
+        if self._log.is_enabled:
+            self._log.access(name, [row], is_write=False, step=step.number)
+        stamps = self._draft_stamps if name is BufferName.DRAFT_STAMPS else self._verify_stamps
+        assert stamps is not None, "draft stamps are read only where there is a draft"
+        start, end = stamps[row].tolist()
+        return start, end

@@ -1,0 +1,211 @@
+"""How a worker carries out a step: wait, stamp, work, signal, all enqueued on its one stream.
+
+`RoleEngine` is what differs between draft and verify; `Engine` is what they share. Everything here runs on the
+thread that owns the device, and nothing here waits for the stream but `drain` and `synchronize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from slipstream.common.access_log import LogOp
+from slipstream.common.buffers import BufferName
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MismatchError,
+    StaleEpochError,
+)
+from slipstream.common.future_map import FutureMap
+from slipstream.common.step import FenceName, Role
+from slipstream.common.worker_contract import PROTOCOL_VERSION
+from slipstream.services.slot_table import SlotTable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Arena, Device, Fence, Stream
+    from slipstream.common.step import StepCommand
+    from slipstream.common.worker_contract import Attachment, WorkerDescription
+
+RELEASE_INTERVAL_S = 0.05
+DRAIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of a step's work and the fence that is signalled behind it."""
+
+    work: Callable[[], None]
+    fence: FenceName
+
+
+@dataclass(frozen=True, slots=True)
+class EpochState:
+    """What a role works with between attach and detach."""
+
+    attachment: Attachment
+    future_map: FutureMap
+    slots: SlotTable
+
+
+class RoleEngine(Protocol):
+    """What a draft or a verify service does on the device."""
+
+    def describe(self) -> WorkerDescription:
+        """What this worker is."""
+        ...
+
+    def open(self, state: EpochState) -> None:
+        """Allocates what an epoch needs and warms up. Raises MismatchError, FailedPreconditionError."""
+        ...
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """The step's work in order; each part is stream work and holds all it needs."""
+        ...
+
+    def close(self) -> None:
+        """Frees what `open` allocated."""
+        ...
+
+
+class Engine:
+    """The device side of a worker."""
+
+    def __init__(self, role: RoleEngine, device: Device, stream: Stream, log: AccessLog) -> None:
+        self._role = role
+        self._device = device
+        self._stream = stream
+        self._log = log
+        self._state: EpochState | None = None
+        self._arena: Arena | None = None
+        self._last_epoch = 0
+        self._last_step = 0
+        self._waited: dict[FenceName, int] = {}
+        self.description = role.describe()
+
+    def attach(self, attachment: Attachment) -> None:
+        """Opens an epoch. Raises FailedPreconditionError (and its kinds), ManifestError."""
+        if self._state is not None:
+            raise FailedPreconditionError(f"attached in epoch {self._state.attachment.epoch}: drain it first")
+        self._check_fit(attachment)
+        arena = self._device.open_arena(attachment.manifest)
+        future_map = FutureMap(
+            attachment.shape,
+            arena,
+            role=self.description.role,
+            vocab_size=self.description.vocab_size,
+            log=self._log,
+            is_debug=attachment.is_debug,
+        )
+        state = EpochState(attachment, future_map, SlotTable(attachment, self._device.torch_device))
+        self._role.open(state)
+        self._arena, self._state = arena, state
+        self._last_epoch, self._last_step = attachment.epoch, 0
+
+    def enqueue(self, command: StepCommand) -> None:
+        """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
+        state, arena = self._open_epoch(command)
+        state.slots.check(command)
+        phases = self._role.phases(command, state)
+        self._last_step = command.step
+        if self._log.is_enabled:
+            self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
+        if command.updates:
+            self._stream.enqueue(lambda: state.slots.apply(command.updates))
+        for point in command.ops.waits:
+            self._wait(arena.fence(point.fence), point.fence, point.value, command.step)
+        start, end = state.future_map.stamps(self.description.role, command.step)
+        self._device.stamp(self._stream, start)
+        for number, phase in enumerate(phases, start=1):
+            self._stream.enqueue(phase.work)
+            if number == len(phases):
+                self._device.stamp(self._stream, end)
+                self._log_stamps(state, command.step)
+            for point in command.ops.signals:
+                if point.fence is phase.fence:
+                    self._signal(arena.fence(point.fence), point.fence, point.value, command.step)
+
+    def synchronize(self) -> None:
+        """Blocks until everything enqueued is done: only for a worker told to acknowledge work that is done."""
+        self._stream.synchronize(DRAIN_TIMEOUT_S)
+
+    def drain(self) -> None:
+        """Finishes what is enqueued and ends the epoch; no effect if none is open."""
+        if self._state is not None:
+            self._stream.synchronize(DRAIN_TIMEOUT_S)
+            self._close_epoch()
+
+    @property
+    def epoch(self) -> int | None:
+        """The open epoch."""
+        return None if self._state is None else self._state.attachment.epoch
+
+    def abandon(self, epoch: int) -> None:
+        """Ends the epoch after its scheduler was lost: what the stream waits for may never be signalled.
+
+        No effect if another epoch is open by now, or none. The release is repeated, because a late producer's write may set a word back.
+        """
+        if self._arena is None or self.epoch != epoch:
+            return
+        for _ in range(int(DRAIN_TIMEOUT_S / RELEASE_INTERVAL_S)):
+            for fence, value in self._waited.items():
+                self._arena.fence(fence).release(value)
+            try:
+                self._stream.synchronize(RELEASE_INTERVAL_S)
+            except DeadlineExceededError:
+                continue
+            break
+        self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        assert self._arena is not None, "an epoch is open"
+        self._role.close()
+        self._arena.close()
+        self._state = self._arena = None
+        self._waited.clear()
+
+    def _check_fit(self, attachment: Attachment) -> None:
+        if attachment.protocol_version != PROTOCOL_VERSION:
+            given = attachment.protocol_version
+            raise MismatchError([f"protocol version: scheduler has {given}, this worker has {PROTOCOL_VERSION}"])
+        if attachment.epoch <= self._last_epoch:
+            raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {self._last_epoch} before")
+        if attachment.peer is not None:
+            self.description.check_fits(attachment.peer)
+        longest = self.description.max_context_tokens
+        if attachment.context_tokens > longest:
+            given = attachment.context_tokens
+            raise MismatchError([f"context: scheduler has {given} tokens, this model was made for {longest}"])
+
+    def _open_epoch(self, command: StepCommand) -> tuple[EpochState, Arena]:
+        if self._stream.failure is not None:
+            raise FailedPreconditionError(f"the stream is broken: {self._stream.failure!r}")
+        if self._state is None or self._arena is None:
+            raise FailedPreconditionError("not attached")
+        if command.epoch != self._state.attachment.epoch:
+            raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {self._state.attachment.epoch}")
+        if command.step <= self._last_step:
+            raise InvalidArgumentError("step", command.step, f"above {self._last_step}, the last one")
+        return self._state, self._arena
+
+    def _wait(self, fence: Fence, name: FenceName, value: int, step: int) -> None:
+        self._waited[name] = max(value, self._waited.get(name, 0))
+        fence.wait(self._stream, value)
+        if self._log.is_enabled:
+            self._stream.enqueue(lambda: self._log.fence(LogOp.WAIT, name, value, step=step))
+
+    def _signal(self, fence: Fence, name: FenceName, value: int, step: int) -> None:
+        if self._log.is_enabled:
+            self._stream.enqueue(lambda: self._log.fence(LogOp.SIGNAL, name, value, step=step))
+        fence.signal(self._stream, value)
+
+    def _log_stamps(self, state: EpochState, step: int) -> None:
+        if self._log.is_enabled:
+            is_draft = self.description.role is Role.DRAFT
+            name = BufferName.DRAFT_STAMPS if is_draft else BufferName.VERIFY_STAMPS
+            row = step % state.attachment.shape.ring
+            self._stream.enqueue(lambda: self._log.access(name, [row], is_write=True, step=step))

@@ -1,0 +1,77 @@
+"""What a worker keeps of each slot: its pages, its limit and how it samples. Private, written in stream order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.services.models.sampler import SamplingRows
+
+if TYPE_CHECKING:
+    from slipstream.common.step import PromptChunk, SlotUpdate, StepCommand
+    from slipstream.common.worker_contract import Attachment
+
+
+class SlotTable:
+    """Rows are slots; row 0 is padding and has only the padding page."""
+
+    def __init__(self, attachment: Attachment, device: torch.device) -> None:
+        slots = attachment.shape.num_slots
+        self._num_slots = slots
+        self._num_pages = attachment.num_pages
+        self._max_pages = attachment.max_pages_per_slot
+        self._max_limit = attachment.context_tokens
+        self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
+        """[slots, pages] int64 page numbers; 0 where a slot has none."""
+        self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[slots] int64: positions from here on have no KV."""
+        self.sampling = SamplingRows.greedy(slots, device=device)
+        """One row a slot."""
+
+    def check(self, command: StepCommand) -> None:
+        """Raises InvalidArgumentError for a slot, page or limit that does not exist, before anything is enqueued."""
+        for slot in command.slots:
+            _check("slots", slot, 1, self._num_slots - 1)
+        if len(set(command.slots)) < len(command.slots):
+            raise InvalidArgumentError("slots", command.slots, "each slot once")
+        for update in command.updates:
+            self._check_update(update)
+        for chunk in command.chunks:
+            _check_chunk(chunk, self._max_limit)
+        if command.chunks and tuple(chunk.slot for chunk in command.chunks) != command.slots:
+            raise InvalidArgumentError("chunks", command.slots, "one for each of slots, in their order")
+
+    def apply(self, updates: tuple[SlotUpdate, ...]) -> None:
+        """Stream work: takes over what changed."""
+        for update in updates:
+            row = self.page_table[update.slot]
+            end = update.first_page_index + len(update.pages)
+            if update.first_page_index == 0:
+                row.zero_()
+            row[update.first_page_index : end] = torch.tensor(update.pages, dtype=torch.int64)
+            self.limits[update.slot] = update.limit_tokens
+        taken = [(update.slot, update.sampling) for update in updates if update.sampling is not None]
+        if taken:
+            slots = torch.tensor([slot for slot, _ in taken]).to(self.limits.device)
+            rows = SamplingRows.of([sampling for _, sampling in taken], device=self.limits.device)
+            self.sampling.put(slots, rows)
+
+    def _check_update(self, update: SlotUpdate) -> None:
+        _check("updates.slot", update.slot, 1, self._num_slots - 1)
+        _check("updates.first_page_index", update.first_page_index, 0, self._max_pages - len(update.pages))
+        _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
+        for page in update.pages:
+            _check("updates.pages", page, 1, self._num_pages - 1)
+
+
+def _check_chunk(chunk: PromptChunk, max_tokens: int) -> None:
+    if not chunk.tokens:
+        raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
+    _check("chunks.start", chunk.start, 0, max_tokens - len(chunk.tokens))
+
+
+def _check(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgumentError(field, value, f"{low} to {high}")

@@ -1,0 +1,137 @@
+"""Verify: the target model checks what the draft proposed, samples, publishes and stashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.future_map import Outcome
+from slipstream.common.step import FenceName, StepKind
+from slipstream.services.engine import Phase
+from slipstream.services.models.acceptance import accept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.step import PromptChunk, StepCommand
+    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.services.engine import EpochState
+    from slipstream.services.language_model import LanguageModel
+
+
+@dataclass(slots=True)
+class _Found:
+    """What the first phase of a step leaves for the second; filled when the stream gets there."""
+
+    outcome: Outcome | None = None
+
+
+class VerifyEngine:
+    """Implements `RoleEngine` with a target model."""
+
+    def __init__(self, model: LanguageModel, description: WorkerDescription) -> None:
+        self._model = model
+        self._description = description
+        self._aux_layers: tuple[int, ...] = ()
+
+    def describe(self) -> WorkerDescription:
+        """See `RoleEngine.describe`."""
+        return self._description
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+        reads_hidden = bool(state.attachment.shape.hidden_width)
+        self._aux_layers = fused_layers(self._model.decoder.config.num_layers) if reads_hidden else ()
+        self._model.open(state)
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+        self._model.close()
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`: the work up to publish, then the stash."""
+        step, future_map, found = command.step, state.future_map, _Found()
+        finished = [chunk.slot for chunk in command.chunks if chunk.is_last]
+        rows = self._model.index(finished if command.kind is StepKind.PREFILL else command.slots)
+        work: Callable[[], Outcome | None]
+        if command.kind is StepKind.PREFILL:
+            work = partial(self._prefill, state, step, command.chunks)
+        elif command.kind is StepKind.DECODE:
+            work = partial(self._decode, state, step, rows)
+        else:
+            work = partial(self._decode_plainly, state, step, rows)
+
+        def publish() -> None:
+            found.outcome = work() if command.slots else None
+            if found.outcome is not None:
+                future_map.publish(step, rows, found.outcome)
+
+        def stash() -> None:
+            if found.outcome is not None:
+                future_map.stash(step, rows, found.outcome)
+
+        return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
+
+    def _decode(self, state: EpochState, step: int, rows: torch.Tensor) -> Outcome:
+        """Checks K draft tokens a slot: the target's own token at each of K+1 positions, as far as the draft agrees."""
+        stash = state.future_map.gather(step, rows, self._model.limits(rows))
+        draft_tokens = state.future_map.copy_in(step, rows)
+        tokens = torch.cat((stash.bonus_tokens[:, None], draft_tokens), dim=1)
+        target_tokens, aux = self._run(rows, tokens, stash.seq_lens)
+        num_accepted = accept(draft_tokens, target_tokens)
+        return Outcome(
+            seq_lens=stash.seq_lens + num_accepted + 1,
+            num_accepted=num_accepted,
+            tokens=target_tokens,
+            hidden_states=aux,
+        )
+
+    def _decode_plainly(self, state: EpochState, step: int, rows: torch.Tensor) -> Outcome:
+        """One token a slot."""
+        stash = state.future_map.gather(step, rows, self._model.limits(rows))
+        tokens, aux = self._run(rows, stash.bonus_tokens[:, None], stash.seq_lens)
+        return Outcome(
+            seq_lens=stash.seq_lens + 1,
+            num_accepted=torch.zeros_like(stash.seq_lens),
+            tokens=tokens,
+            hidden_states=aux,
+        )
+
+    def _run(
+        self, rows: torch.Tensor, tokens: torch.Tensor, seq_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The target's tokens behind each of `tokens` ([B, W], from position `seq_lens` on), and the fused states."""
+        positions = seq_lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        output = self._model.forward(rows, tokens, positions, aux_layers=self._aux_layers)
+        return self._model.sample(output.hidden, rows, positions + 1), output.aux
+
+    def _prefill(self, state: EpochState, step: int, chunks: tuple[PromptChunk, ...]) -> Outcome | None:
+        """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
+        new = [chunk.slot for chunk in chunks if chunk.start == 0]
+        if new:
+            state.future_map.forget(step, self._model.index(new))
+        output, is_valid = self._model.prefill(chunks, aux_layers=self._aux_layers)
+        if output.aux is not None:
+            state.future_map.stash_prefill(step, output.aux[is_valid])
+        ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
+        if not ends:
+            return None
+        columns = self._model.index([len(chunks[number].tokens) - 1 for number in ends])
+        lengths = self._model.index([chunks[number].start + len(chunks[number].tokens) for number in ends])
+        rows = self._model.index([chunks[number].slot for number in ends])
+        batch = self._model.index(ends)
+        hidden = output.hidden[batch, columns][:, None]
+        return Outcome(
+            seq_lens=lengths,
+            num_accepted=torch.zeros_like(lengths),
+            tokens=self._model.sample(hidden, rows, lengths[:, None]),
+            hidden_states=None if output.aux is None else output.aux[batch, columns][:, None],
+        )
+
+
+def fused_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs an EAGLE-3 head fuses: a low, a middle and a high one (Li et al., 2025)."""
+    return (min(2, num_layers), num_layers // 2, max(num_layers - 3, 0))
