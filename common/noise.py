@@ -24,8 +24,8 @@ _WEYL_1 = 0xBB67AE85
 _WORD = 0xFFFFFFFF
 _ROUNDS = 10
 
-_BLOCKS_AT_ONCE = 1 << 16
-"""Bounds the memory of intermediate values, about 100 bytes a block of four words."""
+_BLOCKS_AT_ONCE = 1 << 13
+"""Keeps intermediate values, about 100 bytes a block of four words, in a core's cache."""
 
 _Array = npt.NDArray[Any]
 _Integers = TypeVar("_Integers", _Array, torch.Tensor)
@@ -53,11 +53,15 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
         return _gumbel(philox_words(seeds, positions, num_blocks)[:, :vocab_size])
     noise = np.empty((len(seeds), vocab_size), np.float32)
     blocks = np.arange(num_blocks, dtype=np.uint64)[None]
-    num_rows = max(1, _BLOCKS_AT_ONCE // num_blocks)
+    num_rows = max(1, min(len(seeds), _BLOCKS_AT_ONCE // num_blocks))
+    buffer = np.empty((num_rows, num_blocks, 4), np.float64)
     for start in range(0, len(seeds), num_rows):
         rows = slice(start, start + num_rows)
-        words = np.stack(_philox(_on_host(seeds[rows, None]), _on_host(positions[rows, None]), blocks), axis=-1)
-        _host_gumbel(words.reshape(len(words), -1)[:, :vocab_size], out=noise[rows])
+        values = buffer[: len(noise[rows])]
+        for index, words in enumerate(_philox(_on_host(seeds[rows, None]), _on_host(positions[rows, None]), blocks)):
+            values[..., index] = words
+        _host_gumbel(values)
+        noise[rows] = values.reshape(len(values), -1)[:, :vocab_size]
     return torch.from_numpy(noise)
 
 
@@ -71,9 +75,9 @@ def gumbel_noise_of(token_ids: torch.Tensor, seeds: torch.Tensor, positions: tor
         return _gumbel(candidates.gather(-1, (token_ids & 3)[..., None])[..., 0])
     ids = _on_host(token_ids)
     words = _philox(_on_host(seeds[:, None]), _on_host(positions[:, None]), ids >> 2)
-    noise = np.empty(ids.shape, np.float32)
-    _host_gumbel(np.choose((ids & 3).view(np.int64), words), out=noise)
-    return torch.from_numpy(noise)
+    values = np.choose((ids & 3).view(np.int64), words).astype(np.float64)
+    _host_gumbel(values)
+    return torch.from_numpy(values.astype(np.float32))
 
 
 def _philox(
@@ -99,13 +103,14 @@ def _gumbel(words: torch.Tensor) -> torch.Tensor:
     return -torch.log(-torch.log(complement)).to(torch.float32)
 
 
-def _host_gumbel(words: _Array, out: _Array) -> None:
-    value = np.subtract(_WORD + 0.5, words, dtype=np.float64)
-    value *= 2.0**-32
-    np.log(value, out=value)
-    np.negative(value, out=value)
-    np.log(value, out=value)
-    np.negative(value, out=out, casting="same_kind")
+def _host_gumbel(values: npt.NDArray[np.float64]) -> None:
+    """The same, in place."""
+    np.subtract(_WORD + 0.5, values, out=values)
+    values *= 2.0**-32
+    np.log(values, out=values)
+    np.negative(values, out=values)
+    np.log(values, out=values)
+    np.negative(values, out=values)
 
 
 def _on_host(integers: torch.Tensor) -> _Array:

@@ -1,0 +1,98 @@
+"""Causal attention over paged keys and values, behind one face for all devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.kv_cache import PagedKV
+
+
+class LayerAttention(Protocol):
+    """Attention of one forward, called once for each layer."""
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
+
+        `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size].
+        """
+        ...
+
+
+class Attention(Protocol):
+    """An implementation of attention, chosen once for a model."""
+
+    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
+        """Turns the batch into whatever all layers share. Reads nothing back from the device."""
+        ...
+
+
+class TorchAttention:
+    """Gathers each row's pages and calls PyTorch's fused attention; for CPUs and as the reference.
+
+    Everything that indexes is clamped. A key that a row must not see is replaced by the row's own first
+    one before the mask hides it: not even a NaN in another request's pages reaches a valid query.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
+        """Computes where keys and values go, which ones each row gathers, and the mask."""
+        page_size = cache.page_size
+        capacity = batch.page_table.shape[1] * page_size
+        num_keys = capacity if batch.max_kv_len is None else min(capacity, max(1, batch.max_kv_len))
+        offsets = torch.arange(capacity, device=batch.tokens.device)
+        first_rows = batch.page_table.clamp(0, cache.num_pages - 1) * page_size
+        table = (first_rows[:, :, None] + offsets[:page_size]).flatten(1)  # [B, capacity]: row of each position
+
+        ends = batch.limits.clamp(0, capacity)[:, None]
+        is_kept = batch.is_valid & (batch.positions >= 0) & (batch.positions < ends)
+        indices = batch.positions.clamp(0, capacity - 1)
+        write_rows = torch.where(is_kept, table.gather(1, indices), indices % page_size)
+
+        last_seen = torch.minimum(batch.positions, ends - 1).clamp_min_(0)
+        row_last = torch.where(batch.is_valid, last_seen, 0).amax(dim=1, keepdim=True)
+        if batch.max_kv_len is not None:
+            assert bool((row_last < num_keys).all()), f"a query sees past max_kv_len = {batch.max_kv_len}"
+        keys = offsets[:num_keys]
+        read_rows = torch.where(keys <= row_last, table[:, :num_keys], table[:, :1])
+        mask = torch.zeros(1, dtype=cache.rows[0].dtype, device=keys.device)
+        mask = mask.masked_fill(keys > last_seen[..., None], float("-inf"))  # [B, W, num_keys]
+        return _GatheredAttention(self._config, cache, write_rows, read_rows, mask)
+
+
+class _GatheredAttention:
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: PagedKV,
+        write_rows: torch.Tensor,
+        read_rows: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> None:
+        self._cache = cache
+        self._q_size = config.q_size
+        self._write_rows = write_rows.flatten()
+        self._read_rows = read_rows.flatten()
+        # The queries of all heads that share a key head are stacked, so that it is read once.
+        num_rows, width = write_rows.shape
+        group = config.num_heads // config.num_kv_heads
+        self._query_shape = (num_rows, width, config.num_kv_heads, group, config.head_dim)
+        self._stacked_shape = (num_rows, config.num_kv_heads, group * width, config.head_dim)
+        self._split_shape = (num_rows, config.num_kv_heads, group, width, config.head_dim)
+        self._kv_shape = (*read_rows.shape, 2, config.num_kv_heads, config.head_dim)
+        self._mask = mask.repeat(1, group, 1)[:, None]
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        rows = self._cache.rows[layer]
+        rows.index_copy_(0, self._write_rows, qkv[:, self._q_size :])
+        kv = rows.index_select(0, self._read_rows).view(self._kv_shape).permute(2, 0, 3, 1, 4)
+        query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
+        output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=self._mask)
+        return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(-1, self._q_size)

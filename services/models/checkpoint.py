@@ -1,0 +1,172 @@
+"""Loads a Hugging Face checkpoint into a decoder, and tells tokenizers apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.common.errors import CheckpointError
+from slipstream.services.models.config import ModelConfig, read_json
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from slipstream.services.models.attention import Attention
+
+_DTYPES = ("F32", "F16", "BF16")
+_SHOWN = 3
+"""How many tensor names an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor of the checkpoint belongs: rows `[start, start + shape[0])` of a parameter."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def load_decoder(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: Attention | None = None,
+    on_progress: Callable[[float], None] | None = None,
+) -> Decoder:
+    """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
+
+    Everything is checked against `config.json` before memory is taken. `attention` is PyTorch's unless
+    given; `on_progress` is called with the fraction of the weights that are in place. Raises
+    `CheckpointError` when the directory is not a whole checkpoint of a supported decoder.
+    """
+    path = Path(path)
+    config = ModelConfig.from_directory(path)
+    slots = dict(_slots(config))
+    with WeightFiles(path) as files:
+        _check_tensors(files, config, slots)
+        decoder = Decoder(config, attention=attention, device=device, dtype=dtype)
+        total = sum(prod(slot.shape) for slot in slots.values())
+        done = 0
+        for name in files.tensors:
+            if name not in slots:
+                continue
+            slot = slots[name]
+            target = decoder.get_parameter(slot.parameter)[slot.start : slot.start + slot.shape[0]]
+            target.copy_(files.read(name))
+            done += prod(slot.shape)
+            if on_progress is not None:
+                on_progress(done / total)
+        if config.tie_word_embeddings:
+            _check_tied_head(files)
+    decoder.pack()
+    return decoder.eval()
+
+
+def tokenizer_fingerprint(path: str | Path) -> str:
+    """SHA-256 (hex) of what gives token ids their meaning in a directory's `tokenizer.json`.
+
+    Covers the vocabulary, merges and added tokens in one canonical form, so that files which merely
+    write them differently agree. Raises `CheckpointError` when there is no such file or it has no vocabulary.
+    """
+    path = Path(path)
+    if not (path / "tokenizer.json").is_file():
+        raise CheckpointError(f"{path}: tokenizer.json is missing; supported: tokenizers saved as tokenizer.json")
+    document = read_json(path / "tokenizer.json")
+    try:
+        model = document["model"]
+        vocabulary = _vocabulary(model["vocab"])
+        vocabulary |= {(int(token["id"]), str(token["content"])) for token in document.get("added_tokens") or ()}
+        merges = [_merge(merge) for merge in model.get("merges") or ()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        message = "supported: a tokenizer with `model.vocab` and, where it has them, `model.merges` and `added_tokens`"
+        raise CheckpointError(f"{path}: tokenizer.json: cannot read the vocabulary; {message}") from error
+    canonical = json.dumps([sorted(vocabulary), merges], separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
+    """The tensors that a checkpoint must have, by name."""
+    hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    vocab = (config.vocab_size, hidden)
+    yield "model.embed_tokens.weight", _Slot("embedding", 0, vocab)
+    yield "model.norm.weight", _Slot("norm.weight", 0, (hidden,))
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", _Slot("head.weight", 0, vocab)
+    attention, gated = config.has_attention_bias, config.has_mlp_bias
+    # name in the checkpoint, ours, first row, rows, columns, bias
+    projections = (
+        ("self_attn.q_proj", "qkv", 0, q, hidden, attention),
+        ("self_attn.k_proj", "qkv", q, kv, hidden, attention),
+        ("self_attn.v_proj", "qkv", q + kv, kv, hidden, attention),
+        ("self_attn.o_proj", "output", 0, hidden, q, attention),
+        ("mlp.gate_proj", "gate_up", 0, mlp, hidden, gated),
+        ("mlp.up_proj", "gate_up", mlp, mlp, hidden, gated),
+        ("mlp.down_proj", "down", 0, hidden, mlp, gated),
+    )
+    for index in range(config.num_layers):
+        theirs, ours = f"model.layers.{index}", f"layers.{index}"
+        yield f"{theirs}.input_layernorm.weight", _Slot(f"{ours}.attention_norm.weight", 0, (hidden,))
+        yield f"{theirs}.post_attention_layernorm.weight", _Slot(f"{ours}.mlp_norm.weight", 0, (hidden,))
+        for name, parameter, start, rows, columns, has_bias in projections:
+            yield f"{theirs}.{name}.weight", _Slot(f"{ours}.{parameter}.weight", start, (rows, columns))
+            if has_bias:
+                yield f"{theirs}.{name}.bias", _Slot(f"{ours}.{parameter}.bias", start, (rows,))
+
+
+def _check_tensors(files: WeightFiles, config: ModelConfig, slots: dict[str, _Slot]) -> None:
+    for name, info in files.tensors.items():
+        if info.dtype not in _DTYPES:
+            message = f"got dtype {info.dtype}, supported: {', '.join(_DTYPES)} (no quantised weights)"
+            raise CheckpointError(f"{files.path}: {info.file}: tensor {name}: {message}")
+    if missing := [name for name in slots if name not in files.tensors]:
+        raise CheckpointError(f"{files.path}: missing tensors: {_some(missing)}; config.json asks for them")
+    if extra := [name for name in files.tensors if name not in slots and not _is_ignored(name, config)]:
+        message = f"the tensors of {config.architecture} by config.json"
+        raise CheckpointError(f"{files.path}: unknown tensors: {_some(extra)}; supported: {message}")
+    for name, slot in slots.items():
+        info = files.tensors[name]
+        if info.shape != slot.shape:
+            message = f"got shape {list(info.shape)}, config.json asks for {list(slot.shape)}"
+            raise CheckpointError(f"{files.path}: {info.file}: tensor {name}: {message}")
+
+
+def _is_ignored(name: str, config: ModelConfig) -> bool:
+    # Older checkpoints hold RoPE's frequencies, which are computed here; a tied head is compared, not loaded.
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _check_tied_head(files: WeightFiles) -> None:
+    if "lm_head.weight" not in files.tensors:
+        return
+    if not torch.equal(files.read("lm_head.weight"), files.read("model.embed_tokens.weight")):
+        message = (
+            "config.json: tie_word_embeddings: got true, but lm_head.weight differs from model.embed_tokens.weight"
+        )
+        raise CheckpointError(f"{files.path}: {message}")
+
+
+def _vocabulary(vocab: Any) -> set[tuple[int, str]]:
+    if isinstance(vocab, dict):
+        return {(int(index), str(token)) for token, index in vocab.items()}
+    return {(index, str(entry[0])) for index, entry in enumerate(vocab)}  # unigram models: (token, score)
+
+
+def _merge(merge: Any) -> list[str]:
+    # Files written before tokenizers 0.20 have "left right", later ones ["left", "right"].
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return [str(left), str(right)]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

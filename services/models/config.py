@@ -1,0 +1,235 @@
+"""What a decoder is, as read from a checkpoint's `config.json` and `generation_config.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig
+
+from slipstream.common.errors import CheckpointError
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+"""Names in `architectures` of `config.json` that the decoder can run."""
+
+RopeType = Literal["default", "linear", "llama3"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding over the whole head size."""
+
+    rope_type: RopeType = "default"
+    theta: float = 10000.0
+    """Base of the wavelengths."""
+    factor: float = 1.0
+    """`linear` divides positions by this, `llama3` only those of long wavelengths."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    """`llama3`: positions the model was first trained for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder and the token ids that end its text."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    has_attention_bias: bool = False
+    """Whether the four projections of attention have a bias."""
+    has_mlp_bias: bool = False
+    """Whether the three projections of the MLP have a bias."""
+    bos_token_id: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    dtype: torch.dtype | None = None
+    """What the checkpoint says it was saved in; a backend may compute in another."""
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelConfig:
+        """Reads a Hugging Face directory; nothing is downloaded and no code of the checkpoint runs.
+
+        Raises `CheckpointError` when the directory is no checkpoint of a supported decoder.
+        """
+        path = Path(path)
+        fields = _Fields(path, _read_config(path))
+        config = cls(
+            architecture=_architecture(fields),
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=fields.count("hidden_size"),
+            num_layers=fields.count("num_hidden_layers"),
+            num_heads=fields.count("num_attention_heads"),
+            num_kv_heads=fields.count("num_key_value_heads"),
+            head_dim=fields.count("head_dim"),
+            intermediate_size=fields.count("intermediate_size"),
+            rms_norm_eps=fields.number("rms_norm_eps"),
+            max_position_embeddings=fields.count("max_position_embeddings"),
+            rope=_rope(fields),
+            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+            has_attention_bias=bool(fields.get("attention_bias")),
+            has_mlp_bias=bool(fields.get("mlp_bias")),
+            bos_token_id=fields.get("bos_token_id"),
+            eos_token_ids=_eos_token_ids(path, fields),
+            dtype=_dtype(fields),
+        )
+        if config.num_heads % config.num_kv_heads:
+            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {config.num_heads}")
+        if config.head_dim % 2:
+            raise fields.error("head_dim", "an even number")
+        if fields.get("hidden_act") != "silu":
+            raise fields.error("hidden_act", "'silu'")
+        return config
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads, together."""
+        return self.num_kv_heads * self.head_dim
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values that one token takes in all layers."""
+        return 2 * self.num_layers * self.kv_size * dtype.itemsize
+
+
+class _Fields:
+    """Fields of `config.json`, with errors that name the one at fault."""
+
+    def __init__(self, path: Path, values: object, prefix: str = "") -> None:
+        self.path = path
+        self._values = values
+        self._prefix = prefix
+
+    def get(self, name: str) -> Any:
+        if isinstance(self._values, dict):
+            return self._values.get(name)
+        return getattr(self._values, name, None)
+
+    def sub(self, name: str) -> _Fields:
+        return _Fields(self.path, self.get(name) or {}, f"{self._prefix}{name}.")
+
+    def count(self, name: str) -> int:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, "a positive integer")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(name, "a positive number")
+        return float(value)
+
+    def error(self, name: str, accepted: str) -> CheckpointError:
+        given = self.get(name)
+        return CheckpointError(f"{self.path}: config.json: {self._prefix}{name}: got {given!r}, supported: {accepted}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint; raises `CheckpointError` when it holds none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.parent}: cannot read {path.name}: {_one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.parent}: {path.name}: got a {type(value).__name__}, supported: a JSON object")
+    return value
+
+
+def _read_config(path: Path) -> object:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; supported: a local Hugging Face checkpoint directory")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
+    raw = read_json(path / "config.json")
+    fields = _Fields(path, raw)
+    _architecture(fields)
+    if raw.get("quantization_config") is not None:
+        raise fields.error("quantization_config", "checkpoints that are not quantised")
+    rope = fields.sub("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
+    _rope_type(rope)
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what it raises depends on what is wrong with the file
+        raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
+
+
+def _architecture(fields: _Fields) -> str:
+    given = fields.get("architectures")
+    if isinstance(given, list) and len(given) == 1 and given[0] in ARCHITECTURES:
+        return str(given[0])
+    raise fields.error("architectures", ", ".join(ARCHITECTURES))
+
+
+def _rope_type(fields: _Fields) -> RopeType:
+    name = "rope_type" if fields.get("rope_type") is not None else "type"
+    given = fields.get(name)
+    if given is None:
+        return "default"
+    for rope_type in ROPE_TYPES:
+        if given == rope_type:
+            return rope_type
+    raise fields.error(name, ", ".join(ROPE_TYPES))
+
+
+def _rope(fields: _Fields) -> RopeConfig:
+    rope = fields.sub("rope_parameters")
+    rope_type = _rope_type(rope)
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise rope.error("partial_rotary_factor", "1")
+    if rope_type == "default":
+        return RopeConfig(theta=rope.number("rope_theta"))
+    if rope_type == "linear":
+        return RopeConfig(rope_type="linear", theta=rope.number("rope_theta"), factor=rope.number("factor"))
+    low_freq_factor = rope.number("low_freq_factor")
+    if rope.number("high_freq_factor") <= low_freq_factor:
+        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low_freq_factor:g}")
+    return RopeConfig(
+        rope_type="llama3",
+        theta=rope.number("rope_theta"),
+        factor=rope.number("factor"),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=rope.count("original_max_position_embeddings"),
+    )
+
+
+def _eos_token_ids(path: Path, fields: _Fields) -> frozenset[int]:
+    # As in transformers' generate: generation_config.json has the last word, where it is there and says anything.
+    name, given = "config.json", fields.get("eos_token_id")
+    if (path / "generation_config.json").is_file():
+        generation = read_json(path / "generation_config.json")
+        if generation.get("eos_token_id") is not None:
+            name, given = "generation_config.json", generation["eos_token_id"]
+    if given is None:
+        return frozenset()
+    ids = given if isinstance(given, list) else [given]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise CheckpointError(f"{path}: {name}: eos_token_id: got {given!r}, supported: a token id or a list of them")
+    return frozenset(ids)
+
+
+def _dtype(fields: _Fields) -> torch.dtype | None:
+    given = fields.get("dtype")
+    return given if isinstance(given, torch.dtype) else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,150 @@
+"""A decoder-only transformer over paged keys and values: Llama, with what its relatives vary held as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.services.models.attention import Attention, LayerAttention, TorchAttention
+from slipstream.services.models.linear import Linear
+from slipstream.services.models.rope import Rotation, inverse_frequencies
+
+if TYPE_CHECKING:
+    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.kv_cache import PagedKV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderOutput:
+    """What a forward leaves for the sampler and for draft heads."""
+
+    hidden: torch.Tensor
+    """[B, W, hidden_size] in the model's dtype, after the final norm."""
+    aux: torch.Tensor | None
+    """[B, W, len(aux_layers) * hidden_size] in the order of `aux_layers`; None when there are none."""
+
+
+def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """A weight that a checkpoint fills in and nobody trains."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self._eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] to the same."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a gated MLP; the projections that read the same input are one matrix each."""
+
+    def __init__(self, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._index = index
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._rotated_size = config.q_size + config.kv_size
+        hidden, mlp_size = config.hidden_size, config.intermediate_size
+
+        def linear(in_features: int, out_features: int, has_bias: bool) -> Linear:
+            weight = empty_parameter(out_features, in_features, device=device, dtype=dtype)
+            bias = empty_parameter(out_features, device=device, dtype=dtype) if has_bias else None
+            return Linear(weight, bias)
+
+        def norm() -> RMSNorm:
+            return RMSNorm(empty_parameter(hidden, device=device, dtype=dtype), config.rms_norm_eps)
+
+        self.attention_norm = norm()
+        self.qkv = linear(hidden, config.q_size + 2 * config.kv_size, config.has_attention_bias)
+        self.output = linear(config.q_size, hidden, config.has_attention_bias)
+        self.mlp_norm = norm()
+        self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias)
+        self.down = linear(mlp_size, hidden, config.has_mlp_bias)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, attend: LayerAttention) -> torch.Tensor:
+        """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
+        qkv = self.qkv(self.attention_norm(x))
+        rotation.apply_(qkv[:, : self._rotated_size].unflatten(1, (self._num_rotated, -1)))
+        x = x + self.output(attend(self._index, qkv))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        output: torch.Tensor = self.down(F.silu(gate).mul_(up))
+        return x + output
+
+
+class Decoder(nn.Module):
+    """The whole model. Its weights are left for a checkpoint to fill in (`load_decoder`).
+
+    A forward reads nothing back from the device, so it can be captured in a CUDA graph.
+    """
+
+    _inverse_frequencies: torch.Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        attention: Attention | None = None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`attention` is PyTorch's unless given."""
+        super().__init__()
+        self.config = config
+        self._attention = attention if attention is not None else TorchAttention(config)
+        vocab_shape = (config.vocab_size, config.hidden_size)
+        self.embedding = empty_parameter(*vocab_shape, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, device=device, dtype=dtype) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(empty_parameter(config.hidden_size, device=device, dtype=dtype), config.rms_norm_eps)
+        is_tied = config.tie_word_embeddings
+        self.head = Linear(self.embedding if is_tied else empty_parameter(*vocab_shape, device=device, dtype=dtype))
+        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
+        self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
+        """Runs the batch's tokens and keeps their keys and values in `cache`.
+
+        `aux_layers`: numbers of layers whose *input* is wanted as well (`num_layers` is the last layer's
+        output, before the final norm); as in transformers' `hidden_states`.
+        """
+        num_rows, width = batch.tokens.shape
+        x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
+        positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
+        rotation = Rotation(self._inverse_frequencies, positions)
+        attend = self._attention.prepare(batch, cache)
+        stream = {}
+        for index, layer in enumerate(self.layers):
+            if index in aux_layers:
+                stream[index] = x
+            x = layer(x, rotation, attend)
+        stream[self.config.num_layers] = x
+        aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
+        return DecoderOutput(
+            hidden=self.norm(x).view(num_rows, width, -1),
+            aux=aux.view(num_rows, width, -1) if aux is not None else None,
+        )
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] after the final norm to [..., vocab_size] float32."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits.to(torch.float32)
+
+    def pack(self) -> None:
+        """Gives the weights their fastest layout; call it when they are complete."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()

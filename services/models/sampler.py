@@ -1,0 +1,157 @@
+"""Chooses tokens: greedy, or with filters and noise that depends only on seed, position and token id.
+
+A token is the argmax of `logits / temperature + noise` over the tokens that the filters keep. All
+filters keep a prefix of the tokens in the order (most likely first, then lower id first), so they come
+down to one number a row. No row's result depends on the other rows of its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.noise import gumbel_noise, gumbel_noise_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from slipstream.common.sampling import SamplingParams
+
+_LOGITS_AT_ONCE = 1 << 15
+"""Keeps what filters compute on a CPU, about 50 bytes a logit, in its cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """Sampling parameters of N rows, as tensors on the model's device."""
+
+    temperature: Tensor
+    """[N] float32; 0 is greedy."""
+    top_k: Tensor
+    """[N] int64; 0 is off."""
+    top_p: Tensor
+    """[N] float32; 1 is off."""
+    min_p: Tensor
+    """[N] float32; 0 is off."""
+    seed: Tensor
+    """[N] int64, the bits of the unsigned 64-bit seed."""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], *, device: torch.device | None = None) -> SamplingRows:
+        """One row for each of `params`."""
+        seeds = [row.seed - 2**64 if row.seed >= 2**63 else row.seed for row in params]
+        return cls(
+            temperature=torch.tensor([row.temperature for row in params], dtype=torch.float32, device=device),
+            top_k=torch.tensor([row.top_k for row in params], dtype=torch.int64, device=device),
+            top_p=torch.tensor([row.top_p for row in params], dtype=torch.float32, device=device),
+            min_p=torch.tensor([row.min_p for row in params], dtype=torch.float32, device=device),
+            seed=torch.tensor(seeds, dtype=torch.int64, device=device),
+        )
+
+    @classmethod
+    def greedy(cls, num_rows: int, *, device: torch.device | None = None) -> SamplingRows:
+        """A table of rows to `put` into, such as one for each slot."""
+        return cls(
+            temperature=torch.zeros(num_rows, dtype=torch.float32, device=device),
+            top_k=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            top_p=torch.ones(num_rows, dtype=torch.float32, device=device),
+            min_p=torch.zeros(num_rows, dtype=torch.float32, device=device),
+            seed=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        )
+
+    def put(self, slots: Tensor, rows: SamplingRows) -> None:
+        """Replaces the rows numbered `slots`: [M] int64, without repetition."""
+        for field in fields(self):
+            getattr(self, field.name).index_copy_(0, slots, getattr(rows, field.name))
+
+    def take(self, slots: Tensor) -> SamplingRows:
+        """The rows numbered `slots`: [M] int64."""
+        return SamplingRows(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
+
+    def repeat(self, num_tokens: int) -> SamplingRows:
+        """Each row `num_tokens` times in a row, for logits [N, num_tokens, V] seen as [N * num_tokens, V]."""
+        repeated = {field.name: getattr(self, field.name).repeat_interleave(num_tokens) for field in fields(self)}
+        return SamplingRows(**repeated)
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+    """Chooses a token for each row.
+
+    `logits`: [N, V] float32. `positions`: [N] int64, the absolute position of the token to be chosen.
+    Returns [N] int64. On a CPU only the rows that need noise or filters pay for them; elsewhere all
+    rows take the longest way, so that nothing is read back.
+    """
+    tokens = logits.argmax(dim=1)
+    is_sampled = rows.temperature > 0
+    if logits.device.type != "cpu":
+        return torch.where(is_sampled, _choose_filtered(logits, rows, positions), tokens)
+    if not is_sampled.any():
+        return tokens
+    has_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    indices = (is_sampled & ~has_filter).nonzero()[:, 0]
+    if len(indices):
+        tokens[indices] = _choose_unfiltered(logits[indices], rows.take(indices), positions[indices])
+    filtered = (is_sampled & has_filter).nonzero()[:, 0]
+    num_rows = max(1, _LOGITS_AT_ONCE // logits.shape[1])
+    for start in range(0, len(filtered), num_rows):
+        indices = filtered[start : start + num_rows]
+        tokens[indices] = _choose_filtered(logits[indices], rows.take(indices), positions[indices])
+    return tokens
+
+
+def _choose_unfiltered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+    noise = gumbel_noise(rows.seed, positions, logits.shape[1])
+    return noise.sub_(_deficits(logits, rows)).argmax(dim=1)
+
+
+def _choose_filtered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+    vocab_size = logits.shape[1]
+    token_ids, deficits = _most_likely_first(_deficits(logits, rows))
+    num_kept = _num_kept(deficits, rows)[:, None]
+    if logits.device.type == "cpu":
+        width = int(num_kept.max())
+        token_ids, deficits = token_ids[:, :width], deficits[:, :width]
+    if token_ids.shape[1] < vocab_size // 4:  # noise of single tokens costs four times as much for each
+        noise = gumbel_noise_of(token_ids, rows.seed, positions)
+    else:
+        noise = gumbel_noise(rows.seed, positions, vocab_size).gather(1, token_ids)
+    is_kept = torch.arange(token_ids.shape[1], device=logits.device) < num_kept
+    scores = torch.where(is_kept, noise - deficits, float("-inf"))
+    is_best = scores == scores.amax(dim=1, keepdim=True)
+    return torch.where(is_best, token_ids, vocab_size - 1).amin(dim=1)
+
+
+def _most_likely_first(deficits: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids [N, V] int64, the most likely and of equals the lowest first, and their deficits."""
+    # The bits of a float that is at least +0 sort as it does; with the token id below them no two keys are equal.
+    keys = deficits.view(torch.int32).to(torch.int64) << 32
+    keys |= torch.arange(deficits.shape[1], device=deficits.device)
+    if keys.device.type == "cpu":
+        keys.numpy().sort(axis=1)  # by vector instructions, several times as fast as PyTorch's
+    else:
+        keys = keys.sort(dim=1)[0]
+    return keys & 0xFFFFFFFF, (keys >> 32).to(torch.int32).view(torch.float32)
+
+
+def _num_kept(deficits: Tensor, rows: SamplingRows) -> Tensor:
+    """How many of each row's tokens pass its filters: [N] int64, at least 1. `deficits`: [N, V], ascending."""
+    vocab_size = deficits.shape[1]
+    weights = torch.exp(-deficits.to(torch.float64))  # probabilities, relative to the most likely token's
+    up_to = weights.cumsum(dim=1)
+    top_k = torch.where(rows.top_k > 0, rows.top_k, vocab_size).clamp_max(vocab_size)[:, None]
+    top_p = rows.top_p[:, None]
+    mass = torch.where(top_p < 1, top_p * up_to.gather(1, top_k - 1), float("inf"))
+    is_kept = up_to - weights < mass
+    is_kept &= weights >= rows.min_p[:, None]
+    return torch.minimum(is_kept.sum(dim=1), top_k[:, 0])
+
+
+def _deficits(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """How far each logit is below its row's greatest, divided by the temperature: [N, V] float32, at least 0."""
+    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+    return (logits.amax(dim=1, keepdim=True) - logits).div_(temperature[:, None])
