@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from slipstream.common.errors import AddressInUseError
+from slipstream.common.listener import Listener
 
 if TYPE_CHECKING:
     from slipstream.cli.service_command import ServiceCommand
@@ -86,11 +89,12 @@ class ServiceProcess:
         return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or "  (it logged nothing)"
 
     def remove_socket(self) -> None:
-        """Removes a socket that a killed service left; one that somebody serves at stays."""
-        if self.command.address.startswith("unix:"):
-            path = Path(self.command.address.removeprefix("unix:"))
-            if path.is_socket() and not is_served(path):
-                path.unlink(missing_ok=True)
+        """Removes the socket that a killed service left; one that somebody else serves at stays."""
+        address = self.command.address
+        if not address.startswith("unix:") or not Path(address.removeprefix("unix:")).exists():
+            return
+        with contextlib.suppress(AddressInUseError), Listener.claim(address):
+            pass  # to leave a claim is to remove what is there
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.wait()
@@ -99,13 +103,3 @@ class ServiceProcess:
     def _send(self, number: signal.Signals) -> None:
         if not self.has_ended:
             self._process.send_signal(number)
-
-
-def is_served(path: Path) -> bool:
-    """Whether a process listens at this Unix socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-    return True

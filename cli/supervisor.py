@@ -26,6 +26,7 @@ class ServiceState(enum.Enum):
     READY = "ready"
     STOPPING = "stopping"
     STOPPED = "stopped"
+    DIED = "died"
 
 
 class Supervisor:
@@ -93,6 +94,7 @@ class Supervisor:
         finally:
             await _cancel(*waits)
         dead = next(process for process in processes if process.has_ended)
+        self._on_change(dead.name, ServiceState.DIED)
         doing = "" if dead in self._ready else " before it was ready"
         raise UnavailableError(
             f"{dead.name} {dead.describe_end()}{doing}; the end of its log ({dead.command.log_path}):\n"
@@ -143,6 +145,9 @@ class Supervisor:
         self._on_change(process.name, ServiceState.READY)
 
     async def _end(self, process: ServiceProcess) -> None:
+        if process.has_ended:
+            process.remove_socket()
+            return
         self._on_change(process.name, ServiceState.STOPPING)
         process.terminate()
         if not await self._drains(process):

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from slipstream.cli.health import check
-from slipstream.cli.service_process import is_served
 from slipstream.cli.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
@@ -151,7 +150,7 @@ async def test_the_socket_of_a_live_owner_stays(fake_service: MakeCommand, tmp_p
             intruder.start(fake_service("verify", "--die-at-once"))
             with pytest.raises(UnavailableError):
                 await intruder.watch()
-        assert is_served(tmp_path / "verify.sock")
+        assert await check(f"unix:{tmp_path}/verify.sock") == "SERVING"
 
 
 async def test_keeps_the_log_of_the_run_before(fake_service: MakeCommand, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""`slipstream`: the command line. A command's own imports are made when it runs, so that none is slow to start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path  # noqa: TC003 — typer reads the annotations
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
+from slipstream.cli.up_config import DEFAULT_SERVER, DEVICES, UpConfig, default_state_dir
+from slipstream.common.errors import ConfigError, InvalidArgumentError, SlipstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+app = typer.Typer(
+    help="Serves large language models with speculative decoding, as a scheduler, a draft and a verify service.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ServerOption = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the server is.")]
+
+
+def main() -> None:
+    """Runs the command line: 0 when all went well, 1 when something did not, 2 when the command was wrong."""
+    try:
+        app()
+    except (ConfigError, InvalidArgumentError) as error:
+        _fail(error, 2)
+    except SlipstreamError as error:
+        _fail(error, 1)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+@app.command()
+def up(
+    target: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the target model.  [default: the bundled one]")
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the draft model.  [default: the bundled one for its target]"),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(ALGORITHMS), help="How drafts are made.  [default: none for a --target without --draft]"
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="K", help=f"Tokens drafted in a step.  [default: {ModelChoice.num_draft_tokens}]"),
+    ] = None,
+    run_ahead: Annotated[
+        int, typer.Option(metavar="R", help="Steps sent before the result of the first is known.")
+    ] = UpConfig.run_ahead,
+    device: Annotated[str, typer.Option(metavar="|".join((*DEVICES, "cuda")), help="What computes.")] = UpConfig.device,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Threads of each worker.  [default: the worker's choice]")
+    ] = UpConfig.threads,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address for clients; port 0 takes a free one.")
+    ] = UpConfig.listen,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help=f"Directory for sockets and logs.  [default: {default_state_dir()}]"),
+    ] = None,
+    slots: Annotated[int, typer.Option(metavar="N", help="Requests that run at the same time.")] = UpConfig.num_slots,
+    context_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a request, prompt and output together.")
+    ] = UpConfig.context_tokens,
+    kv_memory_mib: Annotated[
+        int, typer.Option(metavar="N", help="Memory for both KV caches together, in MiB.")
+    ] = UpConfig.kv_memory_mib,
+    page_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens in a KV page.")] = UpConfig.page_tokens,
+    queue: Annotated[
+        int, typer.Option(metavar="N", help="Requests that may wait; one more is refused.")
+    ] = UpConfig.queue_capacity,
+    chunk_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Prompt tokens in one prefill step at most.")
+    ] = UpConfig.chunk_tokens,
+    ready_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for the models to load.")
+    ] = UpConfig.ready_timeout_s,
+    drain_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for a service to finish its work when stopped.")
+    ] = UpConfig.drain_timeout_s,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False,
+) -> None:
+    """Start all three services here, and stop them on Ctrl-C.
+
+    Ctrl-C lets running requests finish; a second one does not wait for them.
+    """
+    config = UpConfig(
+        models=ModelChoice.choose(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=num_draft_tokens),
+        run_ahead=run_ahead,
+        device=device,
+        threads=threads,
+        listen=listen,
+        state_dir=state_dir or default_state_dir(),
+        num_slots=slots,
+        context_tokens=context_tokens,
+        kv_memory_mib=kv_memory_mib,
+        page_tokens=page_tokens,
+        queue_capacity=queue,
+        chunk_tokens=chunk_tokens,
+        ready_timeout_s=ready_timeout,
+        drain_timeout_s=drain_timeout,
+    )
+    from slipstream.cli.up import run_up
+
+    _exit_with(run_up(config, is_verbose=verbose))
+
+
+@app.command()
+def status(
+    server: ServerOption = DEFAULT_SERVER,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show each service: process, addresses, health, model. Fails when one is not healthy."""
+    from slipstream.cli.server_status import fetch_status
+    from slipstream.cli.state_dir import server_of
+
+    found = asyncio.run(fetch_status(server if state_dir is None else server_of(state_dir)))
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        from rich.console import Console
+
+        Console().print(found.table())
+    raise typer.Exit(0 if found.is_healthy else 1)
+
+
+def _exit_with(work: Coroutine[object, object, int]) -> None:
+    raise typer.Exit(asyncio.run(work))
+
+
+def _fail(error: SlipstreamError, status: int) -> None:
+    print(f"slipstream: error: {error}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`slipstream up`: the three services on this machine, until they are stopped or one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from slipstream.cli.loading import LoadingDisplay
+from slipstream.cli.log_follower import follow
+from slipstream.cli.server_status import fetch_status
+from slipstream.cli.service_command import scheduler_command, worker_command
+from slipstream.cli.state_dir import StateDir
+from slipstream.cli.stop_signals import StopSignals
+from slipstream.cli.supervisor import Supervisor
+from slipstream.common.listener import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from slipstream.cli.service_command import ServiceCommand
+    from slipstream.cli.up_config import UpConfig
+
+
+async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
+    """Serves until a signal ends it, and gives the exit status.
+
+    Raises SlipstreamError when an address or the state directory is taken, and when a service dies.
+    """
+    console = Console(stderr=True)
+    # Lines that are redrawn and lines that are copied do not go together.
+    display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
+    supervisor = Supervisor(
+        ready_timeout_s=config.ready_timeout_s, drain_timeout_s=config.drain_timeout_s, on_change=display.on_change
+    )
+    signals = StopSignals(on_second=supervisor.hurry)
+    await signals.cancel(_serve(config, supervisor, display, is_verbose=is_verbose))
+    return signals.exit_status
+
+
+async def _serve(config: UpConfig, supervisor: Supervisor, display: LoadingDisplay, *, is_verbose: bool) -> None:
+    async with AsyncExitStack() as stack:
+        state_dir = stack.enter_context(StateDir.hold(config.state_dir))
+        workers = [worker_command(config, name) for name in config.workers]
+        for worker in workers:
+            with Listener.claim(worker.address, field="--state-dir"):
+                pass  # a stranger's service must neither lose its socket nor pass for ours
+        # Held while we start, so that nobody else is given the port that stands for 0.
+        with Listener.claim(config.listen, field="--listen") as listener, display:
+            scheduler = scheduler_command(config, listener.address)
+            await stack.enter_async_context(supervisor)
+            supervisor.start(*workers)
+            supervisor.start(scheduler)
+            if is_verbose:
+                await stack.enter_async_context(_following(*workers, scheduler))
+            await supervisor.wait_ready()
+        status = await supervisor.while_alive(fetch_status(scheduler.address))
+        Console().print(status.table())
+        state_dir.announce(scheduler.address)
+        await supervisor.watch()
+
+
+@asynccontextmanager
+async def _following(*commands: ServiceCommand) -> AsyncIterator[None]:
+    following = asyncio.ensure_future(follow([command.log_path for command in commands], sys.stderr.buffer))
+    try:
+        yield
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)

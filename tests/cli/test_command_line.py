@@ -1,0 +1,75 @@
+"""The command line as a user meets it, without any service."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def slipstream(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end."""
+    return subprocess.run(
+        (sys.executable, "-m", "slipstream.cli.main", *arguments),
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", ["main", "up", "server_status", "supervisor"])
+def test_no_command_imports_what_only_services_need(module: str) -> None:
+    heavy = ("torch", "transformers", "numpy", "prometheus_client")
+    code = f"import sys, slipstream.cli.{module}; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=20, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_help_names_the_commands() -> None:
+    found = slipstream("--help")
+    assert found.returncode == 0
+    for command in ("up", "generate", "status", "demo"):
+        assert f"\n  {command} " in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("up", "--target", "MODEL", "--device", "cuda"), "--device: got 'cuda'"),
+        (("up", "--target", "/nothing"), "--target: got '/nothing'"),
+        (("up", "--no-such-option"), "--no-such-option"),
+    ],
+)
+def test_a_wrong_command_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    found = slipstream(*(str(tmp_path) if argument == "MODEL" else argument for argument in arguments))
+    assert found.returncode == 2
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    found = slipstream("status", "--server", f"127.0.0.1:{port}")
+    assert found.returncode == 1
+    assert found.stderr.startswith(f"slipstream: error: no answer from a server at 127.0.0.1:{port}")
+    assert found.stderr.count("\n") == 1
+
+
+def test_up_refuses_a_port_in_use(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        found = slipstream("up", "--target", str(tmp_path), "--state-dir", str(tmp_path / "state"), "--listen", address)
+    assert found.returncode == 2
+    assert found.stderr == f"slipstream: error: --listen: got '{address}', accepted: an address that nobody serves at\n"

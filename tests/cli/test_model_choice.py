@@ -1,0 +1,84 @@
+"""What is served when only some of the models are named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import pytest
+
+from slipstream import bundled
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Given(TypedDict, total=False):
+    """The options that are given."""
+
+    target: Path
+    draft: Path
+    algorithm: str
+    num_draft_tokens: int
+
+
+def choose(**given: Unpack[Given]) -> ModelChoice:
+    """`ModelChoice.choose` with None for the rest."""
+    return ModelChoice.choose(
+        target=given.get("target"),
+        draft=given.get("draft"),
+        algorithm=given.get("algorithm"),
+        num_draft_tokens=given.get("num_draft_tokens"),
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory that looks like a model's."""
+    (tmp_path / "config.json").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def _bundled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("target", "standalone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+        monkeypatch.setattr(bundled, f"{name}_dir", lambda name=name: tmp_path / name)
+
+
+@pytest.mark.usefixtures("_bundled_models")
+def test_without_options_the_bundled_pair() -> None:
+    chosen = choose()
+    assert (chosen.target, chosen.draft, chosen.algorithm) == (
+        bundled.target_dir(),
+        bundled.standalone_dir(),
+        "standalone",
+    )
+    assert choose(algorithm="none").draft is None
+    assert choose(num_draft_tokens=2).num_draft_tokens == 2
+
+
+def test_a_target_alone_has_no_draft(model: Path) -> None:
+    chosen = choose(target=model)
+    assert (chosen.target, chosen.draft, chosen.algorithm) == (model, None, "none")
+    assert choose(target=model, draft=model).algorithm == "standalone"
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("--draft", {"algorithm": "none", "draft": "MODEL"}),
+        ("--draft", {"algorithm": "standalone", "target": "MODEL"}),
+        ("--draft", {"target": "MODEL", "draft": "NOTHING"}),
+        ("--target", {"target": "NOTHING"}),
+        ("--num-draft-tokens", {"target": "MODEL", "num_draft_tokens": 3}),
+        ("--num-draft-tokens", {"target": "MODEL", "draft": "MODEL", "num_draft_tokens": 0}),
+        ("--algorithm", {"target": "MODEL", "algorithm": "eagle"}),
+    ],
+)
+def test_a_contradiction_names_the_option(option: str, given: dict[str, str | int], model: Path) -> None:
+    paths = {"MODEL": model, "NOTHING": model / "nothing"}
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        choose(**{key: paths.get(value, value) for key, value in given.items()})  # type: ignore[misc]

@@ -1,0 +1,32 @@
+"""One supervisor in a state directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.cli.state_dir import StateDir, server_of
+from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_only_one_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    with StateDir.hold(path) as held:
+        held.announce("127.0.0.1:1")
+        with pytest.raises(AddressInUseError, match=r"^--state-dir: "), StateDir.hold(path):
+            pass
+        assert server_of(path) == "127.0.0.1:1"
+    with pytest.raises(UnavailableError):
+        server_of(path)
+    with StateDir.hold(path):
+        pass
+
+
+def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    with pytest.raises(ConfigError, match=r"^--state-dir: "), StateDir.hold(tmp_path / "state"):
+        pass

@@ -1,0 +1,62 @@
+"""Settings of `up` that are refused, and the command lines that the others become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.service_command import dialled, scheduler_command, worker_command
+from slipstream.cli.up_config import UpConfig
+from slipstream.common.errors import ConfigError
+
+MODELS = ModelChoice(target=Path("/models/target"), draft=Path("/models/draft"), num_draft_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        ("--device", {"device": "cuda"}),
+        ("--slots", {"num_slots": 0}),
+        ("--run-ahead", {"run_ahead": -1}),
+        ("--context-tokens", {"context_tokens": 1}),
+        ("--kv-memory-mib", {"kv_memory_mib": 0}),
+        ("--page-tokens", {"page_tokens": 0}),
+        ("--queue", {"queue_capacity": -1}),
+        ("--threads", {"threads": 0}),
+        ("--drain-timeout", {"drain_timeout_s": float("nan")}),
+        ("--listen", {"listen": "50051"}),
+        ("--listen", {"listen": "unix:/tmp/a.sock"}),
+        ("--state-dir", {"state_dir": Path("/tmp") / ("x" * 100)}),
+    ],
+)
+def test_a_wrong_setting_names_its_option(option: str, setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        UpConfig(models=MODELS, **setting)  # type: ignore[arg-type]
+
+
+def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
+    config = UpConfig(models=MODELS, state_dir=tmp_path, num_slots=5, threads=2)
+    draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
+    scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
+    assert f"--algorithm standalone --model /models/draft --listen unix:{tmp_path}/sockets/draft.sock" in draft
+    assert f"--model /models/target --listen unix:{tmp_path}/sockets/verify.sock" in verify
+    assert "--threads 2" in draft
+    assert "--threads 2" in verify
+    assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3 --listen 0.0.0.0:1234" in scheduler
+    assert "--slots 5" in scheduler
+
+
+def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
+    config = UpConfig(models=ModelChoice(target=Path("/models/target"), draft=None), state_dir=tmp_path)
+    assert config.workers == ("verify",)
+    assert "--draft" not in scheduler_command(config, "127.0.0.1:1").argv
+
+
+def test_a_wildcard_is_dialled_at_the_loopback() -> None:
+    assert [dialled(listen) for listen in ("0.0.0.0:1", "[::]:1", "localhost:1")] == [
+        "127.0.0.1:1",
+        "[::1]:1",
+        "localhost:1",
+    ]
