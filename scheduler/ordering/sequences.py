@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import combinations, product
 from typing import TYPE_CHECKING
 
 from slipstream.common.buffers import last_consumed
@@ -14,6 +14,7 @@ from slipstream.scheduler.ordering.plan import OrderedStep
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from slipstream.scheduler.ordering.accesses import DraftTraits
     from slipstream.scheduler.ordering.model import Model
 
 
@@ -22,8 +23,8 @@ class Move:
     """A step without its number, and the slots that are ready to decode after it.
 
     Chunks of a prompt can be given to any slot at any time: they go on with the request that is there,
-    or the slot has a new owner. A request that leaves takes part in no further step, which any subset
-    of the ready slots includes.
+    or the slot has a new owner, which is the same to the order. A request that leaves takes part in no
+    further step, which any subset of the ready slots includes.
     """
 
     kind: StepKind
@@ -33,6 +34,18 @@ class Move:
     def as_step(self, step: int) -> OrderedStep:
         """The move as the step of this number."""
         return OrderedStep(step, self.kind, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A sequence up to one more step."""
+
+    before: Model
+    """About to send the step."""
+    after: Model
+    """The step is sent and carried out."""
+    is_end: bool
+    """Whether the sequence has its full length."""
 
 
 @cache
@@ -57,29 +70,53 @@ def num_consumable(step: int, consumed: int, run_ahead: int) -> range:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """A model in which the last step of a sequence is about to be sent."""
+class Walk:
+    """Visits every beginning of every valid sequence; a beginning that sequences share is visited once.
 
-    before: Model
-    move: Move
-    after: Model
-    is_end: bool
+    Of sequences that differ by a renaming of the slots one is visited.
+    """
 
+    num_slots: int
+    drafts: tuple[DraftTraits, ...] = ()
+    """Drafts that may take the place of the present one before any step; the same one for a restart."""
 
-def walk(model: Model, depth: int, *, num_slots: int, ready: int = 0) -> Iterator[Visit]:
-    """Visits every beginning of every valid sequence of `depth` steps; shared beginnings once."""
-    step = model.state.step + 1
-    fewest, *more = num_consumable(step, model.state.consumed, model.state.run_ahead)
-    before = model.copy()
-    for _ in range(fewest):
-        before.consume()
-    for has_consumed_more in (False, *(True for _ in more)):
-        if has_consumed_more:
-            before = before.copy()
+    def visits(self, model: Model, num_steps: int) -> Iterator[Visit]:
+        """All sequences of `num_steps` steps that begin with `model`, where no slot is taken yet."""
+        return self._visits(model, num_steps, ready=0, pasts=(0,) * self.num_slots)
+
+    def _visits(self, model: Model, num_steps: int, *, ready: int, pasts: tuple[int, ...]) -> Iterator[Visit]:
+        step = model.state.step + 1
+        for before in self._befores(model):
+            for move in moves(self.num_slots, ready, has_draft=before.state.draft.is_present):
+                present = tuple(move.rows >> slot & 1 | (move.ready >> slot & 1) << 1 for slot in range(self.num_slots))
+                if not _is_first_of_its_kind(pasts, present):
+                    continue
+                after = before.copy()
+                after.send(move.as_step(step))
+                yield Visit(before, after, num_steps == 1)
+                if num_steps > 1:
+                    longer = tuple(past << 2 | now for past, now in zip(pasts, present, strict=True))
+                    yield from self._visits(after, num_steps - 1, ready=move.ready, pasts=longer)
+
+    def _befores(self, model: Model) -> Iterator[Model]:
+        # The states in which the next step may be sent.
+        fewest, *more = num_consumable(model.state.step + 1, model.state.consumed, model.state.run_ahead)
+        before = model.copy()
+        for _ in range(fewest):
             before.consume()
-        for move in moves(num_slots, ready, has_draft=model.state.draft.is_present):
-            after = before.copy()
-            after.send(move.as_step(step))
-            yield Visit(before, move, after, depth == 1)
-            if depth > 1:
-                yield from walk(after, depth - 1, num_slots=num_slots, ready=move.ready)
+        for has_more in (*(True for _ in more), False):
+            yield before
+            for draft in self.drafts:
+                if draft.is_present or before.state.draft.is_present:
+                    changed = before.copy()
+                    changed.change_draft(draft)
+                    yield changed
+            if has_more:
+                before = before.copy()
+                before.consume()
+
+
+def _is_first_of_its_kind(pasts: tuple[int, ...], present: tuple[int, ...]) -> bool:
+    # Slots with the same past can be exchanged: only the order is taken in which the first has most.
+    pairs = combinations(zip(pasts, present, strict=True), 2)
+    return all(past != other_past or now >= other_now for (past, now), (other_past, other_now) in pairs)

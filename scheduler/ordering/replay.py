@@ -1,0 +1,193 @@
+"""Checks a real run: joins the logs that the processes wrote and names what nothing ordered.
+
+    python -m slipstream.scheduler.ordering.replay DIR
+
+DIR holds one `*.jsonl` file for each stream of each process, as `JsonLinesAccessLog` writes them.
+Prints a summary, and exits with 1 if two accesses collided or a stream waited for what never came.
+
+Faults that the system is made to bear are not reported: what a draft did in a step whose wait the
+scheduler released (verify uses only a checked copy of it), and how the log of a process ends that
+another one replaced, or whose epoch is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.access_log import LogOp, StreamName
+from slipstream.common.buffers import BufferName
+from slipstream.common.errors import ConfigError
+from slipstream.common.step import FenceName, Role
+from slipstream.scheduler.ordering.checker import Checker, Race, Stuck, run
+from slipstream.scheduler.ordering.operations import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a run looks like."""
+
+    num_logs: int
+    num_operations: int
+    num_accesses: int
+    """Rows read or written."""
+    num_fence_operations: int
+    num_ordered: int
+    """Conflicting accesses of two streams that were in order."""
+    num_excused: int
+    """Races with a draft whose step was released."""
+    races: tuple[Race, ...]
+    stuck: tuple[Stuck, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_logs} logs, {self.num_operations} operations: {self.num_accesses} rows accessed, "
+            f"{self.num_fence_operations} fence operations",
+            f"{self.num_ordered} conflicting pairs in order, {len(self.races)} races "
+            f"({self.num_excused} more with a released draft), {len(self.stuck)} streams stuck",
+        ]
+        lines.extend(map(str, (*self.races, *self.stuck)))
+        return "\n".join(lines)
+
+
+class _Log:
+    """One log, and how far it was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.first = next(read_log(path), None)
+        self.num_operations = 0
+        self.num_fence_operations = 0
+        self.is_superseded = False
+
+    def operations(self) -> Iterator[Operation]:
+        """The operations in order; once it is superseded, without the accesses."""
+        for operation in read_log(self.path):
+            self.num_operations += 1
+            if operation.fence is not None:
+                self.num_fence_operations += 1
+            if operation.buffer is None or not self.is_superseded:
+                yield operation
+
+
+class Replay:
+    """A run, put together from its logs."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError where there are no logs."""
+        logs = [_Log(path) for path in sorted(folder.glob("*.jsonl"))]
+        self._logs = sorted((log for log in logs if log.first is not None), key=_beginning)
+        if not self._logs:
+            raise ConfigError("DIR", str(folder), "a folder with logs of accesses (*.jsonl)")
+        self._checker = Checker(len(self._logs))
+        self._last_epoch = 0
+        self._released: dict[int, int] = {}
+
+    def report(self) -> Report:
+        """Carries the run out again. Raises ConfigError where a log is broken."""
+        stuck = run(self._checker, [self._lane(number) for number in range(len(self._logs))])
+        races = self._checker.races
+        unexcused = tuple(race for race in races if not self._is_excused(race))
+        return Report(
+            num_logs=len(self._logs),
+            num_operations=sum(log.num_operations for log in self._logs),
+            num_accesses=self._checker.num_accesses,
+            num_fence_operations=sum(log.num_fence_operations for log in self._logs),
+            num_ordered=self._checker.num_ordered,
+            num_excused=len(races) - len(unexcused),
+            races=unexcused,
+            stuck=tuple(one for one in stuck if self._is_expected_to_go_on(one)),
+        )
+
+    def _lane(self, number: int) -> Iterator[Operation]:
+        for index, operation in enumerate(self._logs[number].operations()):
+            if index == 1:
+                self._supersede_drafts_before(number)
+            self._last_epoch = max(self._last_epoch, operation.epoch)
+            if operation.op is LogOp.SIGNAL and operation.stream is StreamName.SCHEDULER:
+                self._released[operation.epoch] = max(self._released.get(operation.epoch, 0), operation.value)
+            yield operation
+
+    def _supersede_drafts_before(self, number: int) -> None:
+        # Called when the log's first command has come. Each attachment of a draft has rows of its own, so
+        # what an older one did to its rows meets nobody any more.
+        if _stream(self._logs[number]) is StreamName.DRAFT:
+            for earlier in range(number):
+                log = self._logs[earlier]
+                if _stream(log) is StreamName.DRAFT and not log.is_superseded:
+                    log.is_superseded = True
+                    self._checker.restart(earlier)
+
+    def _is_excused(self, race: Race) -> bool:
+        return any(
+            operation.stream is StreamName.DRAFT and operation.step <= self._released.get(operation.epoch, 0)
+            for operation in (race.first, race.second)
+        )
+
+    def _is_expected_to_go_on(self, stuck: Stuck) -> bool:
+        return not self._logs[stuck.lane].is_superseded and stuck.operation.epoch == self._last_epoch
+
+
+def read_log(path: Path) -> Iterator[Operation]:
+    """The operations of one log. A last line that was cut off is left out; any other broken line is a ConfigError."""
+    with path.open(encoding="utf-8") as file:
+        for seq, line in enumerate(file):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+                operation = _operation(record)
+                is_next = record["seq"] == seq
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path.name}:{seq + 1}", line, "a line of a log of accesses") from error
+            if not is_next:
+                raise ConfigError(f"{path.name}:{seq + 1}", record["seq"], f"seq {seq}")
+            yield operation
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="replay", description="Checks the order of a real run from its logs.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder with the logs (*.jsonl)")
+    try:
+        report = Replay(parser.parse_args(arguments).folder).report()
+    except ConfigError as error:
+        parser.error(str(error))
+    print(report)
+    return 1 if report.races or report.stuck else 0
+
+
+def _operation(record: dict[str, Any]) -> Operation:
+    fence, buffer, role = record.get("fence"), record.get("buffer"), record.get("role")
+    return Operation(
+        op=LogOp(record["op"]),
+        stream=StreamName(record["stream"]),
+        step=int(record["step"]),
+        epoch=int(record["epoch"]),
+        buffer=None if buffer is None else BufferName(buffer),
+        rows=tuple(record.get("rows", ())),
+        fence=None if fence is None else FenceName[fence],
+        value=int(record.get("value", 0)),
+        role=None if role is None else Role(role),
+    )
+
+
+def _beginning(log: _Log) -> tuple[int, int]:
+    assert log.first is not None, "empty logs are left out"
+    return log.first.epoch, log.first.step
+
+
+def _stream(log: _Log) -> StreamName:
+    assert log.first is not None, "empty logs are left out"
+    return log.first.stream
+
+
+if __name__ == "__main__":
+    sys.exit(main())
