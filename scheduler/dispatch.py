@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.step import FenceName, Role
+from slipstream.scheduler.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,4 +62,4 @@ class DispatchAcknowledged:
         started = time.monotonic()
         if not producer.wait_for_acknowledgement(step, self._timeout_s):
             raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")
-        self._metrics.host_stalled("acknowledgement", time.monotonic() - started)
+        self._metrics.host_stalled(ACKNOWLEDGEMENT, time.monotonic() - started)

@@ -66,6 +66,11 @@ class JobQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._cancelled or self._is_stopped, timeout_s)
 
+    def wait_for_stop(self, timeout_s: float) -> None:
+        """Sleeps until the queue is stopped or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped, timeout_s)
+
     def open(self) -> None:
         """Lets jobs in."""
         with self._changed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.step import Role, StepCommand, StepKind
 from slipstream.scheduler.ordering.plan import OrderedStep, consume, initial_state, mask_of, plan_step
+from slipstream.scheduler.step_metrics import DRAFT_BACKLOG, RESULT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,7 +131,7 @@ class StepLoop:
         started = time.monotonic()
         while (result := self._results.resolve(step, LIVENESS_S)) is None:
             self._check_progress(step.number, started)
-        self._metrics.host_stalled("result", time.monotonic() - started)
+        self._metrics.host_stalled(RESULT, time.monotonic() - started)
         return result
 
     def _bound_draft(self, step: Step) -> None:
@@ -140,7 +141,7 @@ class StepLoop:
             started = time.monotonic()
             while not self._draft_done.wait_on_host(oldest, LIVENESS_S):
                 self._check_progress(oldest, started)
-            self._metrics.host_stalled("draft_backlog", time.monotonic() - started)
+            self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)
         self._timings.collect(step.number - self._settings.ring)
 
     def _check_progress(self, step: int, started: float) -> None:

@@ -92,9 +92,9 @@ class WorkerLink:
             raise self.failure
         return arrived
 
-    def close(self, *, drain: bool) -> None:
-        """Ends the stream; with `drain` the worker finishes what it was sent first."""
-        self._thread.call(self._close(drain=drain))
+    def detach(self, *, drain: bool) -> None:
+        """Ends the stream and the connection; with `drain` the worker finishes what it was sent first."""
+        self._thread.call(self._detach(drain=drain))
 
     async def _connect(self) -> pb_grpc.WorkerStub:
         if self._channel is None:
@@ -145,7 +145,7 @@ class WorkerLink:
                 self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
                 self._changed.notify_all()
 
-    async def _close(self, *, drain: bool) -> None:
+    async def _detach(self, *, drain: bool) -> None:
         if drain and self.failure is None and self._channel is not None:
             await pb_grpc.WorkerStub(self._channel).Drain(pb.DrainRequest(), timeout=CALL_TIMEOUT_S)  # type: ignore[no-untyped-call]
         self._outbox.put_nowait(None)
@@ -155,5 +155,5 @@ class WorkerLink:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._channel is not None:
-            await self._channel.close()
+            await self._channel.close(None)
             self._channel = None

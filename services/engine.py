@@ -147,7 +147,8 @@ class Engine:
     def abandon(self, epoch: int) -> None:
         """Ends the epoch after its scheduler was lost: what the stream waits for may never be signalled.
 
-        No effect if another epoch is open by now, or none. The release is repeated, because a late producer's write may set a word back.
+        No effect if another epoch is open by now, or none. The release is repeated, because a late producer's
+        write may set a word back.
         """
         if self._arena is None or self.epoch != epoch:
             return

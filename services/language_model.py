@@ -89,7 +89,7 @@ class LanguageModel:
             # Only where the host can look without waiting; elsewhere the whole page list is read.
             max_kv_len=int(positions.max()) + 1 if self.device.type == "cpu" else None,
         )
-        return self.decoder(batch, cache, aux_layers=aux_layers)
+        return self.decoder.forward(batch, cache, aux_layers=aux_layers)
 
     def prefill(
         self, chunks: tuple[PromptChunk, ...], *, aux_layers: tuple[int, ...] = ()

@@ -75,7 +75,11 @@ class Rows(enum.Enum):
     """Which rows of a buffer a step touches."""
 
     SLOTS = "slots"
-    """Those of the step's slots; in a prefill, of the slots whose prompt ends in it."""
+    """Those of the step's slots.
+
+    A prefill declares a write of the stash for all its slots: where the prompt ends in it that is the
+    stash, where a request takes the slot the poison of debug mode.
+    """
     RING = "ring"
     """The row `step % ring`."""
     SPARE = "spare"

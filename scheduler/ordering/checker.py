@@ -167,19 +167,27 @@ class Checker:
         for row in operation.rows:
             key = epoch, buffer, row
             write, reads = cells.get(key, _UNTOUCHED)
-            for earlier_lane, time, earlier in _conflicting(write, reads, lane, is_write=is_write):
-                if time > view[earlier_lane]:
-                    collisions.setdefault(earlier, []).append(row)
-                else:
-                    self.num_ordered += 1
+            if write is not None and write[0] != lane:
+                self._compare(write, view, row, collisions)
             if is_write:
+                for read in reads:
+                    if read[0] != lane:
+                        self._compare(read, view, row, collisions)
                 cells[key] = touch, ()
             elif not reads or (len(reads) == 1 and reads[0][0] == lane):
                 cells[key] = write, (touch,)
             else:
                 cells[key] = write, (*(read for read in reads if read[0] != lane), touch)
         self.num_accesses += len(operation.rows)
-        self.races.extend(Race(first, operation, tuple(rows)) for first, rows in collisions.items())
+        if collisions:
+            self.races.extend(Race(first, operation, tuple(rows)) for first, rows in collisions.items())
+
+    def _compare(self, earlier: _Touch, view: Clock, row: int, collisions: dict[Operation, list[int]]) -> None:
+        lane, time, operation = earlier
+        if time > view[lane]:
+            collisions.setdefault(operation, []).append(row)
+        else:
+            self.num_ordered += 1
 
 
 def run(checker: Checker, lanes: Sequence[Iterable[Operation]]) -> list[Stuck]:
@@ -190,14 +198,16 @@ def run(checker: Checker, lanes: Sequence[Iterable[Operation]]) -> list[Stuck]:
     """
     remaining = [iter(lane) for lane in lanes]
     heads = [next(lane, None) for lane in remaining]
+    apply = checker.apply
     has_moved = True
     while has_moved:
         has_moved = False
         for number, lane in enumerate(remaining):
             head = heads[number]
-            while head is not None and checker.apply(number, head):
-                head = heads[number] = next(lane, None)
+            while head is not None and apply(number, head):
+                head = next(lane, None)
                 has_moved = True
+            heads[number] = head
     return [Stuck(number, head) for number, head in enumerate(heads) if head is not None]
 
 
@@ -217,13 +227,6 @@ def _has_race_without(checker: Checker, lanes: Sequence[Sequence[Operation]], wa
     twin = checker.copy()
     run(twin, weakened)
     return len(twin.races) > len(checker.races)
-
-
-def _conflicting(write: _Touch | None, reads: tuple[_Touch, ...], lane: int, *, is_write: bool) -> Iterable[_Touch]:
-    conflicting = reads if is_write else ()
-    if write is not None:
-        conflicting = (write, *conflicting)
-    return [touch for touch in conflicting if touch[0] != lane]
 
 
 def _started(lane: int, num_lanes: int) -> Clock:

@@ -43,7 +43,7 @@ class OrderedStep:
     step: int
     kind: StepKind
     rows: int
-    """Mask of the slots whose rows it touches: those that take part; in a prefill, those whose prompt ends in it."""
+    """Mask of the slots that take part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,8 @@ def moves(num_slots: int, ready: int, *, has_draft: bool) -> tuple[Move, ...]:
         if any(is_last is not None for is_last in chunks):
             started = sum(1 << slot for slot, is_last in enumerate(chunks) if is_last is not None)
             ended = sum(1 << slot for slot, is_last in enumerate(chunks) if is_last)
-            found.append(Move(StepKind.PREFILL, ended, ready & ~started | ended))
-    return tuple(dict.fromkeys(found))
+            found.append(Move(StepKind.PREFILL, started, ready & ~started | ended))
+    return tuple(found)
 
 
 def num_consumable(step: int, consumed: int, run_ahead: int) -> range:

@@ -88,11 +88,14 @@ class _GatheredAttention:
         self._split_shape = (num_rows, config.num_kv_heads, group, width, config.head_dim)
         self._kv_shape = (*read_rows.shape, 2, config.num_kv_heads, config.head_dim)
         self._mask = mask.repeat(1, group, 1)[:, None]
+        # One buffer for all layers: fresh memory of this size costs a CPU as much as filling it.
+        self._gathered = cache.rows[0].new_empty(read_rows.numel(), 2 * config.kv_size)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         rows = self._cache.rows[layer]
         rows.index_copy_(0, self._write_rows, qkv[:, self._q_size :])
-        kv = rows.index_select(0, self._read_rows).view(self._kv_shape).permute(2, 0, 3, 1, 4)
+        torch.index_select(rows, 0, self._read_rows, out=self._gathered)
+        kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
         output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=self._mask)
-        return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(-1, self._q_size)
+        return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)

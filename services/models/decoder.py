@@ -53,6 +53,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self._index = index
+        self._head_dim = config.head_dim
         self._num_rotated = config.num_heads + config.num_kv_heads
         self._rotated_size = config.q_size + config.kv_size
         hidden, mlp_size = config.hidden_size, config.intermediate_size
@@ -75,7 +76,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: torch.Tensor, rotation: Rotation, attend: LayerAttention) -> torch.Tensor:
         """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
         qkv = self.qkv(self.attention_norm(x))
-        rotation.apply_(qkv[:, : self._rotated_size].unflatten(1, (self._num_rotated, -1)))
+        rotation.apply_(qkv[:, : self._rotated_size].view(len(x), self._num_rotated, self._head_dim))
         x = x + self.output(attend(self._index, qkv))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         output: torch.Tensor = self.down(F.silu(gate).mul_(up))
@@ -133,8 +134,8 @@ class Decoder(nn.Module):
         stream[self.config.num_layers] = x
         aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
         return DecoderOutput(
-            hidden=self.norm(x).view(num_rows, width, -1),
-            aux=aux.view(num_rows, width, -1) if aux is not None else None,
+            hidden=self.norm(x).view(num_rows, width, self.config.hidden_size),
+            aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
         )
 
     @torch.inference_mode()

@@ -34,7 +34,7 @@ class Rotation:
 
     def apply_(self, heads: torch.Tensor) -> None:
         """Rotates [N, heads, head_dim] in place."""
-        halves = heads.view(*heads.shape[:2], 2, -1)
+        halves = heads.view(*heads.shape[:2], 2, heads.shape[2] // 2)
         swapped = halves.flip(2)
         halves.mul_(self._cosine).addcmul_(swapped, self._signed_sine)
 

@@ -1,0 +1,67 @@
+"""The settings of a scheduler process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DISPATCH_TOGETHER = "together"
+DISPATCH_ACKNOWLEDGED = "acknowledged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Checked when it is built; the command line takes its defaults from here."""
+
+    verify: str
+    """Address of the verify service."""
+    draft: str | None = None
+    """Address of the draft service; None decodes plainly."""
+    num_draft_tokens: int = 4
+    """Tokens drafted in a step (K)."""
+    run_ahead: int = 1
+    """Steps that are sent before the result of the first of them is known, less one (R)."""
+    slots: int = 16
+    """Requests that run at the same time."""
+    context_tokens: int | None = None
+    """Prompt and output of a request together; None is what both models were made for."""
+    kv_memory_mib: int = 512
+    """KV pages of both workers together; less is taken where the slots cannot use it all."""
+    page_tokens: int = 16
+    """Tokens in a KV page."""
+    chunk_tokens: int = 512
+    """Prompt tokens in one prefill step."""
+    queue: int = 256
+    """Requests that may wait for a slot."""
+    step_timeout_s: float = 60.0
+    """A step that takes longer means that a worker hangs."""
+    dispatch: str = DISPATCH_TOGETHER
+    """ "together", or "acknowledged": a command is sent when all that it waits for was acknowledged."""
+    debug: bool = False
+    """Check the FutureMap's rules at run time."""
+    access_log_dir: Path | None = None
+    """Log every access to shared memory there, for the happens-before checker."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the field."""
+        for name, value, low, high in (
+            ("num_draft_tokens", self.num_draft_tokens, 1, 16),
+            ("run_ahead", self.run_ahead, 0, 8),
+            ("slots", self.slots, 1, 4096),
+            ("context_tokens", 2 if self.context_tokens is None else self.context_tokens, 2, 2**24),
+            ("kv_memory_mib", self.kv_memory_mib, 1, 2**24),
+            ("page_tokens", self.page_tokens, 1, 4096),
+            ("chunk_tokens", self.chunk_tokens, 1, 2**16),
+            ("queue", self.queue, 1, 2**20),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(name, value, f"{low} to {high}")
+        if not self.step_timeout_s > 0:
+            raise ConfigError("step_timeout_s", self.step_timeout_s, "a number above 0")
+        if self.dispatch not in (DISPATCH_TOGETHER, DISPATCH_ACKNOWLEDGED):
+            raise ConfigError("dispatch", self.dispatch, f"{DISPATCH_TOGETHER} or {DISPATCH_ACKNOWLEDGED}")

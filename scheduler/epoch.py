@@ -1,0 +1,135 @@
+"""An epoch: the workers attached to one arena, and all that the scheduler keeps for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.errors import MismatchError
+from slipstream.common.future_map import FutureMapShape
+from slipstream.common.step import FenceName, Role
+from slipstream.common.worker_contract import Attachment
+from slipstream.scheduler.batch import Batch
+from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
+from slipstream.scheduler.dispatch import DispatchAcknowledged, DispatchTogether
+from slipstream.scheduler.future_map import ResultReader
+from slipstream.scheduler.loop import LoopSettings, StepLoop
+from slipstream.scheduler.ordering.accesses import DraftTraits
+from slipstream.scheduler.step_timings import StepTimings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Arena, Device
+    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.dispatch import Dispatch
+    from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.sizing import EpochSizes, Workers
+    from slipstream.scheduler.step_metrics import StepMetrics
+    from slipstream.scheduler.worker_link import WorkerLink
+
+
+class Epoch:
+    """One attachment of the workers. `open` it, run its `loop`, `close` it."""
+
+    def __init__(
+        self,
+        number: int,
+        config: SchedulerConfig,
+        workers: Workers,
+        sizes: EpochSizes,
+        *,
+        device: Device,
+        links: dict[Role, WorkerLink],
+        queue: JobQueue,
+        metrics: StepMetrics,
+        deliver: Callable[[list[Delivery]], None],
+    ) -> None:
+        """`links`: connected, and not attached to anything."""
+        self.number = number
+        self.sizes = sizes
+        self.workers = workers
+        self.batch = Batch(sizes.batch)
+        self._config = config
+        self._device = device
+        self._links = links
+        self._queue = queue
+        self._metrics = metrics
+        self._deliver = deliver
+        self._shape = FutureMapShape(
+            num_slots=sizes.batch.num_slots,
+            run_ahead=config.run_ahead,
+            num_draft_tokens=sizes.batch.num_draft_tokens,
+            chunk_tokens=sizes.batch.chunk_tokens,
+            hidden_width=workers.hidden_width,
+        )
+        self._held = ExitStack()
+
+    def open(self) -> StepLoop:
+        """Lays out the arena and attaches the workers. Raises FailedPreconditionError (and its kinds), ConfigError."""
+        verify, draft = self.workers.verify, self.workers.draft
+        if verify.device != self._device.identity:
+            raise MismatchError([f"device: scheduler has {self._device.identity!r}, verify has {verify.device!r}"])
+        arena = self._device.create_arena(self._shape.specs(), list(FenceName))
+        self._held.callback(arena.close)
+        attachment = Attachment(
+            epoch=self.number,
+            manifest=arena.manifest,
+            shape=self._shape,
+            page_tokens=self.sizes.batch.page_tokens,
+            num_pages=self.sizes.batch.num_pages,
+            context_tokens=self.sizes.context_tokens,
+            is_debug=self._config.debug,
+        )
+        peers = {Role.VERIFY: draft, Role.DRAFT: verify}
+        for role, link in self._links.items():
+            link.attach(replace(attachment, peer=peers[role]))
+        # From here on everybody who needs the memory has it.
+        arena.seal()
+        return self._loop(arena)
+
+    def close(self, *, drain: bool) -> None:
+        """Ends the streams of commands and gives the memory back; with `drain` the workers finish what they have."""
+        for link in self._links.values():
+            link.detach(drain=drain)
+        self._held.close()
+
+    def _loop(self, arena: Arena) -> StepLoop:
+        config, log = self._config, self._access_log()
+        settings = LoopSettings(
+            epoch=self.number,
+            run_ahead=config.run_ahead,
+            draft=DraftTraits(self.workers.draft is not None, reads_hidden=self._shape.hidden_width > 0),
+            ring=self._shape.ring,
+            step_timeout_s=config.step_timeout_s,
+        )
+        return StepLoop(
+            settings,
+            queue=self._queue,
+            batch=self.batch,
+            links=self._links,
+            dispatch=self._dispatch(),
+            results=ResultReader(self._device, arena, self._shape, log),
+            timings=StepTimings(arena, self._shape, log, self._metrics.observe),
+            metrics=self._metrics,
+            draft_done=arena.fence(FenceName.DRAFT_DONE),
+            log=log,
+            deliver=self._deliver,
+        )
+
+    def _dispatch(self) -> Dispatch:
+        if self._config.dispatch == DISPATCH_ACKNOWLEDGED:
+            return DispatchAcknowledged(self._links, self._metrics, self._config.step_timeout_s)
+        return DispatchTogether()
+
+    def _access_log(self) -> AccessLog:
+        directory = self._config.access_log_dir
+        if directory is None:
+            return NullAccessLog()
+        log = JsonLinesAccessLog(directory / f"scheduler-{self.number}.jsonl", StreamName.SCHEDULER)
+        self._held.callback(log.close)
+        return log

@@ -1,0 +1,47 @@
+"""The settings of a worker process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - read at run time by the command line
+
+from slipstream.common.errors import ConfigError
+
+STANDALONE = "standalone"
+ALGORITHMS = (STANDALONE,)
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Checked when it is built; the command lines of draft and verify take their defaults from here."""
+
+    model: Path
+    """A Hugging Face directory."""
+    algorithm: str = STANDALONE
+    """How a draft works; verify has no use for it."""
+    device: str = "auto"
+    """What to compute on: "auto", "cpu" or "cuda"."""
+    threads: int | None = None
+    """Compute threads on a CPU; None is half the cores, since two workers share them."""
+    acknowledge_done: bool = False
+    """Acknowledge a step when its work is done instead of when it is enqueued: a policy to measure against."""
+    stand_in_ms: float | None = None
+    """Replace the model's work in a step by a wait of this length: to measure everything else."""
+    access_log_dir: Path | None = None
+    """Log every access to shared memory there, for the happens-before checker."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the field."""
+        if not self.model.is_dir():
+            raise ConfigError("model", str(self.model), "a directory with a checkpoint")
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError("algorithm", self.algorithm, ", ".join(ALGORITHMS))
+        if self.device not in DEVICES:
+            raise ConfigError("device", self.device, ", ".join(DEVICES))
+        if self.device == "cuda":
+            raise ConfigError("device", self.device, "auto or cpu: the CUDA backend is not part of this version")
+        if self.threads is not None and not 1 <= self.threads <= 1024:
+            raise ConfigError("threads", self.threads, "1 to 1024")
+        if self.stand_in_ms is not None and not 0 <= self.stand_in_ms <= 60_000:
+            raise ConfigError("stand_in_ms", self.stand_in_ms, "0 to 60000")

@@ -1,0 +1,61 @@
+"""`slipstream-draft`: the draft service."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from slipstream.common.step import Role
+from slipstream.services.command_line import (
+    AccessLogOption,
+    AcknowledgeOption,
+    DeviceOption,
+    ListenOption,
+    LogLevelOption,
+    MetricsOption,
+    ModelOption,
+    ServeOptions,
+    StandInOption,
+    ThreadsOption,
+    serve,
+)
+from slipstream.services.config import WorkerConfig
+
+
+def main() -> None:
+    """Entry point."""
+    typer.run(draft)
+
+
+def draft(
+    model: ModelOption,
+    listen: ListenOption,
+    algorithm: Annotated[str, typer.Option("--algorithm", help="How it drafts: standalone.")] = WorkerConfig.algorithm,
+    device: DeviceOption = WorkerConfig.device,
+    threads: ThreadsOption = WorkerConfig.threads,
+    metrics_port: MetricsOption = 0,
+    log_level: LogLevelOption = "INFO",
+    stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
+    acknowledge_done: AcknowledgeOption = WorkerConfig.acknowledge_done,
+    access_log_dir: AccessLogOption = WorkerConfig.access_log_dir,
+) -> None:
+    """Serves a draft model, which proposes tokens."""
+    options = ServeOptions(listen=listen, metrics_port=metrics_port, log_level=log_level)
+    serve(
+        Role.DRAFT,
+        options,
+        lambda: WorkerConfig(
+            model=model,
+            device=device,
+            threads=threads,
+            stand_in_ms=stand_in_ms,
+            acknowledge_done=acknowledge_done,
+            access_log_dir=access_log_dir,
+            algorithm=algorithm,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A worker as a process: load, serve, and end when told to, or when the device is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.device.host_device import HostDevice, worker_threads
+from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.serving import GrpcServer
+from slipstream.common.shutdown import ShutdownSignals
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.services.engine import Engine
+from slipstream.services.servicer import WorkerServicer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Device
+    from slipstream.common.listener import Listener
+    from slipstream.common.step import Role
+    from slipstream.services.config import WorkerConfig
+    from slipstream.services.engine import RoleEngine
+
+    MakeRole = Callable[[WorkerConfig, Device, int], RoleEngine]
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+SWITCH_INTERVAL_S = 0.0005
+"""The stream's thread computes in Python too; a command must not wait 5 ms for its turn."""
+
+
+async def run_worker(
+    role: Role, config: WorkerConfig, listener: Listener, metrics_port: int | None, make_role: MakeRole
+) -> int:
+    """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(config.threads or worker_threads())
+    registry = make_registry()
+    broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    with ExitStack() as held:
+        signals = held.enter_context(ShutdownSignals())
+        port = held.enter_context(serve_metrics(registry, metrics_port))
+        server = GrpcServer(listener, metrics=RpcMetrics(registry))
+        device_thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="device"))
+        device = HostDevice()
+        stream = device.create_stream(role.value, _reporter(broken))
+        held.callback(stream.close)
+        log = _access_log(role, config, held)
+        loop = asyncio.get_running_loop()
+        role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
+        engine = Engine(role_engine, device, stream, log)
+        servicer = WorkerServicer(engine, device_thread, acknowledge_done=config.acknowledge_done)
+        server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
+        await server.start()
+        # What is loaded by now stays: the collector need not look at it in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        server.set_serving(True)
+        logger.info("serving %s at %s", engine.description.model, server.address)
+        broken.add_done_callback(lambda _: signals.request())
+        await signals.wait()
+        await server.stop(STOP_GRACE_S)
+        if broken.done():
+            logger.error("the %s stream is broken", role.value, exc_info=broken.result())
+            return 1
+    return 0
+
+
+def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException], None]:
+    loop = asyncio.get_running_loop()
+
+    def report(error: BaseException) -> None:
+        loop.call_soon_threadsafe(_settle, broken, error)
+
+    return report
+
+
+def _settle(broken: asyncio.Future[BaseException], error: BaseException) -> None:
+    if not broken.done():
+        broken.set_result(error)
+
+
+def _access_log(role: Role, config: WorkerConfig, held: ExitStack) -> AccessLog:
+    if config.access_log_dir is None:
+        return NullAccessLog()
+    log = JsonLinesAccessLog(config.access_log_dir / f"{role.value}-{os.getpid()}.jsonl", StreamName(role.value))
+    held.callback(log.close)
+    return log

@@ -1,0 +1,128 @@
+"""Stand-ins of a known length in place of the models: what is left of a step's time is the system's own.
+
+The tokens follow a rule that draft and verify share, so every draft is accepted. Everything else of a step is
+real: waits, stamps, the FutureMap, signals.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.future_map import Outcome
+from slipstream.common.step import FenceName, StepKind
+from slipstream.services.engine import Phase
+from slipstream.services.models.acceptance import accept
+
+if TYPE_CHECKING:
+    from slipstream.common.step import StepCommand
+    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.services.engine import EpochState
+
+SPIN_S = 0.0003
+"""A sleep ends late by up to this much; the rest of the time is spent looking at the clock."""
+FIRST_TOKEN = 32
+NUM_TOKENS = 64
+
+
+def token_at(positions: torch.Tensor) -> torch.Tensor:
+    """The token that stand-ins put at each position: int64 of the same shape."""
+    return FIRST_TOKEN + positions % NUM_TOKENS
+
+
+def wait_for(duration_s: float) -> None:
+    """Takes so long, from now."""
+    end = time.monotonic() + duration_s
+    if duration_s > SPIN_S:
+        time.sleep(duration_s - SPIN_S)
+    while time.monotonic() < end:
+        pass
+
+
+class StandInVerify:
+    """Implements `RoleEngine` for verify."""
+
+    def __init__(self, description: WorkerDescription, length_ms: float) -> None:
+        self._description = description
+        self._length_s = length_ms / 1000
+
+    def describe(self) -> WorkerDescription:
+        """See `RoleEngine.describe`."""
+        return self._description
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        chunks = [chunk for chunk in command.chunks if chunk.is_last]
+        is_prefill = command.kind is StepKind.PREFILL
+        rows = torch.tensor([chunk.slot for chunk in chunks] if is_prefill else command.slots, dtype=torch.int64)
+        outcome: list[Outcome] = []
+
+        def publish() -> None:
+            if is_prefill:
+                ends = torch.tensor([chunk.start + len(chunk.tokens) for chunk in chunks], dtype=torch.int64)
+                outcome.append(_first_tokens(ends))
+            else:
+                outcome.append(self._decode(command, state, rows))
+            wait_for(self._length_s)
+            state.future_map.publish(command.step, rows, outcome[0])
+
+        def stash() -> None:
+            state.future_map.stash(command.step, rows, outcome[0])
+
+        return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
+
+    def _decode(self, command: StepCommand, state: EpochState, rows: torch.Tensor) -> Outcome:
+        stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
+        if command.kind is StepKind.PLAIN:
+            return _first_tokens(stash.seq_lens + 1)
+        draft_tokens = state.future_map.copy_in(command.step, rows)
+        tokens = token_at(stash.seq_lens[:, None] + 1 + torch.arange(draft_tokens.shape[1] + 1))
+        num_accepted = accept(draft_tokens, tokens)
+        return Outcome(seq_lens=stash.seq_lens + num_accepted + 1, num_accepted=num_accepted, tokens=tokens)
+
+
+class StandInDraft:
+    """Implements `RoleEngine` for draft."""
+
+    def __init__(self, description: WorkerDescription, length_ms: float) -> None:
+        self._description = description
+        self._length_s = length_ms / 1000
+
+    def describe(self) -> WorkerDescription:
+        """See `RoleEngine.describe`."""
+        return self._description
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        rows = torch.tensor(command.slots, dtype=torch.int64)
+        num_tokens = state.attachment.shape.num_draft_tokens
+
+        def propose() -> None:
+            if command.kind is StepKind.DECODE:
+                stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
+                tokens = token_at(stash.seq_lens[:, None] + 1 + torch.arange(num_tokens))
+                wait_for(self._length_s)
+                state.future_map.propose(command.step, rows, tokens)
+            else:
+                wait_for(self._length_s)
+
+        return [Phase(propose, FenceName.DRAFT_DONE)]
+
+
+def _first_tokens(seq_lens: torch.Tensor) -> Outcome:
+    """One token behind each of B lengths."""
+    return Outcome(seq_lens=seq_lens, num_accepted=torch.zeros_like(seq_lens), tokens=token_at(seq_lens)[:, None])
