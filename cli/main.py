@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
-from slipstream.cli.up_config import DEFAULT_SERVER, DEVICES, UpConfig, default_state_dir
+from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, InvalidArgumentError, SlipstreamError
+from slipstream.services.config import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -63,7 +64,7 @@ def up(
     run_ahead: Annotated[
         int, typer.Option(metavar="R", help="Steps sent before the result of the first is known.")
     ] = UpConfig.run_ahead,
-    device: Annotated[str, typer.Option(metavar="|".join((*DEVICES, "cuda")), help="What computes.")] = UpConfig.device,
+    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="What computes.")] = UpConfig.device,
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Threads of each worker.  [default: the worker's choice]")
     ] = UpConfig.threads,
@@ -74,9 +75,12 @@ def up(
         Path | None,
         typer.Option(metavar="DIR", help=f"Directory for sockets and logs.  [default: {default_state_dir()}]"),
     ] = None,
-    slots: Annotated[int, typer.Option(metavar="N", help="Requests that run at the same time.")] = UpConfig.num_slots,
+    slots: Annotated[int, typer.Option(metavar="N", help="Requests that run at the same time.")] = UpConfig.slots,
     context_tokens: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a request, prompt and output together.")
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens of a request, prompt and output together.  [default: what the models allow]"
+        ),
     ] = UpConfig.context_tokens,
     kv_memory_mib: Annotated[
         int, typer.Option(metavar="N", help="Memory for both KV caches together, in MiB.")
@@ -84,7 +88,7 @@ def up(
     page_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens in a KV page.")] = UpConfig.page_tokens,
     queue: Annotated[
         int, typer.Option(metavar="N", help="Requests that may wait; one more is refused.")
-    ] = UpConfig.queue_capacity,
+    ] = UpConfig.queue,
     chunk_tokens: Annotated[
         int, typer.Option(metavar="N", help="Prompt tokens in one prefill step at most.")
     ] = UpConfig.chunk_tokens,
@@ -107,11 +111,11 @@ def up(
         threads=threads,
         listen=listen,
         state_dir=state_dir or default_state_dir(),
-        num_slots=slots,
+        slots=slots,
         context_tokens=context_tokens,
         kv_memory_mib=kv_memory_mib,
         page_tokens=page_tokens,
-        queue_capacity=queue,
+        queue=queue,
         chunk_tokens=chunk_tokens,
         ready_timeout_s=ready_timeout,
         drain_timeout_s=drain_timeout,
@@ -148,7 +152,11 @@ def _exit_with(work: Coroutine[object, object, int]) -> None:
 
 
 def _fail(error: SlipstreamError, status: int) -> None:
-    print(f"slipstream: error: {error}", file=sys.stderr)
+    message = str(error)
+    if isinstance(error, ConfigError):
+        option = "--" + error.field.replace("_", "-")
+        message = option + message.removeprefix(error.field)
+    print(f"slipstream: error: {message}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
+from slipstream.services.config import STANDALONE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ALGORITHMS = ("standalone", "none")
+ALGORITHMS = (*WORKER_ALGORITHMS, "none")
 
 _NOTHING_DRAFTS = "only with a draft, and algorithm none has none"
 
@@ -24,13 +27,13 @@ class ModelChoice:
     """Directory of the target model."""
     draft: Path | None
     """Directory of the draft model; None when nothing drafts."""
-    num_draft_tokens: int = 4
+    num_draft_tokens: int = SchedulerConfig.num_draft_tokens
     """Tokens drafted in a step; unused when nothing drafts."""
 
     @property
     def algorithm(self) -> str:
         """How drafts are made."""
-        return "none" if self.draft is None else "standalone"
+        return "none" if self.draft is None else STANDALONE
 
     @classmethod
     def choose(
@@ -38,29 +41,27 @@ class ModelChoice:
     ) -> ModelChoice:
         """Decides from options, None for those not given: without any, the bundled pair; a target alone has no draft.
 
-        Raises ConfigError naming the option that contradicts another or has no model in it.
+        Raises ConfigError naming the one that contradicts another or has no model in it.
         """
         if algorithm is None:
-            algorithm = "none" if target is not None and draft is None else "standalone"
+            algorithm = "none" if target is not None and draft is None else STANDALONE
         if algorithm not in ALGORITHMS:
-            raise ConfigError("--algorithm", algorithm, " or ".join(ALGORITHMS))
+            raise ConfigError("algorithm", algorithm, " or ".join(ALGORITHMS))
         if algorithm == "none":
             if draft is not None:
-                raise ConfigError("--draft", str(draft), _NOTHING_DRAFTS)
+                raise ConfigError("draft", str(draft), _NOTHING_DRAFTS)
             if num_draft_tokens is not None:
-                raise ConfigError("--num-draft-tokens", num_draft_tokens, _NOTHING_DRAFTS)
+                raise ConfigError("num_draft_tokens", num_draft_tokens, _NOTHING_DRAFTS)
         elif draft is None:
             if target is not None:
-                raise ConfigError("--draft", None, f"a draft model for {target}; or give --algorithm none")
+                raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm none")
             draft = bundled.standalone_dir()
         if num_draft_tokens is None:
             num_draft_tokens = cls.num_draft_tokens
-        elif not 1 <= num_draft_tokens <= 64:
-            raise ConfigError("--num-draft-tokens", num_draft_tokens, "1 to 64")
         target = target or bundled.target_dir()
-        _check_model("--target", target)
+        _check_model("target", target)
         if draft is not None:
-            _check_model("--draft", draft)
+            _check_model("draft", draft)
         return cls(target=target, draft=draft, num_draft_tokens=num_draft_tokens)
 
 

@@ -30,26 +30,17 @@ class ServiceCommand:
     """Takes its standard output and error."""
 
 
-def python_module(module: str, *arguments: str) -> tuple[str, ...]:
-    """Command line of a module under this interpreter; -P, so that the working directory shadows no import."""
-    return (sys.executable, "-P", "-m", module, *arguments)
-
-
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:
-    """The "verify" or "draft" of a configuration."""
-    model = config.models.draft if name == "draft" else config.models.target
-    algorithm = ("--algorithm", config.models.algorithm) if name == "draft" else ()
-    threads = () if config.threads is None else ("--threads", str(config.threads))
+    """The "verify" or the "draft" service of a configuration."""
+    worker = config.worker(name)
+    options: dict[str, object] = {"--model": worker.model, "--listen": config.socket(name), "--device": worker.device}
+    if name == "draft":
+        options["--algorithm"] = worker.algorithm
+    if worker.threads is not None:
+        options["--threads"] = worker.threads
     return ServiceCommand(
         name=name,
-        argv=python_module(
-            f"slipstream.services.{name}.main",
-            *algorithm,
-            *("--model", str(model)),
-            *("--listen", config.socket(name)),
-            *("--device", config.device),
-            *threads,
-        ),
+        argv=python_module(f"slipstream.services.{name}.main", options),
         address=config.socket(name),
         log_path=config.log_path(name),
     )
@@ -57,26 +48,24 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
 
 def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
     """The scheduler of a configuration, for clients at `listen`, whose port is not 0."""
-    draft = (
-        ()
-        if config.models.draft is None
-        else ("--draft", config.socket("draft"), "--num-draft-tokens", str(config.models.num_draft_tokens))
-    )
+    scheduler = config.scheduler
+    options: dict[str, object] = {
+        "--verify": scheduler.verify,
+        "--listen": listen,
+        "--run-ahead": scheduler.run_ahead,
+        "--slots": scheduler.slots,
+        "--kv-memory-mib": scheduler.kv_memory_mib,
+        "--page-tokens": scheduler.page_tokens,
+        "--chunk-tokens": scheduler.chunk_tokens,
+        "--queue": scheduler.queue,
+    }
+    if scheduler.draft is not None:
+        options |= {"--draft": scheduler.draft, "--num-draft-tokens": scheduler.num_draft_tokens}
+    if scheduler.context_tokens is not None:
+        options["--context-tokens"] = scheduler.context_tokens
     return ServiceCommand(
         name="scheduler",
-        argv=python_module(
-            "slipstream.scheduler.main",
-            *("--verify", config.socket("verify")),
-            *draft,
-            *("--listen", listen),
-            *("--run-ahead", str(config.run_ahead)),
-            *("--slots", str(config.num_slots)),
-            *("--context-tokens", str(config.context_tokens)),
-            *("--kv-memory-mib", str(config.kv_memory_mib)),
-            *("--page-tokens", str(config.page_tokens)),
-            *("--queue", str(config.queue_capacity)),
-            *("--chunk-tokens", str(config.chunk_tokens)),
-        ),
+        argv=python_module("slipstream.scheduler.main", options),
         address=dialled(listen),
         log_path=config.log_path("scheduler"),
     )
@@ -88,3 +77,9 @@ def dialled(listen: str) -> str:
     if isinstance(address, TcpAddress) and address.host in _LOOPBACK_OF:
         return str(TcpAddress(_LOOPBACK_OF[address.host], address.port))
     return str(address)
+
+
+def python_module(module: str, options: dict[str, object]) -> tuple[str, ...]:
+    """Command line of a module under this interpreter; -P, so that the working directory shadows no import."""
+    words = (str(word) for option in options.items() for word in option)
+    return (sys.executable, "-P", "-m", module, *words)

@@ -35,12 +35,12 @@ class StateDir:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError("--state-dir", str(path), f"a directory that this user can write to ({error})") from error
+            raise ConfigError("state_dir", str(path), f"a directory that this user can write to ({error})") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
-            raise AddressInUseError("--state-dir", str(path)) from error
+            raise AddressInUseError("state_dir", str(path)) from error
         try:
             yield cls(path)
         finally:

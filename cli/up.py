@@ -46,10 +46,10 @@ async def _serve(config: UpConfig, supervisor: Supervisor, display: LoadingDispl
         state_dir = stack.enter_context(StateDir.hold(config.state_dir))
         workers = [worker_command(config, name) for name in config.workers]
         for worker in workers:
-            with Listener.claim(worker.address, field="--state-dir"):
+            with Listener.claim(worker.address, field="state_dir"):
                 pass  # a stranger's service must neither lose its socket nor pass for ours
         # Held while we start, so that nobody else is given the port that stands for 0.
-        with Listener.claim(config.listen, field="--listen") as listener, display:
+        with Listener.claim(config.listen, field="listen") as listener, display:
             scheduler = scheduler_command(config, listener.address)
             await stack.enter_async_context(supervisor)
             supervisor.start(*workers)

@@ -67,18 +67,17 @@ def test_a_target_alone_has_no_draft(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "given"),
+    ("field", "given"),
     [
-        ("--draft", {"algorithm": "none", "draft": "MODEL"}),
-        ("--draft", {"algorithm": "standalone", "target": "MODEL"}),
-        ("--draft", {"target": "MODEL", "draft": "NOTHING"}),
-        ("--target", {"target": "NOTHING"}),
-        ("--num-draft-tokens", {"target": "MODEL", "num_draft_tokens": 3}),
-        ("--num-draft-tokens", {"target": "MODEL", "draft": "MODEL", "num_draft_tokens": 0}),
-        ("--algorithm", {"target": "MODEL", "algorithm": "eagle"}),
+        ("draft", {"algorithm": "none", "draft": "MODEL"}),
+        ("draft", {"algorithm": "standalone", "target": "MODEL"}),
+        ("draft", {"target": "MODEL", "draft": "NOTHING"}),
+        ("target", {"target": "NOTHING"}),
+        ("num_draft_tokens", {"target": "MODEL", "num_draft_tokens": 3}),
+        ("algorithm", {"target": "MODEL", "algorithm": "eagle"}),
     ],
 )
-def test_a_contradiction_names_the_option(option: str, given: dict[str, str | int], model: Path) -> None:
+def test_a_contradiction_names_the_setting(field: str, given: dict[str, str | int], model: Path) -> None:
     paths = {"MODEL": model, "NOTHING": model / "nothing"}
-    with pytest.raises(ConfigError, match=f"^{option}: "):
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         choose(**{key: paths.get(value, value) for key, value in given.items()})  # type: ignore[misc]

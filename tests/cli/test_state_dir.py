@@ -17,7 +17,7 @@ def test_only_one_holds_it(tmp_path: Path) -> None:
     path = tmp_path / "state"
     with StateDir.hold(path) as held:
         held.announce("127.0.0.1:1")
-        with pytest.raises(AddressInUseError, match=r"^--state-dir: "), StateDir.hold(path):
+        with pytest.raises(AddressInUseError, match=r"^state_dir: "), StateDir.hold(path):
             pass
         assert server_of(path) == "127.0.0.1:1"
     with pytest.raises(UnavailableError):
@@ -28,5 +28,5 @@ def test_only_one_holds_it(tmp_path: Path) -> None:
 
 def test_a_file_in_its_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
-    with pytest.raises(ConfigError, match=r"^--state-dir: "), StateDir.hold(tmp_path / "state"):
+    with pytest.raises(ConfigError, match=r"^state_dir: "), StateDir.hold(tmp_path / "state"):
         pass
