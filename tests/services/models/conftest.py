@@ -1,0 +1,25 @@
+"""Checkpoints that several tests read and none changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.checkpoints import write_checkpoint
+from tests.services.models.paged_model import PagedModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with grouped-query attention."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> PagedModel:
+    """That Llama with a fresh cache."""
+    return PagedModel(checkpoint, seed=1)

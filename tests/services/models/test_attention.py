@@ -1,0 +1,123 @@
+"""Paged attention on the CPU: isolation of rows, of padding and of whatever lies past a limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.services.models.kv_cache import PADDING_PAGE, PagedKV
+from tests.services.models.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PagedModel, random_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAR = 2**62
+
+
+def pages_but_padding(cache: PagedKV) -> torch.Tensor:
+    return torch.stack(cache.rows)[:, PAGE_SIZE * (PADDING_PAGE + 1) :].clone()
+
+
+def test_cache_has_pages_of_keys_and_values(model: PagedModel) -> None:
+    config = model.decoder.config
+    cache = PagedKV(config, num_pages=5, page_size=8, device=CPU, dtype=torch.bfloat16)
+    assert len(cache.keys) == len(cache.values) == config.num_layers
+    assert cache.keys[0].shape == cache.values[1].shape == (5, 8, 2, 16)
+    assert cache.num_bytes == 5 * 8 * config.kv_bytes_per_token(torch.bfloat16)
+    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
+    cache.rows[1][8 * 3 + 2] = torch.arange(64)
+    assert cache.keys[1][3, 2].flatten().tolist() == list(range(32))
+    assert cache.values[1][3, 2].flatten().tolist() == list(range(32, 64))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_order_of_pages_changes_nothing(checkpoint: Path, seed: int) -> None:
+    prompt = random_tokens(30, seed=1)
+    sorted_pages, shuffled = PagedModel(checkpoint), PagedModel(checkpoint, seed=seed)
+    sorted_pages.page_table = sorted_pages.page_table.flatten().sort()[0].view_as(sorted_pages.page_table)
+    expected = sorted_pages.run(sorted_pages.batch([(0, prompt)]))
+    assert torch.equal(shuffled.run(shuffled.batch([(0, prompt)])), expected)
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch(model: PagedModel) -> None:
+    prompts = [random_tokens(length, seed=length) for length in (3, 30, 11)]
+    together = model.run(model.batch([(0, prompt) for prompt in prompts]))
+    for row, prompt in enumerate(prompts):
+        alone = model.run(model.batch([(0, prompt)]))
+        torch.testing.assert_close(together[row, : len(prompt)], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_padding_queries_and_rows_do_not_disturb(model: PagedModel) -> None:
+    rows = [(0, random_tokens(9, seed=1)), (0, random_tokens(4, seed=2)), (0, [5])]
+    batch = model.batch(rows)
+    batch.is_valid[2] = False
+    expected, kept = model.run(batch), pages_but_padding(model.cache)
+    disturbed = replace(
+        batch,
+        tokens=torch.where(batch.is_valid, batch.tokens, -FAR),
+        positions=torch.where(batch.is_valid, batch.positions, torch.tensor([FAR, -FAR, 3] * 3)),
+    )
+    disturbed.page_table[2] = FAR
+    logits = model.run(disturbed)
+    assert torch.equal(logits[batch.is_valid], expected[batch.is_valid])
+    assert torch.equal(pages_but_padding(model.cache), kept)
+    assert (model.cache.keys[0][model.page_table[2, 0] % model.cache.num_pages] == 0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nobody_reads_the_padding_page_or_the_pages_of_others(model: PagedModel, value: float) -> None:
+    rows = [(0, random_tokens(9, seed=1)), (0, random_tokens(6, seed=2))]
+    expected = model.run(model.batch(rows))
+    for layer in model.cache.rows:
+        layer.fill_(value)
+    table = torch.cat((model.page_table[:2, :3], torch.zeros(2, 5, dtype=torch.int64)), dim=1)
+    batch = model.batch(rows, page_table=table)
+    logits = model.run(batch)
+    torch.testing.assert_close(logits[batch.is_valid], expected[batch.is_valid], atol=1e-5, rtol=1e-5)
+
+
+def test_positions_past_the_limit_are_dropped(model: PagedModel) -> None:
+    prompt = random_tokens(12, seed=3)
+    expected = model.run(model.batch([(0, prompt)]))[0]
+    for layer in model.cache.rows:
+        layer.zero_()
+    logits = model.run(model.batch([(0, prompt)], limits=torch.tensor([7])))[0]
+    assert torch.equal(logits[:7], expected[:7])
+    assert logits.isfinite().all()
+    positions = [(position // PAGE_SIZE, position % PAGE_SIZE) for position in range(12)]
+    is_kept = [bool(model.cache.keys[0][model.page_table[0, page], offset].any()) for page, offset in positions]
+    assert is_kept == [True] * 7 + [False] * 5
+
+
+@pytest.mark.parametrize("start", [-3, CAPACITY_TOKENS - 2, CAPACITY_TOKENS, 511, 512, FAR, -FAR])
+@pytest.mark.parametrize("limit", [-FAR, 0, CAPACITY_TOKENS, FAR])
+def test_nothing_indexes_out_of_range(model: PagedModel, start: int, limit: int) -> None:
+    model.run(model.batch([(0, random_tokens(20, seed=1)), (0, random_tokens(8, seed=2))]))
+    kept = pages_but_padding(model.cache)
+    own = torch.cat([model.page_table[0] * PAGE_SIZE + offset for offset in range(PAGE_SIZE)]) - PAGE_SIZE
+    batch = model.batch([(start, [1, 2, 3])], limits=torch.tensor([limit]))
+    assert model.run(batch).isfinite().all()
+    changed = (pages_but_padding(model.cache) != kept).any(dim=2).any(dim=0).nonzero()[:, 0]
+    assert set(changed.tolist()) <= set(own.tolist()), "only pages of the row itself may change"
+    num_kept = sum(0 <= start + index < min(limit, CAPACITY_TOKENS) for index in range(3))
+    assert len(changed) == num_kept
+
+
+def test_bound_on_lengths_changes_nothing(model: PagedModel) -> None:
+    rows = [(0, random_tokens(13, seed=1)), (0, random_tokens(5, seed=2))]
+    expected = model.run(model.batch(rows))
+    for bound in (13, 14, CAPACITY_TOKENS, 10**9):
+        torch.testing.assert_close(model.run(model.batch(rows, max_kv_len=bound))[0], expected[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(AssertionError, match="max_kv_len = 12"):
+        model.run(model.batch(rows, max_kv_len=12))
+
+
+def test_a_batch_may_be_empty(model: PagedModel) -> None:
+    batch = model.batch([(0, [1, 2])])
+    names = ("tokens", "positions", "is_valid", "page_table", "limits")
+    empty = replace(batch, **{name: getattr(batch, name)[:0] for name in names})
+    for bound in (None, 1):
+        assert model.run(replace(empty, max_kv_len=bound)).shape == (0, 2, 272)
