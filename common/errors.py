@@ -15,14 +15,17 @@
     │   └── AddressInUseError         ... somebody serves there already
     ├── CheckpointError             a model directory cannot be served
     ├── ManifestError               a layout of shared memory cannot be trusted
-    └── OrderingError               our own order of the steps has a hole
-        ├── PendingLengthError        ... a length was used before it was known
-        └── FutureMapError            ... a row was read before it was written, or twice
+    ├── OrderingError               our own order of the steps has a hole
+    │   ├── PendingLengthError        ... a length was used before it was known
+    │   └── FutureMapError            ... a row was read before it was written, or twice
+    └── InternalError               a service failed for a reason that only its log has
 
-`serving.py` maps them to gRPC status codes by one table.
+`status.py` maps them to gRPC status codes by one table.
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 
 class SlipstreamError(Exception):
@@ -37,6 +40,15 @@ class InvalidArgumentError(SlipstreamError):
         self.field = field
         self.description = f"got {_shorten(given)}, accepted: {accepted}"
         super().__init__(f"{field}: {self.description}")
+
+    @classmethod
+    def described(cls, field: str, description: str) -> Self:
+        """The same error from its parts, as a client gets it."""
+        error = cls.__new__(cls)
+        error.field = field
+        error.description = description
+        error.args = (f"{field}: {description}",)
+        return error
 
 
 class NotFoundError(SlipstreamError):
@@ -117,6 +129,10 @@ class PendingLengthError(OrderingError):
 
 class FutureMapError(OrderingError):
     """A row of the FutureMap was consumed before it was published, or twice."""
+
+
+class InternalError(SlipstreamError):
+    """A service failed in a way that nobody foresaw; its log has the traceback."""
 
 
 def _shorten(value: object, limit: int = 120) -> str:

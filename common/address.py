@@ -1,0 +1,62 @@
+"""Where a service listens and is dialled: `HOST:PORT` or `unix:PATH`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.common.errors import ConfigError
+
+MAX_UNIX_PATH_BYTES = 107
+"""What the kernel takes, less the closing zero."""
+
+ACCEPTED = "HOST:PORT with a port of 0 to 65535, [IPV6]:PORT, or unix:PATH"
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A host, by name or number, and a port; port 0 stands for any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A Unix socket, by its absolute path."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+def parse_address(text: str, *, field: str = "address") -> TcpAddress | UnixAddress:
+    """Reads an address; `str` of the result is what gRPC dials. Raises ConfigError naming `field`."""
+    if text.startswith("unix:"):
+        return _parse_unix(text, field)
+    host, colon, port = text.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    if not colon or not host or is_bracketed != (":" in host) or "/" in host:
+        raise ConfigError(field, text, ACCEPTED)
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise ConfigError(field, text, ACCEPTED)
+    return TcpAddress(host, int(port))
+
+
+def _parse_unix(text: str, field: str) -> UnixAddress:
+    path = text.removeprefix("unix:")
+    if path.startswith("///"):
+        path = path[2:]
+    if not path or path.endswith("/") or "\0" in path:
+        raise ConfigError(field, text, ACCEPTED)
+    absolute = Path(path).absolute()
+    size = len(bytes(absolute))
+    if size > MAX_UNIX_PATH_BYTES:
+        raise ConfigError(field, text, f"a path of at most {MAX_UNIX_PATH_BYTES} bytes; this one has {size}")
+    return UnixAddress(absolute)

@@ -1,0 +1,62 @@
+"""How a process ends: the first signal lets it finish what it has, the second does not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class ShutdownSignals:
+    """SIGTERM and SIGINT while the context is open, which must be entered on the main thread in a running loop.
+
+    The second one ends the process at once with 128 + its number. The handlers are the interpreter's, not the
+    event loop's, so that a loop that is stuck can still be ended.
+    """
+
+    def __init__(self) -> None:
+        self._requested = asyncio.Event()
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+        self._is_first = True
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether the process is to end."""
+        return self._requested.is_set()
+
+    def request(self) -> None:
+        """Asks for the end as the first signal would; call it on the event loop."""
+        self._requested.set()
+
+    async def wait(self) -> None:
+        """Returns when the process is to end."""
+        await self._requested.wait()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_first:
+            os._exit(128 + number)
+        self._is_first = False
+        self._loop.call_soon_threadsafe(self._requested.set)
+        # Later, and not here: the handler may have interrupted a thread that holds a lock of `logging`.
+        self._loop.call_soon_threadsafe(logger.info, "%s: finishing up", signal.Signals(number).name)

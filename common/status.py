@@ -1,0 +1,173 @@
+"""Our exceptions as gRPC statuses with `google.rpc` details, and back: the same error on both sides of a call."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from slipstream.common import errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from google.protobuf.message import Message
+
+DOMAIN = "slipstream"
+DETAILS_KEY = "grpc-status-details-bin"
+
+MAX_TEXT_BYTES = 1024
+"""A status travels in the trailing metadata, of which gRPC takes 16 KiB, percent-encoded."""
+
+CODES: Mapping[type[errors.SlipstreamError], grpc.StatusCode] = {
+    errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.CancelledError: grpc.StatusCode.CANCELLED,
+    errors.FailedPreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ManifestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.OrderingError: grpc.StatusCode.INTERNAL,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    errors.SlipstreamError: grpc.StatusCode.UNKNOWN,
+}
+"""The one table; a class that is not in it takes the code of the nearest base that is."""
+
+
+def code_of(error: errors.SlipstreamError) -> grpc.StatusCode:
+    """The status code that an RPC ends with when it raises `error`."""
+    return next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
+
+
+def status_from_error(error: errors.SlipstreamError) -> status_pb2.Status:
+    """The whole status: code, message, and what a program needs to act on it."""
+    status = status_pb2.Status(code=code_of(error).value[0], message=_clip(str(error)))
+    for detail in (error_details_pb2.ErrorInfo(reason=_reason(type(error)), domain=DOMAIN), *_details(error)):
+        status.details.add().Pack(detail)
+    return status
+
+
+def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
+    """The exception that the server raised, or the nearest one that we have for the status of a failed call."""
+    call: Any = error
+    code: grpc.StatusCode = call.code()
+    message: str = call.details() or code.name
+    status = _status_in(call.trailing_metadata())
+    info = error_details_pb2.ErrorInfo()
+    if status is not None and _unpack(status, info) and info.domain == DOMAIN and info.reason in _FROM_REASON:
+        return _FROM_REASON[info.reason](message, status)
+    kind = _FROM_CODE.get(code)
+    if kind is None:
+        return errors.InternalError(f"{code.name}: {message}")
+    return _build(kind, message, status or status_pb2.Status())
+
+
+def _details(error: errors.SlipstreamError) -> list[Message]:
+    match error:
+        case errors.InvalidArgumentError():
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=_clip(error.field), description=_clip(error.description)
+            )
+            return [error_details_pb2.BadRequest(field_violations=[violation])]
+        case errors.ResourceExhaustedError():
+            delay = Duration()
+            delay.FromMilliseconds(error.retry_after_ms)
+            return [error_details_pb2.RetryInfo(retry_delay=delay)]
+        case errors.MismatchError():
+            return [_precondition("MISMATCH", *error.differences[:8])]
+        case errors.FailedPreconditionError():
+            return [_precondition(_reason(type(error)), str(error))]
+        case _:
+            return []
+
+
+def _precondition(kind: str, *descriptions: str) -> error_details_pb2.PreconditionFailure:
+    violations = [
+        error_details_pb2.PreconditionFailure.Violation(type=kind, subject=DOMAIN, description=_clip(text, 512))
+        for text in descriptions
+    ]
+    return error_details_pb2.PreconditionFailure(violations=violations)
+
+
+def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.Status) -> errors.SlipstreamError:
+    if issubclass(kind, errors.InvalidArgumentError):
+        request = error_details_pb2.BadRequest()
+        _unpack(status, request)
+        if not request.field_violations:
+            return kind.described("request", message)
+        return kind.described(request.field_violations[0].field, request.field_violations[0].description)
+    if issubclass(kind, errors.ResourceExhaustedError):
+        retry = error_details_pb2.RetryInfo()
+        _unpack(status, retry)
+        return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds())
+    if issubclass(kind, errors.MismatchError):
+        failure = error_details_pb2.PreconditionFailure()
+        _unpack(status, failure)
+        return kind([violation.description for violation in failure.violations] or [message])
+    return kind(message)
+
+
+def _status_in(metadata: Any) -> status_pb2.Status | None:
+    """The details that came along, if there are any and they are a status."""
+    for key, value in metadata or ():
+        if key == DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except ValueError:
+                return None
+    return None
+
+
+def _unpack(status: status_pb2.Status, target: Message) -> bool:
+    return any(detail.Is(target.DESCRIPTOR) and detail.Unpack(target) for detail in status.details)
+
+
+def _reason(kind: type[errors.SlipstreamError]) -> str:
+    name = kind.__name__.removesuffix("Error")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+
+
+def _clip(text: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= limit_bytes:
+        return encoded.decode()
+    return encoded[: limit_bytes - 3].decode(errors="ignore") + "…"
+
+
+def _builder(kind: type[errors.SlipstreamError]) -> Callable[[str, status_pb2.Status], errors.SlipstreamError]:
+    return lambda message, status: _build(kind, message, status)
+
+
+# A ConfigError cannot be put together from a message, and is about the server's settings, not the client's.
+_REBUILT = (
+    *(kind for kind in CODES if not issubclass(kind, errors.ConfigError)),
+    errors.MismatchError,
+    errors.StaleEpochError,
+    errors.PendingLengthError,
+    errors.FutureMapError,
+)
+_FROM_REASON = {_reason(kind): _builder(kind) for kind in _REBUILT}
+_FROM_CODE: Mapping[grpc.StatusCode, type[errors.SlipstreamError]] = {
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgumentError,
+    grpc.StatusCode.ABORTED: errors.FailedPreconditionError,
+    grpc.StatusCode.UNIMPLEMENTED: errors.FailedPreconditionError,
+} | {
+    CODES[kind]: kind
+    for kind in (
+        errors.InvalidArgumentError,
+        errors.NotFoundError,
+        errors.AlreadyExistsError,
+        errors.ResourceExhaustedError,
+        errors.UnavailableError,
+        errors.DeadlineExceededError,
+        errors.CancelledError,
+        errors.FailedPreconditionError,
+    )
+}
