@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 
+PADDING_SLOT = 0
+"""The row of the slot buffers that stands for no request: anyone may write it, and nobody uses it."""
+
 
 class BufferName(enum.StrEnum):
     """A buffer of the FutureMap. Each has exactly one writer process."""
@@ -32,6 +35,19 @@ class BufferName(enum.StrEnum):
     """[ring]. Start and end of draft's work, for the scheduler."""
     VERIFY_STAMPS = "verify_stamps"
     """[ring]. Start and end of verify's work, for the scheduler."""
+
+
+SLOT_BUFFERS = frozenset(
+    {
+        BufferName.SEQ_LENS,
+        BufferName.BONUS_TOKENS,
+        BufferName.NUM_NEW,
+        BufferName.LAST_TOKENS,
+        BufferName.HIDDEN_STATES,
+        BufferName.DRAFT_TOKENS,
+    }
+)
+"""The buffers whose rows are slots."""
 
 
 def ring_rows(run_ahead: int) -> int:

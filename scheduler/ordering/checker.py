@@ -18,7 +18,7 @@ from slipstream.common.access_log import LogOp
 from slipstream.common.step import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from slipstream.common.step import FenceName
     from slipstream.scheduler.ordering.operations import Operation
@@ -212,7 +212,10 @@ def run(checker: Checker, lanes: Sequence[Iterable[Operation]]) -> list[Stuck]:
 
 
 def needless_waits(checker: Checker, lanes: Sequence[Sequence[Operation]]) -> list[Operation]:
-    """The waits in what the lanes are about to do that a weaker one, or none, could stand in for without a race."""
+    """The waits in what the lanes are about to do that a weaker one, or none, could stand in for without a race.
+
+    Of a checker that has found none so far.
+    """
     waits = [operation for lane in lanes for operation in lane if operation.op is LogOp.WAIT]
     return [wait for wait in waits if not _has_race_without(checker, lanes, wait)]
 
@@ -220,13 +223,22 @@ def needless_waits(checker: Checker, lanes: Sequence[Sequence[Operation]]) -> li
 def _has_race_without(checker: Checker, lanes: Sequence[Sequence[Operation]], wait: Operation) -> bool:
     assert wait.fence is not None, "a wait names the fence"
     value = checker.signalled_before(wait.epoch, wait.fence, wait.value)
-    weaker = () if value is None else (wait._replace(value=value),)
-    weakened = [
-        [other for operation in lane for other in (weaker if operation is wait else (operation,))] for lane in lanes
-    ]
+    weaker = None if value is None else wait._replace(value=value)
     twin = checker.copy()
-    run(twin, weakened)
-    return len(twin.races) > len(checker.races)
+    run(twin, [_weakened(twin, lane, wait, weaker) for lane in lanes])
+    return bool(twin.races)
+
+
+def _weakened(
+    checker: Checker, lane: Sequence[Operation], wait: Operation, weaker: Operation | None
+) -> Iterator[Operation]:
+    for operation in lane:
+        if checker.races:
+            return
+        if operation is not wait:
+            yield operation
+        elif weaker is not None:
+            yield weaker
 
 
 def _started(lane: int, num_lanes: int) -> Clock:
