@@ -147,6 +147,14 @@ def status(
     raise typer.Exit(0 if found.is_healthy else 1)
 
 
+@app.command()
+def demo() -> None:
+    """Watch the bundled models serve several prompts at once, with drafting and without."""
+    from slipstream.cli.demo import run_demo
+
+    _exit_with(run_demo())
+
+
 def _exit_with(work: Coroutine[object, object, int]) -> None:
     raise typer.Exit(asyncio.run(work))
 

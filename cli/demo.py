@@ -1,0 +1,100 @@
+"""`slipstream demo`: the bundled models with drafting and without, watched live and compared."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream import bundled
+from slipstream.cli.demo_report import comparison, first_difference, speed_sentence
+from slipstream.cli.demo_run import Workload, run_workload
+from slipstream.cli.demo_screen import LineScreen, LiveScreen, legend
+from slipstream.cli.loading import LoadingDisplay
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.server_status import fetch_status
+from slipstream.cli.service_command import scheduler_command, worker_command
+from slipstream.cli.stop_signals import StopSignals
+from slipstream.cli.supervisor import Supervisor
+from slipstream.cli.up_config import UpConfig
+from slipstream.common.listener import Listener
+
+if TYPE_CHECKING:
+    from slipstream.cli.demo_report import DemoRun
+
+NUM_PROMPTS = 4
+MAX_NEW_TOKENS = 96
+TEMPERATURE = 0.8
+SEED = 1
+
+
+async def run_demo() -> int:
+    """Runs it in a state directory of its own, on free ports; gives the exit status.
+
+    That is 1 when drafting changed the tokens, and 130 when a signal ended it.
+    Raises SlipstreamError when a service dies.
+    """
+    console = Console()
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        models = ModelChoice.choose(target=None, draft=None, algorithm=None, num_draft_tokens=None)
+        config = UpConfig(models=models, state_dir=Path(folder), listen="127.0.0.1:0")
+        loading = LoadingDisplay(console, is_live=console.is_terminal)
+        supervisor = Supervisor(
+            ready_timeout_s=config.ready_timeout_s, drain_timeout_s=config.drain_timeout_s, on_change=loading.on_change
+        )
+        signals = StopSignals(on_second=supervisor.hurry)
+        status = await signals.cancel(_Demo(console, supervisor, loading).run(config))
+    return 130 if status is None else status
+
+
+class _Demo:
+    def __init__(self, console: Console, supervisor: Supervisor, loading: LoadingDisplay) -> None:
+        self._console = console
+        self._supervisor = supervisor
+        self._loading = loading
+        self._workload = Workload(
+            prompts=bundled.prompts()[:NUM_PROMPTS], max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE, seed=SEED
+        )
+
+    async def run(self, config: UpConfig) -> int:
+        plain = replace(config, models=replace(config.models, draft=None))
+        async with self._supervisor:
+            self._supervisor.start(*(worker_command(config, name) for name in config.workers))
+            drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
+            # The verify process stays, and decodes plainly for a scheduler that has no draft.
+            await self._supervisor.stop("scheduler", "draft")
+            undrafted = await self._measure(plain, "no drafting")
+        return self._report(drafted, undrafted)
+
+    async def _measure(self, config: UpConfig, title: str) -> DemoRun:
+        with Listener.claim(config.listen) as listener, self._loading:
+            scheduler = scheduler_command(config, listener.address)
+            self._supervisor.start(scheduler)
+            await self._supervisor.wait_ready()
+        return await self._supervisor.while_alive(self._run_workload(scheduler.address, title))
+
+    async def _run_workload(self, server: str, title: str) -> DemoRun:
+        status = await fetch_status(server)
+        metrics_port = next(service.metrics_port for service in status.services if service.name == "scheduler")
+        self._console.rule(title)
+        self._console.print(legend(self._console))
+        prompts = self._workload.prompts
+        screen = LiveScreen(self._console, prompts) if self._console.is_terminal else LineScreen(self._console)
+        return await run_workload(server, metrics_port, self._workload, screen, title)
+
+    def _report(self, drafted: DemoRun, undrafted: DemoRun) -> int:
+        self._console.print(comparison(drafted, undrafted))
+        self._console.print(speed_sentence(drafted, undrafted), highlight=False)
+        difference = first_difference(drafted, undrafted)
+        if difference is None:
+            count = f"{drafted.num_tokens} tokens of {len(drafted.token_ids)} prompts"
+            self._console.print(f"Token ids with and without drafting: the same, all {count}.", highlight=False)
+            return 0
+        prompt, token = difference
+        text = f"Token ids with and without drafting DIFFER, first at token {token} of prompt {prompt + 1}."
+        self._console.print(Text(text, style="bold red"))
+        return 1

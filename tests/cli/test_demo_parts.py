@@ -1,0 +1,100 @@
+"""What the demo shows and computes, without services."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from slipstream.bundled import Prompt
+from slipstream.cli.demo_report import DemoRun, comparison, first_difference, speed_sentence
+from slipstream.cli.demo_run import pieces
+from slipstream.cli.demo_screen import LineScreen, LiveScreen, legend
+from slipstream.cli.step_times import StepTimes
+
+SCRAPE = """\
+# HELP slipstream_step_seconds Time of a step.
+# TYPE slipstream_step_seconds histogram
+slipstream_step_seconds_bucket{phase="decode",fence="host",le="+Inf"} 8.0
+slipstream_step_seconds_sum{phase="decode",fence="host"} 3.0
+slipstream_step_seconds_count{phase="decode",fence="host"} 8.0
+slipstream_step_seconds_sum{phase="prefill",fence="host"} 1.0
+slipstream_step_seconds_count{phase="prefill",fence="host"} 2.0
+# HELP slipstream_bubble_seconds_total Bubbles.
+# TYPE slipstream_bubble_seconds_total counter
+slipstream_bubble_seconds_total{edge="verify_to_draft"} 0.25
+slipstream_bubble_seconds_total{edge="draft_to_verify"} 0.15
+# TYPE other_total counter
+other_total 9.0
+"""
+
+
+def run(
+    token_ids: tuple[tuple[int, ...], ...] = ((1, 2, 3), (4, 5, 6)), *, seconds: float = 1.0, accepted: int = 0
+) -> DemoRun:
+    """A run with as many verify steps as accepted tokens."""
+    return DemoRun(
+        title="a run",
+        token_ids=token_ids,
+        seconds=seconds,
+        num_verify_steps=accepted,
+        total_draft_tokens=4 * accepted,
+        total_accepted_tokens=accepted,
+        times=StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.5),
+    )
+
+
+def test_scrapes_are_summed_over_labels_and_subtracted() -> None:
+    times = StepTimes.read(SCRAPE) - StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.2)
+    assert (times.wall_s, times.num_steps) == (2.0, 6.0)
+    assert times.overlap_efficiency == pytest.approx(0.9)
+    assert math.isnan(StepTimes.read("").overlap_efficiency)
+
+
+def test_text_is_cut_where_each_token_made_it_certain() -> None:
+    assert list(pieces("héllo", [0, 2, 3], [True, False, True])) == [("hé", False), ("llo", True)]
+
+
+def test_lines_mark_accepted_drafts_line_by_line() -> None:
+    output = io.StringIO()
+    with LineScreen(Console(file=output, width=40)) as screen:
+        screen.add(0, [("a", False), ("b", True), ("c\nd", True)])
+        screen.add(1, [("[red]", False)])
+        screen.add(0, [("e", False), ("\n", True)])
+    assert output.getvalue().splitlines() == ["[1] a«bc»", "[1] «d»e", "[2] [red]"]
+
+
+@pytest.mark.parametrize("size", [(120, 30), (60, 10)])
+def test_live_boxes_fit_the_terminal_and_color_accepted_drafts(size: tuple[int, int]) -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=size[0], height=size[1], color_system="standard")
+    prompts = [Prompt(id=f"{i}", source="a.py", line=i, num_tokens=1, text="def f():\n" * 50) for i in range(4)]
+    with LiveScreen(console, prompts) as screen:
+        screen.add(0, [("DRAFTED", True), ("TARGET", False)])
+    frame = output.getvalue()
+    assert "\x1b[1;32mDRAFTED\x1b[0m\x1b[33mTARGET" in frame
+    assert all(f"a.py:{i}" in frame for i in range(4))
+
+
+def test_the_legend_reads_like_the_screen() -> None:
+    assert "«" in legend(Console(file=io.StringIO())).plain
+
+
+def test_the_comparison_has_both_runs() -> None:
+    output = io.StringIO()
+    Console(file=output, width=100).print(comparison(run(accepted=3), run(seconds=3.0)))
+    for words in ("tokens per second", "6.0", "2.0", "mean accept length", "2.00", "500 ms", "0.750"):
+        assert words in output.getvalue()
+
+
+def test_slower_is_called_slower() -> None:
+    assert speed_sentence(run(), run(seconds=2.0)).startswith("Drafting is 2.00 times as fast")
+    assert speed_sentence(run(seconds=2.0), run()).startswith("Drafting is slower here, 0.50 times")
+
+
+def test_the_first_difference_is_found() -> None:
+    assert first_difference(run(), run()) is None
+    assert first_difference(run(), run(((1, 2, 3), (4, 9, 6)))) == (1, 1)
+    assert first_difference(run(), run(((1, 2), (4, 5, 6)))) == (0, 2)
