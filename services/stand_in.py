@@ -1,12 +1,13 @@
 """Stand-ins of a known length in place of the models: what is left of a step's time is the system's own.
 
-The tokens follow a rule that draft and verify share, so every draft is accepted. Everything else of a step is
-real: waits, stamps, the FutureMap, signals.
+The tokens follow a rule that draft and verify share; the draft guesses the first half of its tokens right.
+Everything else of a step is real: waits, stamps, the FutureMap, signals. Context costs nothing.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,14 @@ if TYPE_CHECKING:
 
 SPIN_S = 0.0003
 """A sleep ends late by up to this much; the rest of the time is spent looking at the clock."""
+MAX_CONTEXT_TOKENS = 1 << 20
 FIRST_TOKEN = 32
 NUM_TOKENS = 64
+
+
+def without_context_cost(description: WorkerDescription) -> WorkerDescription:
+    """The description of a stand-in for a model: it keeps no KV, so a request may be as long as it likes."""
+    return replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
 
 
 def token_at(positions: torch.Tensor) -> torch.Tensor:
@@ -45,7 +52,7 @@ class StandInVerify:
     """Implements `RoleEngine` for verify."""
 
     def __init__(self, description: WorkerDescription, length_ms: float) -> None:
-        self._description = description
+        self._description = without_context_cost(description)
         self._length_s = length_ms / 1000
 
     def describe(self) -> WorkerDescription:
@@ -93,7 +100,7 @@ class StandInDraft:
     """Implements `RoleEngine` for draft."""
 
     def __init__(self, description: WorkerDescription, length_ms: float) -> None:
-        self._description = description
+        self._description = without_context_cost(description)
         self._length_s = length_ms / 1000
 
     def describe(self) -> WorkerDescription:
@@ -115,6 +122,7 @@ class StandInDraft:
             if command.kind is StepKind.DECODE:
                 stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
                 tokens = token_at(stash.seq_lens[:, None] + 1 + torch.arange(num_tokens))
+                tokens[:, (num_tokens + 1) // 2 :] = 0
                 wait_for(self._length_s)
                 state.future_map.propose(command.step, rows, tokens)
             else:

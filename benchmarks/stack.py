@@ -1,0 +1,107 @@
+"""Starts the real console scripts for a measurement, and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SCRIPTS = Path(sys.executable).parent
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+RETRY_S = 0.05
+
+
+class Stack:
+    """Services that live together in one temporary directory. An asynchronous context manager."""
+
+    def __init__(self, log_dir: Path | None = None) -> None:
+        """`log_dir` takes the services' logs; without one they go to this process's stderr."""
+        self._log_dir = log_dir
+        self._held = AsyncExitStack()
+        self._directory = Path()
+
+    async def __aenter__(self) -> Stack:
+        self._directory = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._held.aclose()
+
+    def socket(self, name: str) -> str:
+        """Address for a worker of this name."""
+        return f"unix:{self._directory / 'run' / f'{name}.sock'}"
+
+    async def worker(self, role: str, *arguments: str, name: str | None = None) -> str:
+        """Starts a draft or verify service that lives as long as the stack; returns its address when it serves."""
+        address = self.socket(name or role)
+        await self._held.enter_async_context(
+            self._service(f"slipstream-{role}", address, "--listen", address, *arguments)
+        )
+        return address
+
+    @asynccontextmanager
+    async def scheduler(self, *arguments: str, port: int, metrics_port: int) -> AsyncIterator[str]:
+        """A scheduler for as long as the context; yields its address when it serves."""
+        address = f"127.0.0.1:{port}"
+        listen = ("--listen", address, "--metrics-port", str(metrics_port))
+        async with self._service("slipstream-scheduler", address, *listen, *arguments):
+            yield address
+
+    @asynccontextmanager
+    async def _service(self, script: str, address: str, *arguments: str) -> AsyncIterator[None]:
+        log = None if self._log_dir is None else (self._log_dir / f"{script}.log").open("ab")
+        process = await asyncio.create_subprocess_exec(SCRIPTS / script, *arguments, stdout=log, stderr=log)
+        try:
+            await _until_serving(script, process, address)
+            yield
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            if log is not None:
+                log.close()
+
+
+async def _until_serving(script: str, process: asyncio.subprocess.Process, address: str) -> None:
+    ended = asyncio.create_task(process.wait())
+    serving = asyncio.create_task(_watch(address))
+    try:
+        await asyncio.wait((ended, serving), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            raise RuntimeError(f"{script} ended with status {ended.result()} before it served")
+        if not serving.done():
+            raise RuntimeError(f"{script} does not serve after {START_TIMEOUT_S:.0f} s")
+        serving.result()
+    finally:
+        serving.cancel()
+        ended.cancel()
+        await asyncio.gather(ended, serving, return_exceptions=True)
+
+
+async def _watch(address: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            try:
+                async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            await asyncio.sleep(RETRY_S)
