@@ -1,0 +1,127 @@
+"""Distil the standalone draft from the target, on the corpus and on the target's own samples."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from slipstream.training import checkpoint
+from slipstream.training.llama import Llama
+from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
+from slipstream.training.target import LOG_EVERY_STEPS
+from slipstream.training.windows import Rows, Windows, load_tokens
+
+TEMPERATURE = 0.8
+
+
+def divergence(student: Tensor, teacher: Tensor, overlap_weight: float) -> tuple[Tensor, Tensor]:
+    """Loss and mean overlap of the two distributions at the temperature the draft is used at.
+
+    ``student``, ``teacher``: logits [batch, length, vocabulary]. The overlap, sum of min(p, q), is the chance
+    that rejection sampling accepts a token; KL alone would spend the small student on the target's tail.
+    """
+    log_p = (teacher.float() / TEMPERATURE).log_softmax(-1)
+    log_q = (student.float() / TEMPERATURE).log_softmax(-1)
+    p = log_p.exp()
+    overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()
+    kl = (p * (log_p - log_q)).sum(-1).mean()
+    return kl + overlap_weight * (1.0 - overlap), overlap
+
+
+class Distillation:
+    """One student, one teacher, and the loss of a batch (compiled on a GPU)."""
+
+    def __init__(self, student: Llama, teacher: Llama, overlap_weight: float, *, compiled: bool) -> None:
+        self.overlap_weight = overlap_weight
+        self._teacher = torch.compile(teacher, dynamic=False) if compiled else teacher
+        self._student = torch.compile(student, dynamic=False) if compiled else student
+        self._divergence = torch.compile(divergence, dynamic=False) if compiled else divergence
+
+    def loss(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and overlap, scalars, over ``tokens`` int64 [batch, length]."""
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            with torch.no_grad():
+                teacher = self._teacher(tokens)
+            student = self._student(tokens)
+        loss, overlap = self._divergence(student, teacher, self.overlap_weight)
+        return loss, overlap
+
+
+def train(
+    student: Llama, distillation: Distillation, sources: list[Windows | Rows], course: Course, config: OptimizerConfig
+) -> list[dict[str, float]]:
+    """Train in place, one batch of each source a step; return the log."""
+    optimizer = Optimizer(student, config)
+    streams = [source.batches() for source in sources]
+    for stream in streams:  # compile before the clock starts
+        torch.autograd.backward(distillation.loss(next(stream)[:, : checkpoint.CONTEXT_TOKENS])[0])
+    student.zero_grad(set_to_none=True)
+    log: list[dict[str, float]] = []
+    began = time.monotonic()
+    step = 0
+    while (progress := course.progress(step)) < 1.0:
+        results = []
+        for stream in streams:
+            loss, overlap = distillation.loss(next(stream)[:, : checkpoint.CONTEXT_TOKENS])
+            torch.autograd.backward(loss / len(streams))
+            results.append((loss.detach(), overlap.detach()))
+        optimizer.step(course.rate_factor(progress))
+        step += 1
+        if step % LOG_EVERY_STEPS == 0:
+            (text_loss, text_overlap), (own_loss, own_overlap) = results
+            log.append(
+                {
+                    "step": step,
+                    "seconds": time.monotonic() - began,
+                    "text_loss": text_loss.item(),
+                    "text_overlap": text_overlap.item(),
+                    "own_loss": own_loss.item(),
+                    "own_overlap": own_overlap.item(),
+                }
+            )
+            if step % (20 * LOG_EVERY_STEPS) == 0:
+                typer.echo(json.dumps(log[-1]))
+    return log
+
+
+def main(
+    corpus: Annotated[Path, typer.Option(help="Folder with train.npy.")],
+    samples: Annotated[list[Path], typer.Option(help="Rows that the sample command wrote; may be repeated.")],
+    target: Annotated[Path, typer.Option(help="Folder of the target model.")],
+    out: Annotated[Path, typer.Option(help="Folder for the draft model.")],
+    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
+    steps: Annotated[int, typer.Option(help="Steps of one batch from each source.")] = 4000,
+    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
+    batch: Annotated[int, typer.Option(help="Sequences of corpus a step; of samples, as many tokens.")] = 24,
+    overlap_weight: Annotated[float, typer.Option(help="Weight of 1 - overlap beside KL.")] = 1.0,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
+    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
+    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+) -> None:
+    """Train the standalone draft on the target's distributions and write it as bfloat16."""
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    where = torch.device(device)
+    length = checkpoint.CONTEXT_TOKENS
+    text = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
+    rows = torch.cat([load_tokens(path, where) for path in samples])
+    own = Rows(rows, batch=max(1, batch * length // rows.shape[1]), seed=seed)
+    teacher = checkpoint.load_for_training(target).to(where).eval().requires_grad_(False)
+    student = Llama(checkpoint.STANDALONE).to(where)
+    typer.echo(f"{checkpoint.num_parameters(student)} parameters")
+    distillation = Distillation(student, teacher, overlap_weight, compiled=where.type == "cuda")
+    config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate, weight_decay=0.01)
+    records = train(student, distillation, [text, own], Course(steps=steps, minutes=minutes), config)
+    checkpoint.save(student, out, target)
+    settings = {"steps": steps, "batch": batch, "length": length, "overlap_weight": overlap_weight, "seed": seed}
+    settings |= {"rate": rate, "parameters": checkpoint.num_parameters(student), "sample_rows": len(rows)}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(json.dumps({"settings": settings, "log": records}) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,75 @@
+"""Muon for matrices, AdamW for the embedding and the norms, and the learning rate's course."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """``weight_decay`` is decoupled; norms have none. ``clip`` bounds the gradient's norm."""
+
+    matrix_rate: float = 4e-3
+    embedding_rate: float = 4e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+class Optimizer:
+    """Both optimizers behind one ``step(factor)``, ``factor`` scaling the learning rates."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self._parameters = list(model.parameters())
+        matrices = [w for name, w in model.named_parameters() if w.ndim == 2 and "embed" not in name]
+        embeddings = [w for name, w in model.named_parameters() if "embed" in name]
+        norms = [w for w in self._parameters if w.ndim == 1]
+        muon = torch.optim.Muon(
+            matrices,
+            lr=config.matrix_rate,
+            weight_decay=config.weight_decay,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        adam = torch.optim.AdamW(
+            [{"params": embeddings, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+            lr=config.embedding_rate,
+            betas=(0.9, 0.95),
+        )
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = (muon, adam)
+        self._rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._clip = config.clip
+
+    def step(self, factor: float) -> None:
+        """Apply the gradients and clear them."""
+        torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+class Course:
+    """How far a run is, 0 to 1: by steps, or by the clock where that comes first.
+
+    The clock starts at the first call, so that compilation before it does not count.
+    """
+
+    def __init__(self, *, steps: int, minutes: float) -> None:
+        self.steps = steps
+        self.seconds = 60 * minutes
+        self._began: float | None = None
+
+    def progress(self, step: int) -> float:
+        """Share of the run that is done before step number ``step``."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        return min(1.0, max(step / self.steps, (now - self._began) / self.seconds))
+
+    @staticmethod
+    def rate_factor(progress: float, warmup: float = 0.02) -> float:
+        """Linear warm-up, then linear decay to zero."""
+        return min(progress / warmup + 0.01, 1.0) if progress < warmup else (1.0 - progress) / (1.0 - warmup)

@@ -1,0 +1,109 @@
+"""Train the target model."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.training import checkpoint
+from slipstream.training.llama import Llama
+from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
+from slipstream.training.windows import Windows, load_tokens
+
+LOG_EVERY_STEPS = 20
+
+
+def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token over ``batch`` int64 [batch, length + 1]."""
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+        logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def heldout_loss(model: Llama, stream: Tensor, length: int) -> float:
+    """Nats per token over windows of ``length`` tokens side by side: quick, for the log."""
+    count = min(512, (len(stream) - 1) // length)
+    rows = torch.arange(count, device=stream.device)[:, None] * length + torch.arange(length + 1, device=stream.device)
+    losses = [token_loss(model, stream[part].long()) for part in torch.split(rows, 32)]
+    return float(torch.stack(losses).mean())
+
+
+def train(
+    model: Llama, windows: Windows, heldout: Tensor, course: Course, config: OptimizerConfig
+) -> list[dict[str, float]]:
+    """Train in place; return the log: step, tokens, seconds, loss and now and then held-out loss."""
+    on_gpu = windows.stream.device.type == "cuda"
+    compiled = torch.compile(model) if on_gpu else model
+    optimizer = Optimizer(model, config)
+    log: list[dict[str, float]] = []
+    eval_every = max(LOG_EVERY_STEPS, course.steps // 20 // LOG_EVERY_STEPS * LOG_EVERY_STEPS)
+    batches = windows.batches()
+    model.train()
+    if on_gpu:
+        torch.autograd.backward(token_loss(compiled, next(batches)))  # compile before the clock starts
+        model.zero_grad(set_to_none=True)
+    began = time.monotonic()
+    step = 0
+    while (progress := course.progress(step)) < 1.0:
+        loss = token_loss(compiled, next(batches))
+        torch.autograd.backward(loss)
+        optimizer.step(course.rate_factor(progress))
+        step += 1
+        if step % LOG_EVERY_STEPS == 0:
+            tokens = step * windows.batch * windows.length
+            log.append({"step": step, "tokens": tokens, "loss": loss.item(), "seconds": time.monotonic() - began})
+        if step % eval_every == 0:
+            model.eval()
+            log[-1]["heldout_loss"] = heldout_loss(model, heldout, windows.length)
+            model.train()
+            typer.echo(json.dumps(log[-1]))
+    model.eval()
+    final = {"step": step, "tokens": step * windows.batch * windows.length, "loss": loss.item()}
+    final |= {"seconds": time.monotonic() - began, "heldout_loss": heldout_loss(model, heldout, windows.length)}
+    log.append(final)
+    typer.echo(json.dumps(log[-1]))
+    return log
+
+
+def main(
+    corpus: Annotated[Path, typer.Option(help="Folder with train.npy and heldout.npy.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model.")],
+    log: Annotated[Path, typer.Option(help="The training log, JSON.")],
+    epochs: Annotated[float, typer.Option(help="Passes over the training text.")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Stop here at the latest; the learning rate follows.")] = 10.0,
+    batch: Annotated[int, typer.Option(help="Sequences a step.")] = 64,
+    dropout: Annotated[float, typer.Option(help="On the embedding and each layer's two branches.")] = 0.2,
+    weight_decay: Annotated[float, typer.Option(help="Decoupled; none on norms.")] = 0.5,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
+    seed: Annotated[int, typer.Option(help="Of weights, windows and dropout.")] = 0,
+    device: Annotated[str, typer.Option(help="PyTorch device.")] = "cuda",
+) -> None:
+    """Train the target model on the training tokens and write it as bfloat16."""
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    where = torch.device(device)
+    length = checkpoint.CONTEXT_TOKENS
+    windows = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
+    heldout = load_tokens(corpus / "heldout.npy", where)
+    model = Llama(checkpoint.TARGET, dropout).to(where)
+    steps = max(1, round(epochs * windows.batches_per_epoch))
+    typer.echo(f"{checkpoint.num_parameters(model)} parameters, {steps} steps")
+    config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate, weight_decay=weight_decay)
+    records = train(model, windows, heldout, Course(steps=steps, minutes=minutes), config)
+    checkpoint.save(model, out, tokenizer)
+    settings = {"epochs": epochs, "batch": batch, "length": length, "dropout": dropout, "seed": seed}
+    settings |= {"weight_decay": weight_decay, "rate": rate, "parameters": checkpoint.num_parameters(model)}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(json.dumps({"settings": settings, "log": records}) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
