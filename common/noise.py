@@ -42,6 +42,13 @@ def philox_words(seeds: torch.Tensor, positions: torch.Tensor, num_blocks: int) 
     return words.reshape(len(seeds), -1)
 
 
+def gumbel_of_words(words: torch.Tensor) -> torch.Tensor:
+    """The noise that random words stand for: int64 in [0, 2^32) to float32 of the same shape."""
+    # 1 - (r + 0.5) / 2^32 is exact in float64, so log of it is log1p(-(r + 0.5) / 2^32), and cheaper.
+    complement = (_WORD + 0.5 - words.to(torch.float64)) * 2.0**-32
+    return -torch.log(-torch.log(complement)).to(torch.float32)
+
+
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Standard Gumbel noise for every token of the vocabulary.
 
@@ -50,7 +57,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     """
     num_blocks = (vocab_size + 3) // 4
     if seeds.device.type != "cpu":
-        return _gumbel(philox_words(seeds, positions, num_blocks)[:, :vocab_size])
+        return gumbel_of_words(philox_words(seeds, positions, num_blocks)[:, :vocab_size])
     noise = np.empty((len(seeds), vocab_size), np.float32)
     blocks = np.arange(num_blocks, dtype=np.uint64)[None]
     num_rows = max(1, min(len(seeds), _BLOCKS_AT_ONCE // num_blocks))
@@ -72,7 +79,7 @@ def gumbel_noise_of(token_ids: torch.Tensor, seeds: torch.Tensor, positions: tor
     """
     if token_ids.device.type != "cpu":
         candidates = torch.stack(_philox(seeds[:, None], positions[:, None], token_ids >> 2), dim=-1)
-        return _gumbel(candidates.gather(-1, (token_ids & 3)[..., None])[..., 0])
+        return gumbel_of_words(candidates.gather(-1, (token_ids & 3)[..., None])[..., 0])
     ids = _on_host(token_ids)
     words = _philox(_on_host(seeds[:, None]), _on_host(positions[:, None]), ids >> 2)
     values = np.choose((ids & 3).view(np.int64), words).astype(np.float64)
@@ -97,14 +104,8 @@ def _philox(
     return counter_0, counter_1, counter_2, counter_3
 
 
-def _gumbel(words: torch.Tensor) -> torch.Tensor:
-    # 1 - (r + 0.5) / 2^32 is exact in float64, so log of it is log1p(-(r + 0.5) / 2^32), and cheaper.
-    complement = (_WORD + 0.5 - words.to(torch.float64)) * 2.0**-32
-    return -torch.log(-torch.log(complement)).to(torch.float32)
-
-
 def _host_gumbel(values: npt.NDArray[np.float64]) -> None:
-    """The same, in place."""
+    """`gumbel_of_words` in place, but for the rounding."""
     np.subtract(_WORD + 0.5, values, out=values)
     values *= 2.0**-32
     np.log(values, out=values)

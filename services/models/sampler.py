@@ -129,7 +129,8 @@ def _choose_filtered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> T
 def _most_likely_first(deficits: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids [N, V] int64, the most likely and of equals the lowest first, and their deficits."""
     # The bits of a float that is at least +0 sort as it does; with the token id below them no two keys are equal.
-    keys = deficits.view(torch.int32).to(torch.int64) << 32
+    # `abs` is for the -0 that is the difference between -0 and 0.
+    keys = deficits.abs().view(torch.int32).to(torch.int64) << 32
     keys |= torch.arange(deficits.shape[1], device=deficits.device)
     if keys.device.type == "cpu":
         keys.numpy().sort(axis=1)  # by vector instructions, several times as fast as PyTorch's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.kv_cache import PagedKV
 from tests.checkpoints import write_checkpoint
 from tests.services.models.paged_model import CPU, PagedModel, random_tokens
 
@@ -125,3 +128,16 @@ def test_attention_is_given_by_the_caller(checkpoint: Path, model: PagedModel) -
     hidden = decoder(batch, model.cache).hidden
     assert len(calls) == 1, "what layers share is computed once"
     torch.testing.assert_close(hidden, model.output(batch).hidden)
+
+
+def test_nothing_is_read_back_from_other_devices(model: PagedModel) -> None:
+    """As CUDA graphs ask for: on the meta device tensors have no values that could be read."""
+    meta, config = torch.device("meta"), model.decoder.config
+    decoder = Decoder(config, device=meta, dtype=torch.bfloat16)
+    cache = PagedKV(config, num_pages=9, page_size=16, device=meta, dtype=torch.bfloat16)
+    batch = model.batch([(0, [1, 2, 3]), (5, [4])])
+    names = ("tokens", "positions", "is_valid", "page_table", "limits")
+    output = decoder(replace(batch, **{name: getattr(batch, name).to(meta) for name in names}), cache, aux_layers=(1,))
+    assert output.hidden.shape == output.aux.shape == (2, 3, 64)
+    assert output.hidden.dtype == torch.bfloat16
+    assert decoder.logits(output.hidden).dtype == torch.float32

@@ -1,0 +1,167 @@
+"""Configurations: what is read from a checkpoint's two JSON files, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from slipstream.common.errors import CheckpointError
+from slipstream.services.models.config import ModelConfig, RopeConfig
+from tests.checkpoints import BOS_ID, LLAMA, write_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def write_config(path: Path, changes: dict[str, Any]) -> Path:
+    config = {name: value for name, value in (LLAMA | changes).items() if value != "absent"}
+    write_json(path / "config.json", config)
+    return path
+
+
+def config_error(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_directory(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{path}: ")
+    return message.removeprefix(f"{path}: ")
+
+
+def test_all_fields(tmp_path: Path) -> None:
+    config = ModelConfig.from_directory(write_config(tmp_path, {"dtype": "bfloat16"}))
+    assert config == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=272,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        rope=RopeConfig(),
+        tie_word_embeddings=False,
+        bos_token_id=BOS_ID,
+        eos_token_ids=frozenset({257}),
+        dtype=torch.bfloat16,
+    )
+    assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
+    assert config.kv_bytes_per_token(torch.float32) == 2 * 2 * 2 * 16 * 4
+
+
+def test_older_files_leave_fields_out(tmp_path: Path) -> None:
+    changes = {"head_dim": "absent", "num_key_value_heads": "absent", "rope_parameters": "absent", "dtype": "absent"}
+    changes |= {"rope_theta": 500.0, "torch_dtype": "float16", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    config = ModelConfig.from_directory(write_config(tmp_path, changes))
+    assert (config.head_dim, config.num_kv_heads, config.dtype) == (16, 4, torch.float16)
+    assert config.rope == RopeConfig(rope_type="linear", theta=500.0, factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("config_id", "generation", "expected"),
+    [
+        (7, None, {7}),
+        ([7, 8], None, {7, 8}),
+        (None, None, set()),
+        (7, {}, {7}),
+        (7, {"eos_token_id": None}, {7}),
+        (7, {"eos_token_id": 9}, {9}),
+        (7, {"eos_token_id": [9, 10, 11]}, {9, 10, 11}),
+    ],
+)
+def test_end_tokens(tmp_path: Path, config_id: object, generation: object, expected: set[int]) -> None:
+    write_config(tmp_path, {"eos_token_id": config_id})
+    if generation is not None:
+        write_json(tmp_path / "generation_config.json", generation)
+    assert ModelConfig.from_directory(tmp_path).eos_token_ids == expected
+
+
+def test_end_token_that_is_none(tmp_path: Path) -> None:
+    write_json(write_config(tmp_path, {}) / "generation_config.json", {"eos_token_id": ["</s>"]})
+    assert config_error(tmp_path) == (
+        "generation_config.json: eos_token_id: got ['</s>'], supported: a token id or a list of them"
+    )
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    path = tmp_path / "there" / "is" / "none"
+    assert config_error(path) == "no such directory; supported: a local Hugging Face checkpoint directory"
+
+
+def test_no_config(tmp_path: Path) -> None:
+    assert config_error(tmp_path) == "config.json is missing; supported: a Hugging Face checkpoint directory"
+
+
+def test_config_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    assert config_error(tmp_path).startswith("cannot read config.json: Expecting value")
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    assert config_error(tmp_path).startswith("cannot read config.json: 'utf-8' codec")
+
+
+LLAMA3 = LLAMA["rope_parameters"] | {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures: got ['GPT2LMHeadModel'], supported: LlamaForCausalLM"),
+        ({"architectures": ["LlamaModel"]}, "architectures: got ['LlamaModel'], supported: LlamaForCausalLM"),
+        ({"architectures": "absent"}, "architectures: got None, supported: LlamaForCausalLM"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config: got {'quant_method': 'gptq'}, supported: checkpoints that are not quantised",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.rope_type: got 'yarn', supported: default, linear, llama3",
+        ),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_scaling.type: got 'dynamic', supported: default, linear, llama3",
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "rope_parameters.high_freq_factor: got 4.0, supported: more than low_freq_factor = 4",
+        ),
+        (
+            {"rope_parameters": LLAMA["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor: got 0.5, supported: 1",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}},
+            "rope_parameters.factor: got 0, supported: a positive number",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', supported: 'silu'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, supported: a positive integer"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps: got 0.0, supported: a positive number"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads: got 3, supported: a divisor of num_attention_heads = 4",
+        ),
+        ({"head_dim": 15}, "head_dim: got 15, supported: an even number"),
+    ],
+)
+def test_unsupported_field(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    assert config_error(write_config(tmp_path, changes)) == f"config.json: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"rope_parameters": LLAMA3}, "low_freq_factor"),
+        ({"rope_parameters": "none"}, "rope_parameters"),
+        ({"model_type": "llamas"}, "llamas"),
+        ({"hidden_size": 66}, "66"),
+    ],
+)
+def test_field_that_transformers_refuses(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    message = config_error(write_config(tmp_path, changes))
+    assert message.startswith("config.json")
+    assert named in message

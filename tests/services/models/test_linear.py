@@ -1,0 +1,33 @@
+"""Packed weights give the products of plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.services.models.linear import Linear
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 130])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_weight(num_tokens: int, has_bias: bool) -> None:
+    print("torch seed 2")
+    generator = torch.Generator().manual_seed(2)
+    weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((96, 64), (96,), (num_tokens, 64)))
+    parameters = [nn.Parameter(tensor, requires_grad=False) for tensor in (weight, bias)]
+    linear = Linear(parameters[0], parameters[1] if has_bias else None)
+    expected = F.linear(x, weight, bias if has_bias else None)
+    assert torch.equal(linear(x), expected)
+    linear.pack()
+    linear.pack()
+    torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=0)
+
+
+def test_other_dtypes_stay_as_they_are() -> None:
+    weight = nn.Parameter(torch.ones(4, 8, dtype=torch.bfloat16), requires_grad=False)
+    linear = Linear(weight)
+    linear.pack()
+    assert linear.weight is weight
+    assert linear(torch.ones(2, 8, dtype=torch.bfloat16)).tolist() == [[8.0] * 4] * 2

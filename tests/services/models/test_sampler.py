@@ -1,0 +1,232 @@
+"""The sampler against a naive one in float64, and its frequencies against softmax."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from slipstream.common.noise import gumbel_noise
+from slipstream.common.sampling import SamplingParams
+from slipstream.services.models.acceptance import accept
+from slipstream.services.models.sampler import SamplingRows, sample
+
+Logits = npt.NDArray[np.float32]
+
+GREEDY = SamplingParams()
+KINDS = (
+    GREEDY,
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=1.3, top_k=5, seed=2**64 - 1),
+    SamplingParams(temperature=0.9, top_p=0.8, seed=3),
+    SamplingParams(temperature=1.0, min_p=0.1, seed=2**63),
+    SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.02, seed=5),
+    SamplingParams(temperature=0.8, top_p=0.9999, seed=6),
+    SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5, seed=7),
+)
+CHI_SQUARE_11 = 31.26
+"""Exceeded once in a thousand times with 11 degrees of freedom."""
+
+
+def draw(logits: Logits, params: list[SamplingParams], positions: list[int]) -> list[int]:
+    tokens = sample(torch.from_numpy(logits), SamplingRows.of(params), torch.tensor(positions))
+    assert tokens.dtype == torch.int64
+    return tokens.tolist()
+
+
+def naive_probabilities(logits: Logits, params: SamplingParams) -> tuple[dict[int, float], float]:
+    """The probabilities, relative to the greatest, of the tokens that pass the filters; and how close a call it was."""
+    margin = 1.0
+    temperature, top_p, min_p = (float(np.float32(value)) for value in (params.temperature, params.top_p, params.min_p))
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    kept = sorted(range(len(logits)), key=lambda token: (-scaled[token], token))
+    if params.top_k:
+        kept = kept[: params.top_k]
+    if top_p < 1:
+        total, before, shortest = sum(weights[kept]), 0.0, []
+        for token in kept:
+            margin = min(margin, abs(before / total - top_p))
+            if before >= top_p * total:
+                break
+            shortest.append(token)
+            before += weights[token]
+        kept = shortest
+    if min_p > 0:
+        margin = min(margin, *(abs(weights[token] - min_p) for token in kept[1:]), 1.0)
+        kept = [token for token in kept if weights[token] >= min_p]
+    return {token: float(weights[token]) for token in kept}, margin
+
+
+def naive_sample(logits: Logits, params: SamplingParams, position: int) -> int:
+    if params.is_greedy:
+        return int(logits.argmax())
+    noise = gumbel_noise(SamplingRows.of([params]).seed, torch.tensor([position]), len(logits))[0].tolist()
+    weights, margin = naive_probabilities(logits, params)
+    assume(margin > 1e-5)
+    with np.errstate(divide="ignore"):
+        scores = {token: np.log(weight) + noise[token] for token, weight in weights.items()}
+    best, *others = sorted(scores.values(), reverse=True)
+    assume(not others or best - others[0] > 1e-4)
+    return max(scores, key=lambda token: scores[token])
+
+
+some_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.05, 0.5, 1.0, 2.0, 100.0]),
+    top_k=st.sampled_from([0, 1, 2, 7, 30, 1000, 2**31 - 1]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.05]),
+    min_p=st.sampled_from([0.0, 0.001, 0.05, 0.4, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(
+    numpy_seed=st.integers(0, 2**32 - 1),
+    vocab_size=st.integers(1, 70),
+    scale=st.sampled_from([0.1, 1.0, 5.0, 30.0]),
+    is_coarse=st.booleans(),
+    rows=st.lists(st.tuples(some_params, st.integers(0, 2**32 - 1)), min_size=1, max_size=6),
+)
+def test_equals_the_naive_sampler(
+    numpy_seed: int,
+    vocab_size: int,
+    scale: float,
+    is_coarse: bool,
+    rows: list[tuple[SamplingParams, int]],
+) -> None:
+    logits = np.random.default_rng(numpy_seed).normal(0, scale, (len(rows), vocab_size)).astype(np.float32)
+    if is_coarse:
+        logits = logits.round()  # many tokens with the same logit
+    expected = [naive_sample(row, *place) for row, place in zip(logits, rows, strict=True)]
+    assert draw(logits, [params for params, _ in rows], [position for _, position in rows]) == expected
+
+
+@pytest.mark.parametrize("vocab_size", [97, 4096, 40_000])
+def test_a_row_is_the_same_alone_and_among_others(vocab_size: int) -> None:
+    print("numpy seed 11")
+    rng = np.random.default_rng(11)
+    params = [KINDS[index % len(KINDS)] for index in range(24)]
+    logits = rng.normal(0, 3, (24, vocab_size)).astype(np.float32)
+    positions = rng.integers(0, 5000, 24).tolist()
+    together = draw(logits, params, positions)
+    assert len(set(together)) > 12
+    for row in range(24):
+        assert draw(logits[row : row + 1], params[row : row + 1], positions[row : row + 1]) == [together[row]]
+    order = rng.permutation(24).tolist()
+    shuffled = draw(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    assert shuffled == [together[row] for row in order]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"temperature": 0.0}, {1}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 4}, {1, 3, 4, 0}),
+        ({"top_p": 0.05}, {1}),
+        ({"top_p": 1 / 3 + 0.01}, {1, 3}),
+        ({"min_p": 1.0}, {1, 3, 4}),
+        ({"min_p": 0.3}, {0, 1, 2, 3, 4, 5}),
+        ({"top_k": 5, "min_p": 0.3}, {0, 1, 2, 3, 4}),
+        ({}, {0, 1, 2, 3, 4, 5}),
+    ],
+)
+def test_ties_go_to_the_lower_id(changes: dict[str, Any], expected: set[int]) -> None:
+    logits = np.repeat(np.array([[-1, 0, -1, 0, 0, -1]], np.float32), 600, axis=0)
+    params = replace(SamplingParams(temperature=1.0, seed=1), **changes)
+    assert set(draw(logits, [params] * 600, list(range(600)))) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 6},
+        {"top_p": 0.85},
+        {"min_p": 0.08},
+        {"top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+@pytest.mark.parametrize("varied", ["position", "seed"])
+def test_frequencies_are_those_of_softmax(changes: dict[str, Any], varied: str) -> None:
+    print("numpy seed 5")
+    num_draws = 20_000
+    logits = np.random.default_rng(5).normal(0, 1.2, 12).astype(np.float32)
+    params = replace(SamplingParams(temperature=1.0, seed=77), **changes)
+    rows = SamplingRows.of([params]).repeat(num_draws)
+    positions = torch.arange(num_draws)
+    if varied == "seed":
+        rows, positions = replace(rows, seed=positions * 2654435761), torch.full((num_draws,), 9)
+    tokens = sample(torch.from_numpy(logits).repeat(num_draws, 1), rows, positions)
+    counts = np.bincount(tokens.numpy(), minlength=12)
+    weights, _ = naive_probabilities(logits, params)
+    assert 2 < len(weights) <= 12
+    assert set(np.flatnonzero(counts)) <= set(weights)
+    expected = {token: num_draws * weight / sum(weights.values()) for token, weight in weights.items()}
+    statistic = sum((counts[token] - mean) ** 2 / mean for token, mean in expected.items())
+    assert statistic < CHI_SQUARE_11
+
+
+def test_the_same_noise_couples_draft_and_target() -> None:
+    """Daliri et al. (2024): tokens are equal with probability sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)."""
+    print("numpy seed 8")
+    num_draws = 20_000
+    rng = np.random.default_rng(8)
+    target = rng.normal(0, 1.5, 30).astype(np.float32)
+    draft = target + rng.normal(0, 0.5, 30).astype(np.float32)
+    rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=4)]).repeat(num_draws)
+    tokens = [
+        sample(torch.from_numpy(logits).repeat(num_draws, 1), rows, torch.arange(num_draws))
+        for logits in (draft, target)
+    ]
+    num_equal = accept(tokens[0][:, None], torch.stack((tokens[1], tokens[1]), dim=1))
+    p, q = (np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum() for logits in (target, draft))
+    expected = sum(1 / np.maximum(p / p[token], q / q[token]).sum() for token in range(30))
+    assert 0.6 < expected < 0.9
+    assert num_equal.to(torch.float64).mean().item() == pytest.approx(expected, abs=0.012)
+
+
+def test_extreme_logits_choose_a_token_of_the_vocabulary() -> None:
+    infinite = float("inf")
+    logits = np.zeros((4, 10), np.float32)
+    logits[0, :9] = -infinite
+    logits[1, 4] = 3e38
+    logits[1, 5] = -3e38
+    logits[2] = np.nan
+    logits[3, 3] = infinite
+    for params in KINDS:
+        tokens = draw(logits, [params] * 4, [1, 2, 3, 4])
+        assert tokens[:2] == [9, 4]
+        assert all(0 <= token < 10 for token in tokens)
+    tiny = SamplingParams(temperature=1e-30)
+    logits = np.array([[1.0, 1.5, 1.25, 1.5]], np.float32)
+    assert draw(logits, [tiny], [0])[0] in (1, 3)
+
+
+def test_rows_of_a_table() -> None:
+    table = SamplingRows.greedy(10)
+    assert draw(np.eye(10, dtype=np.float32), [GREEDY] * 10, [0] * 10) == list(range(10))
+    table.put(torch.tensor([7, 2]), SamplingRows.of([KINDS[4], KINDS[5]]))
+    rows = table.take(torch.tensor([2, 3, 7])).repeat(2)
+    expected = SamplingRows.of([KINDS[5], KINDS[5], GREEDY, GREEDY, KINDS[4], KINDS[4]])
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        taken, wanted = getattr(rows, name), getattr(expected, name)
+        assert taken.dtype == wanted.dtype
+        assert torch.equal(taken, wanted), name
+    assert expected.seed[-1] == -(2**63)
+
+
+def test_nothing_is_read_back_from_other_devices() -> None:
+    rows = SamplingRows.greedy(3, device=torch.device("meta"))
+    logits, positions = torch.empty(3, 50, device="meta"), torch.empty(3, dtype=torch.int64, device="meta")
+    assert sample(logits, rows, positions).shape == (3,)
