@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import platform
-import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.scrape import Scrape, scrape
+from benchmarks.serving_stack import free_ports
 from benchmarks.stack import Stack
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client.async_client import AsyncClient
@@ -125,7 +125,7 @@ async def _start_workers(stack: Stack, draft_ms: float, verify_ms: float, *, is_
 async def _measure(
     stack: Stack, device: str, draft_ms: float, verify_ms: float, policy: Policy, repeat: int
 ) -> Measurement:
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     blocking = policy.is_blocking
     arguments = (
         *("--verify", stack.socket(_worker("verify", blocking)), "--draft", stack.socket(_worker("draft", blocking))),
@@ -209,14 +209,6 @@ def _line(m: Measurement) -> str:
 
 def _worker(role: str, is_blocking: bool) -> str:
     return f"{role}-blocking" if is_blocking else role
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in sockets]
-    for server in sockets:
-        server.close()
-    return ports
 
 
 def _log_dir() -> Path:

@@ -40,6 +40,8 @@ class SchedulerConfig:
     """Requests that may wait for a slot."""
     step_timeout_s: float = 60.0
     """A step that takes longer means that a worker hangs."""
+    grace_s: float = 30.0
+    """After the first signal to end, running jobs may take this long."""
     dispatch: str = DISPATCH_TOGETHER
     """ "together", or "acknowledged": a command is sent when all that it waits for was acknowledged."""
     debug: bool = False
@@ -61,7 +63,8 @@ class SchedulerConfig:
         ):
             if not low <= value <= high:
                 raise ConfigError(name, value, f"{low} to {high}")
-        if not self.step_timeout_s > 0:
-            raise ConfigError("step_timeout_s", self.step_timeout_s, "a number above 0")
+        for name, seconds in (("step_timeout_s", self.step_timeout_s), ("grace_s", self.grace_s)):
+            if not 0 < seconds < 86_400:
+                raise ConfigError(name, seconds, "above 0, less than a day")
         if self.dispatch not in (DISPATCH_TOGETHER, DISPATCH_ACKNOWLEDGED):
             raise ConfigError("dispatch", self.dispatch, f"{DISPATCH_TOGETHER} or {DISPATCH_ACKNOWLEDGED}")

@@ -1,0 +1,134 @@
+"""Mean accept length of the bundled drafts, through the real services.
+
+    python -m benchmarks.accept_length --json benchmarks/results/accept_length_cpu.json
+
+K = 4: at T = 0.8 with three seeds over the first 128 tokens behind each held-out prompt, and greedy over the first
+16. Small models repeat themselves, which makes drafting easy: the share of tokens in a repeated 5-gram is beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchmarks.serving_stack import ServingStack
+from slipstream.bundled import prompts
+from slipstream.client.async_client import AsyncClient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUM_DRAFT_TOKENS = 4
+CONCURRENCY = 8
+GRAM = 5
+LOG_DIR = Path("build/benchmarks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is measured."""
+
+    temperature: float
+    max_new_tokens: int
+    seeds: tuple[int, ...]
+
+
+SETTINGS = (
+    Setting(temperature=0.8, max_new_tokens=128, seeds=(1, 2, 3)),
+    Setting(temperature=0.0, max_new_tokens=16, seeds=(0,)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptLength:
+    """What came out."""
+
+    algorithm: str
+    num_draft_tokens: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    num_prompts: int
+    num_verify_steps: int
+    total_draft_tokens: int
+    total_accepted_tokens: int
+    mean_accept_length: float
+    """1 + accepted / verify steps, over all prompts."""
+    repeated_share: float
+    """Of the output's tokens, those that lie in a 5-gram that was there before in the same output."""
+
+
+def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
+    """Share of tokens that lie in a 5-gram that occurs more than once in their output."""
+    inside = 0
+    for output in outputs:
+        grams = [tuple(output[start : start + GRAM]) for start in range(len(output) - GRAM + 1)]
+        counts = Counter(grams)
+        covered: set[int] = set()
+        for start, gram in enumerate(grams):
+            if counts[gram] > 1:
+                covered.update(range(start, start + GRAM))
+        inside += len(covered)
+    return inside / max(1, sum(map(len, outputs)))
+
+
+def main(json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None) -> None:
+    """Measures the standalone draft."""
+    results = asyncio.run(_measure_all("standalone"))
+    for result in results:
+        print(
+            f"{result.algorithm}, K = {result.num_draft_tokens}, T = {result.temperature}, seed {result.seed}, first "
+            f"{result.max_new_tokens} tokens of {result.num_prompts} prompts: mean accept length "
+            f"{result.mean_accept_length:.3f}, {100 * result.repeated_share:.1f} % of tokens in a repeated {GRAM}-gram"
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+async def _measure_all(algorithm: str) -> list[AcceptLength]:
+    async with (
+        ServingStack.start(LOG_DIR) as stack,
+        stack.scheduler(algorithm, arguments=("--num-draft-tokens", str(NUM_DRAFT_TOKENS))) as address,
+        AsyncClient(address) as client,
+    ):
+        return [await _measure(client, algorithm, setting, seed) for setting in SETTINGS for seed in setting.seeds]
+
+
+async def _measure(client: AsyncClient, algorithm: str, setting: Setting, seed: int) -> AcceptLength:
+    room = asyncio.Semaphore(CONCURRENCY)
+
+    async def run(text: str):
+        async with room:
+            chunks = client.generate(
+                text, max_new_tokens=setting.max_new_tokens, temperature=setting.temperature, seed=seed
+            )
+            return [chunk async for chunk in chunks]
+
+    texts = [prompt.text for prompt in prompts()]
+    answers = await asyncio.gather(*map(run, texts))
+    usages = [chunks[-1].usage for chunks in answers]
+    steps = sum(usage.num_verify_steps for usage in usages)
+    accepted = sum(usage.total_accepted_tokens for usage in usages)
+    return AcceptLength(
+        algorithm=algorithm,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        temperature=setting.temperature,
+        max_new_tokens=setting.max_new_tokens,
+        seed=seed,
+        num_prompts=len(texts),
+        num_verify_steps=steps,
+        total_draft_tokens=sum(usage.total_draft_tokens for usage in usages),
+        total_accepted_tokens=accepted,
+        mean_accept_length=1 + accepted / steps,
+        repeated_share=repeated_share([[token for chunk in chunks for token in chunk.token_ids] for chunks in answers]),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

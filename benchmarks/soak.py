@@ -1,0 +1,162 @@
+"""Many clients that come, go and change their minds; afterwards everything must be as it was.
+
+    python -m benchmarks.soak --seconds 120 --json benchmarks/results/soak_cpu.json
+
+Concurrent clients start jobs of random length and cancel some at a random token, by leaving or by CancelJob. Every
+stream must be complete or cancelled and without a gap; afterwards slots and pages must be free again, and no process
+may have a thread or a file descriptor more than before. Status 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.serving_stack import ServingStack
+from slipstream.bundled import prompts
+from slipstream.client.async_client import AsyncClient
+
+NUM_CLIENTS = 32
+MAX_NEW_TOKENS = 64
+SETTLE_S = 20.0
+POLL_S = 0.1
+LOG_DIR = Path("build/benchmarks")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is in use at one moment."""
+
+    num_free_pages: int
+    num_running: int
+    num_waiting: int
+    threads: dict[str, int]
+    """By service."""
+    descriptors: dict[str, int]
+
+
+@dataclass(slots=True)
+class SoakReport:
+    """What happened."""
+
+    seconds: float
+    num_clients: int
+    seed: int
+    outcomes: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+    before: Held | None = None
+    after: Held | None = None
+
+
+async def soak(stack: ServingStack, seconds: float, seed: int, *, num_clients: int = NUM_CLIENTS) -> SoakReport:
+    """Runs the clients for so long and looks at what is left."""
+    report = SoakReport(seconds, num_clients, seed)
+    async with stack.scheduler("standalone") as address, AsyncClient(address) as client:
+        await _warm_up(client, num_clients)
+        report.before = await _settled(client, None)
+        deadline = time.monotonic() + seconds
+        runs = [_client(client, random.Random(f"{seed}-{n}"), deadline, report) for n in range(num_clients)]
+        await asyncio.gather(*runs)
+        report.after = await _settled(client, report.before)
+    if report.after != report.before:
+        report.problems.append(f"before: {report.before}, after: {report.after}")
+    return report
+
+
+async def _client(client: AsyncClient, rng: random.Random, deadline: float, report: SoakReport) -> None:
+    texts = [prompt.text for prompt in prompts()]
+    while time.monotonic() < deadline:
+        length = rng.randint(1, MAX_NEW_TOKENS)
+        cancel_at = rng.randrange(length) if rng.random() < 0.4 else None
+        by_call = rng.random() < 0.5
+        job_id = f"soak-{rng.getrandbits(64):016x}"
+        stream = client.generate(
+            rng.choice(texts),
+            job_id=job_id,
+            max_new_tokens=length,
+            ignore_eos=True,
+            temperature=rng.choice((0.0, 0.8)),
+            seed=rng.getrandbits(32),
+        )
+        tokens, reason = 0, None
+        async for chunk in stream:
+            tokens += len(chunk.token_ids)
+            reason = chunk.finish_reason
+            if cancel_at is not None and tokens > cancel_at and reason is None:
+                if not by_call:
+                    await stream.aclose()
+                    reason = "left"
+                    break
+                await client.cancel_job(job_id)
+                cancel_at = None
+        report.num_tokens += tokens
+        report.outcomes[str(reason)] += 1
+        if reason not in ("length", "abort", "left") or (reason == "length" and tokens != length):
+            report.problems.append(f"{job_id}: {tokens} of {length} tokens, finish reason {reason}")
+
+
+async def _warm_up(client: AsyncClient, num_clients: int) -> None:
+    """Everything that is made on first use is there afterwards."""
+
+    async def run() -> None:
+        async for _ in client.generate(prompts()[0].text, max_new_tokens=4):
+            pass
+
+    await asyncio.gather(*(run() for _ in range(num_clients)))
+
+
+async def _settled(client: AsyncClient, wanted: Held | None) -> Held:
+    """What is in use once it is `wanted`, or once nothing runs; as it is when that does not happen in time."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        held = await _held(client)
+        is_idle = held.num_running == held.num_waiting == 0
+        if (is_idle if wanted is None else held == wanted) or time.monotonic() > deadline:
+            return held
+        await asyncio.sleep(POLL_S)
+
+
+async def _held(client: AsyncClient) -> Held:
+    info = await client.server_info()
+    processes = {service.name: Path("/proc") / str(service.pid) for service in info.services}
+    return Held(
+        num_free_pages=info.num_free_pages,
+        num_running=info.num_running,
+        num_waiting=info.num_waiting,
+        threads={name: len(list((path / "task").iterdir())) for name, path in processes.items()},
+        descriptors={name: len(list((path / "fd").iterdir())) for name, path in processes.items()},
+    )
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="How long the clients keep coming.")] = 120.0,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
+) -> None:
+    """Runs the soak test."""
+
+    async def run() -> SoakReport:
+        async with ServingStack.start(LOG_DIR) as stack:
+            return await soak(stack, seconds, seed)
+
+    report = asyncio.run(run())
+    print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {dict(report.outcomes)}")
+    print(f"before {report.before}\nafter  {report.after}")
+    print("\n".join(report.problems) or "everything as it was")
+    if json_file is not None:
+        json_file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    sys.exit(1 if report.problems else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

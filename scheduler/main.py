@@ -1,0 +1,95 @@
+"""`slipstream-scheduler`: the service that clients talk to. Nothing heavy is imported before the address is claimed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
+
+import typer
+
+from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.listener import Listener
+from slipstream.common.logs import configure_logging
+from slipstream.scheduler.config import SchedulerConfig
+
+LISTEN = "127.0.0.1:50051"
+
+
+def main() -> None:
+    """Entry point."""
+    typer.run(scheduler)
+
+
+def scheduler(
+    verify: Annotated[str, typer.Option(help="Address of the verify service, unix:PATH.")],
+    draft: Annotated[
+        str | None, typer.Option(help="Address of the draft service; without one, verify decodes plainly.")
+    ] = SchedulerConfig.draft,
+    listen: Annotated[str, typer.Option(help="HOST:PORT or unix:PATH for clients.")] = LISTEN,
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Tokens drafted in a step (K).")
+    ] = SchedulerConfig.num_draft_tokens,
+    run_ahead: Annotated[
+        int, typer.Option(help="Steps sent before the result of the first is known, less one.")
+    ] = SchedulerConfig.run_ahead,
+    slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = SchedulerConfig.slots,
+    context_tokens: Annotated[
+        int | None, typer.Option(help="Prompt and output together; what the models were made for.")
+    ] = SchedulerConfig.context_tokens,
+    kv_memory_mib: Annotated[
+        int, typer.Option(help="KV pages of both workers together.")
+    ] = SchedulerConfig.kv_memory_mib,
+    page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page.")] = SchedulerConfig.page_tokens,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens in one prefill step.")
+    ] = SchedulerConfig.chunk_tokens,
+    queue: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = SchedulerConfig.queue,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port on loopback; 0 is any free one.")] = 0,
+    grace_s: Annotated[
+        float, typer.Option(help="After the first SIGTERM, running jobs may take this long.")
+    ] = SchedulerConfig.grace_s,
+    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    dispatch: Annotated[
+        str, typer.Option(help="Measuring: together, or acknowledged (a command waits for what it depends on).")
+    ] = SchedulerConfig.dispatch,
+    debug: Annotated[bool, typer.Option(help="Check the FutureMap's rules at run time.")] = SchedulerConfig.debug,
+    access_log_dir: Annotated[
+        Path | None, typer.Option(help="Debugging: log accesses to shared memory there.")
+    ] = SchedulerConfig.access_log_dir,
+) -> None:
+    """Takes generation jobs and drives the draft and the verify service."""
+    try:
+        configure_logging("scheduler", log_level)
+        config = SchedulerConfig(
+            verify=verify,
+            draft=draft,
+            num_draft_tokens=num_draft_tokens,
+            run_ahead=run_ahead,
+            slots=slots,
+            context_tokens=context_tokens,
+            kv_memory_mib=kv_memory_mib,
+            page_tokens=page_tokens,
+            chunk_tokens=chunk_tokens,
+            queue=queue,
+            grace_s=grace_s,
+            dispatch=dispatch,
+            debug=debug,
+            access_log_dir=access_log_dir,
+        )
+        with Listener.claim(listen, field="listen") as listener:
+            sys.exit(_run(config, listener, metrics_port))
+    except SlipstreamError as error:
+        print(f"slipstream-scheduler: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _run(config: SchedulerConfig, listener: Listener, metrics_port: int) -> int:
+    from slipstream.scheduler.process import run_scheduler
+
+    return asyncio.run(run_scheduler(config, listener, metrics_port))
+
+
+if __name__ == "__main__":
+    main()
