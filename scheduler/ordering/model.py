@@ -36,6 +36,7 @@ class Model:
         self.state = initial_state(draft, run_ahead)
         self.checker = Checker(NUM_LANES, trusts_polls=False)
         self.stuck: list[Stuck] = []
+        self.last_sent: OrderedStep | None = None
         self._alter = alter
         # Of the steps that are not consumed, and of the last that is.
         self._steps: dict[int, tuple[StepKind, StepOperations]] = {}
@@ -46,6 +47,7 @@ class Model:
         twin.state = self.state
         twin.checker = self.checker.copy()
         twin.stuck = self.stuck.copy()
+        twin.last_sent = self.last_sent
         twin._alter = alter or self._alter
         twin._steps = self._steps.copy()
         return twin
@@ -61,6 +63,7 @@ class Model:
         operations = step_operations(command, planned, self.state.draft, self.state.run_ahead)
         self._steps[command.step] = command.kind, operations
         self._carry_out(command.kind, operations.send_lanes)
+        self.last_sent = command
         return planned
 
     def consume(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from slipstream.common.buffers import last_consumed
@@ -37,15 +37,28 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """One element of a sequence."""
+
+    move: Move
+    consumed: int
+    """The last step that the scheduler had consumed when it sent this one."""
+    draft: DraftTraits
+
+
+@dataclass(frozen=True, slots=True)
 class Visit:
     """A sequence up to one more step."""
 
+    sends: tuple[Send, ...]
     before: Model
     """About to send the step."""
     after: Model
     """The step is sent and carried out."""
     is_end: bool
     """Whether the sequence has its full length."""
+    is_new: bool
+    """False if the visit before went through the same commands: only which chunks are the last ones differs."""
 
 
 @cache
@@ -55,12 +68,11 @@ def moves(num_slots: int, ready: int, *, has_draft: bool) -> tuple[Move, ...]:
     found = [Move(StepKind.PLAIN, rows, ready) for rows in ready_subsets]
     if has_draft:
         found.extend(Move(StepKind.DECODE, rows, ready) for rows in ready_subsets if rows)
-    # For each slot: no chunk, a chunk in the middle of a prompt, or the last chunk of one.
-    for chunks in product((None, False, True), repeat=num_slots):
-        if any(is_last is not None for is_last in chunks):
-            started = sum(1 << slot for slot, is_last in enumerate(chunks) if is_last is not None)
-            ended = sum(1 << slot for slot, is_last in enumerate(chunks) if is_last)
-            found.append(Move(StepKind.PREFILL, started, ready & ~started | ended))
+    for rows in range(1, 1 << num_slots):
+        # Any of the chunks may be the last one of its prompt.
+        found.extend(
+            Move(StepKind.PREFILL, rows, ready & ~rows | ends) for ends in range(rows + 1) if ends & ~rows == 0
+        )
     return tuple(found)
 
 
@@ -82,21 +94,29 @@ class Walk:
 
     def visits(self, model: Model, num_steps: int) -> Iterator[Visit]:
         """All sequences of `num_steps` steps that begin with `model`, where no slot is taken yet."""
-        return self._visits(model, num_steps, ready=0, pasts=(0,) * self.num_slots)
+        return self._visits(model, num_steps, sends=(), pasts=(0,) * self.num_slots)
 
-    def _visits(self, model: Model, num_steps: int, *, ready: int, pasts: tuple[int, ...]) -> Iterator[Visit]:
+    def _visits(
+        self, model: Model, num_steps: int, *, sends: tuple[Send, ...], pasts: tuple[int, ...]
+    ) -> Iterator[Visit]:
         step = model.state.step + 1
+        ready = sends[-1].move.ready if sends else 0
         for before in self._befores(model):
+            after = before
             for move in moves(self.num_slots, ready, has_draft=before.state.draft.is_present):
                 present = tuple(move.rows >> slot & 1 | (move.ready >> slot & 1) << 1 for slot in range(self.num_slots))
                 if not _is_first_of_its_kind(pasts, present):
                     continue
-                after = before.copy()
-                after.send(move.as_step(step))
-                yield Visit(before, after, num_steps == 1)
+                command = move.as_step(step)
+                is_new = after.last_sent != command
+                if is_new:
+                    after = before.copy()
+                    after.send(command)
+                longer = (*sends, Send(move, before.state.consumed, before.state.draft))
+                yield Visit(longer, before, after, is_end=num_steps == 1, is_new=is_new)
                 if num_steps > 1:
-                    longer = tuple(past << 2 | now for past, now in zip(pasts, present, strict=True))
-                    yield from self._visits(after, num_steps - 1, ready=move.ready, pasts=longer)
+                    grown = tuple(past << 2 | now for past, now in zip(pasts, present, strict=True))
+                    yield from self._visits(after, num_steps - 1, sends=longer, pasts=grown)
 
     def _befores(self, model: Model) -> Iterator[Model]:
         # The states in which the next step may be sent.
