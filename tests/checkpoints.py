@@ -80,7 +80,7 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], *, num_files: in
     if num_files == 1:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return
-    locations = {}
+    locations: dict[str, str] = {}
     for index in range(num_files):
         file = f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
         part = dict(list(weights.items())[index::num_files])

@@ -102,16 +102,16 @@ def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
     yield "model.norm.weight", _Slot("norm.weight", 0, (hidden,))
     if not config.tie_word_embeddings:
         yield "lm_head.weight", _Slot("head.weight", 0, vocab)
-    attention, gated = config.has_attention_bias, config.has_mlp_bias
+    has_qkv_bias, has_mlp_bias = config.has_qkv_bias, config.has_mlp_bias
     # name in the checkpoint, ours, first row, rows, columns, bias
     projections = (
-        ("self_attn.q_proj", "qkv", 0, q, hidden, attention),
-        ("self_attn.k_proj", "qkv", q, kv, hidden, attention),
-        ("self_attn.v_proj", "qkv", q + kv, kv, hidden, attention),
-        ("self_attn.o_proj", "output", 0, hidden, q, attention),
-        ("mlp.gate_proj", "gate_up", 0, mlp, hidden, gated),
-        ("mlp.up_proj", "gate_up", mlp, mlp, hidden, gated),
-        ("mlp.down_proj", "down", 0, hidden, mlp, gated),
+        ("self_attn.q_proj", "qkv", 0, q, hidden, has_qkv_bias),
+        ("self_attn.k_proj", "qkv", q, kv, hidden, has_qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, kv, hidden, has_qkv_bias),
+        ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias),
+        ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
+        ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
+        ("mlp.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
     )
     for index in range(config.num_layers):
         theirs, ours = f"model.layers.{index}", f"layers.{index}"

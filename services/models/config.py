@@ -50,8 +50,9 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool
-    has_attention_bias: bool = False
-    """Whether the four projections of attention have a bias."""
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    """Whether attention's last projection has a bias."""
     has_mlp_bias: bool = False
     """Whether the three projections of the MLP have a bias."""
     bos_token_id: int | None = None
@@ -80,7 +81,8 @@ class ModelConfig:
             max_position_embeddings=fields.count("max_position_embeddings"),
             rope=_rope(fields),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
-            has_attention_bias=bool(fields.get("attention_bias")),
+            has_qkv_bias=bool(fields.get("attention_bias")),
+            has_output_bias=bool(fields.get("attention_bias")),
             has_mlp_bias=bool(fields.get("mlp_bias")),
             bos_token_id=fields.get("bos_token_id"),
             eos_token_ids=_eos_token_ids(path, fields),

@@ -67,8 +67,8 @@ class DecoderLayer(nn.Module):
             return RMSNorm(empty_parameter(hidden, device=device, dtype=dtype), config.rms_norm_eps)
 
         self.attention_norm = norm()
-        self.qkv = linear(hidden, config.q_size + 2 * config.kv_size, config.has_attention_bias)
-        self.output = linear(config.q_size, hidden, config.has_attention_bias)
+        self.qkv = linear(hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
+        self.output = linear(config.q_size, hidden, config.has_output_bias)
         self.mlp_norm = norm()
         self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias)
         self.down = linear(mlp_size, hidden, config.has_mlp_bias)

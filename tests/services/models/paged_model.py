@@ -62,7 +62,8 @@ class PagedModel:
 
     def output(self, batch: ForwardBatch, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
         """The decoder's own output."""
-        return self.decoder(batch, self.cache, aux_layers=aux_layers)
+        output: DecoderOutput = self.decoder(batch, self.cache, aux_layers=aux_layers)
+        return output
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Prefills all prompts in one batch, then decodes them together."""

@@ -54,7 +54,12 @@ def test_all_fields(tmp_path: Path) -> None:
 
 
 def test_older_files_leave_fields_out(tmp_path: Path) -> None:
-    changes = {"head_dim": "absent", "num_key_value_heads": "absent", "rope_parameters": "absent", "dtype": "absent"}
+    changes: dict[str, Any] = {
+        "head_dim": "absent",
+        "num_key_value_heads": "absent",
+        "rope_parameters": "absent",
+        "dtype": "absent",
+    }
     changes |= {"rope_theta": 500.0, "torch_dtype": "float16", "rope_scaling": {"type": "linear", "factor": 2.0}}
     config = ModelConfig.from_directory(write_config(tmp_path, changes))
     assert (config.head_dim, config.num_kv_heads, config.dtype) == (16, 4, torch.float16)

@@ -49,7 +49,7 @@ def variant(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def reference(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def test_logits_are_those_of_transformers(variant: Path) -> None:
@@ -78,7 +78,7 @@ def test_greedy_tokens_are_those_of_transformers_in_batches_of_different_lengths
 
 def test_aux_hidden_states_are_the_inputs_of_layers(checkpoint: Path, model: PagedModel) -> None:
     prompt = random_tokens(20, seed=5)
-    states = []
+    states: list[torch.Tensor] = []
     theirs = reference(checkpoint)
     for layer in theirs.model.layers:
         layer.register_forward_pre_hook(lambda _, args, states=states: states.append(args[0]))
