@@ -1,0 +1,82 @@
+"""What a server runs, and how full it is: the answer to `GetServerInfo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from slipstream.protos import generation_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceState:
+    """A service and where it is."""
+
+    name: str
+    """ "scheduler", "draft" or "verify"."""
+    address: str
+    """gRPC address."""
+    pid: int
+    """Process id on its host."""
+    metrics_port: int = 0
+    """Port of its Prometheus endpoint; 0 if it has none."""
+    model: str = ""
+    """Name of its model; empty if it has none."""
+    device: str = ""
+    """What it computes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerState:
+    """The whole server at one moment."""
+
+    version: str
+    model: str
+    """The target model's directory name."""
+    vocab_size: int
+    """Token ids are below it."""
+    context_tokens: int
+    """Prompt and output together have at most this many."""
+    algorithm: str
+    """ "standalone", or "none" when nothing drafts."""
+    num_draft_tokens: int
+    """Tokens drafted in a step."""
+    run_ahead: int
+    """Steps that are sent before the result of the first of them is known."""
+    num_slots: int
+    """Requests that run at the same time."""
+    page_tokens: int
+    """Tokens in a KV page."""
+    num_pages: int
+    num_free_pages: int
+    queue_capacity: int
+    """Requests that may wait."""
+    num_waiting: int
+    num_running: int
+    epoch: int
+    """Grows with each attachment to the workers."""
+    services: tuple[ServiceState, ...]
+    """The scheduler and the workers attached now."""
+    fence: str
+    """ "host" on a CPU; "timeline" or "event" on a GPU."""
+
+    def to_pb(self) -> generation_pb2.GetServerInfoResponse:
+        """The state as it travels."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        services = [
+            generation_pb2.ServiceInfo(**{name: getattr(service, name) for name in _SERVICE})
+            for service in self.services
+        ]
+        return generation_pb2.GetServerInfoResponse(**plain, services=services)
+
+    @classmethod
+    def from_pb(cls, message: generation_pb2.GetServerInfoResponse) -> ServerState:
+        """The state that `to_pb` was made of."""
+        plain = {name: getattr(message, name) for name in _PLAIN}
+        services = tuple(
+            ServiceState(**{name: getattr(service, name) for name in _SERVICE}) for service in message.services
+        )
+        return cls(**plain, services=services)
+
+
+_SERVICE = tuple(field.name for field in fields(ServiceState))
+_PLAIN = tuple(field.name for field in fields(ServerState) if field.name != "services")

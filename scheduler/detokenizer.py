@@ -1,0 +1,223 @@
+"""Tokens to text while they come in: no character is ever sent in halves, and none is decoded twice.
+
+What was sent for a job, put together, is what the tokenizer makes of all its tokens at once. That rules out
+decoding each token alone (a character may take several, and the first one may lose a space), and
+speed rules out decoding all of them again. So the tokenizer's decoder is looked at once, and each
+token's share of the text is kept:
+
+- Byte-level decoders: a token is bytes, and the text is their UTF-8.
+- Decoders that go piece by piece, with bytes as a fallback (SentencePiece's, as a rule): a token is text, other
+  behind a first token than as the first. Bytes in a row are text only together, when the row has ended.
+- Any other decoder: a window of the last tokens is decoded, as far back as their text was certain.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+
+MAX_WINDOW_TOKENS = 32
+"""No character takes as many: what is not text by then never will be."""
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PIECEWISE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
+
+
+class Detokenizer(Protocol):
+    """The text of one job."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; empty for a special token."""
+
+    def finish(self) -> str:
+        """The rest, U+FFFD in place of bytes that are no character."""
+
+
+class Vocabulary:
+    """What each token of a `transformers` tokenizer adds to a text. One for all jobs; fills up as tokens are seen."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._steps = [] if self._backend is None else _decoder_steps(self._backend.decoder)
+        self._special = self._special_tokens()
+        self._bytes: dict[int, bytes] = {}
+        self._pieces: dict[int, str | None] = {}
+        self._texts: dict[int, tuple[str, str]] = {}
+
+    def new_detokenizer(self) -> Detokenizer:
+        """For a job that begins."""
+        kinds = [step["type"] for step in self._steps]
+        if kinds == ["ByteLevel"]:
+            return ByteLevelDetokenizer(self)
+        if self._backend is not None and _is_piecewise(self._steps):
+            return PieceDetokenizer(self, has_byte_pieces="ByteFallback" in kinds)
+        return WindowDetokenizer(self.decode)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens as the tokenizer has it, special ones left out."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def piece(self, token_id: int) -> str | None:
+        """The token as the decoder sees it; None if it is special, or is a number without a token."""
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            assert self._backend is not None, "pieces are a tokenizer backend's"
+            piece = self._backend.id_to_token(token_id)
+            return self._pieces.setdefault(token_id, None if piece in self._special else piece)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token of a byte-level vocabulary."""
+        try:
+            return self._bytes[token_id]
+        except KeyError:
+            return self._bytes.setdefault(token_id, _byte_level(self.piece(token_id) or ""))
+
+    def texts_of(self, token_id: int, piece: str) -> tuple[str, str]:
+        """The text of a piece that is the first of all, and that of one behind another."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            return self._texts.setdefault(token_id, (self.join([piece]), self.join_behind([piece])))
+
+    def join(self, pieces: list[str]) -> str:
+        """The text of pieces with nothing before them."""
+        assert self._backend is not None, "pieces are a tokenizer backend's"
+        decoder = self._backend.decoder
+        text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
+        return text
+
+    def join_behind(self, pieces: list[str]) -> str:
+        """The text that pieces add to what was before them."""
+        return self.join(["a", *pieces])[len(self.join(["a"])) :]
+
+    def _special_tokens(self) -> frozenset[str]:
+        if self._backend is None:
+            return frozenset()
+        added = self._backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+
+class ByteLevelDetokenizer:
+    """A token is bytes."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes_of = vocabulary.bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        return self._decoder.decode(self._bytes_of(token_id))
+
+    def finish(self) -> str:
+        """See `Detokenizer`."""
+        return self._decoder.decode(b"", final=True)
+
+
+class PieceDetokenizer:
+    """A token is a piece of text, or a single byte that only its neighbours make a character."""
+
+    def __init__(self, vocabulary: Vocabulary, *, has_byte_pieces: bool) -> None:
+        self._vocabulary = vocabulary
+        self._has_byte_pieces = has_byte_pieces
+        self._bytes: list[str] = []
+        self._is_first = True
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        piece = self._vocabulary.piece(token_id)
+        if piece is None:
+            return ""
+        if self._has_byte_pieces and _BYTE_PIECE.fullmatch(piece):
+            self._bytes.append(piece)
+            return ""
+        before = self.finish() if self._bytes else ""
+        first, behind = self._vocabulary.texts_of(token_id, piece)
+        text = before + (first if self._is_first else behind)
+        self._is_first = False
+        return text
+
+    def finish(self) -> str:
+        """See `Detokenizer`."""
+        pieces, self._bytes = self._bytes, []
+        if not pieces:
+            return ""
+        join = self._vocabulary.join if self._is_first else self._vocabulary.join_behind
+        self._is_first = False
+        return join(pieces)
+
+
+class WindowDetokenizer:
+    """Decodes the last tokens again with each new one."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._num_read = 0
+        self._sent = ""
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT) and len(self._window) - self._num_read < MAX_WINDOW_TOKENS:
+            return ""
+        new = text[len(self._sent) :]
+        # The tokens whose text is new are what the next ones are decoded behind.
+        if new:
+            self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        self._sent = self._decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        """See `Detokenizer`."""
+        return self._decode(self._window)[len(self._sent) :]
+
+
+def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _is_piecewise(steps: list[dict[str, Any]]) -> bool:
+    """Whether a piece's text depends on nothing but whether there is one before it."""
+    is_fused = False
+    for step in steps:
+        is_fused = is_fused or step["type"] == "Fuse"
+        if step["type"] not in _PIECEWISE:
+            return False
+        # On the whole text, more than one leading character, or any at the end, may come from several pieces.
+        if step["type"] == "Strip" and is_fused and (step["start"] > 1 or step["stop"] > 0):
+            return False
+    return True
+
+
+def _byte_level(piece: str) -> bytes:
+    """The bytes that a byte-level vocabulary writes as printable characters; other text is itself."""
+    alphabet = _byte_alphabet()
+    if all(character in alphabet for character in piece):
+        return bytes(alphabet[character] for character in piece)
+    return piece.encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,99 @@
+"""What a user of the server feels: how long requests wait, start, go on and take, and how they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
+
+REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+
+FAILED = "error"
+REFUSED = "refused"
+DISCONNECTED = "disconnected"
+OUTCOMES = ("stop", "length", "abort", FAILED, REFUSED, DISCONNECTED)
+"""How a request ends: the finish reasons, and the ways without one."""
+
+
+class RequestMetrics:
+    """Written on the event loop."""
+
+    def __init__(
+        self, registry: CollectorRegistry, *, num_running: Callable[[], int], num_waiting: Callable[[], int]
+    ) -> None:
+        """The two callables are read at each scrape, on a thread of its own."""
+        self._first_token = Histogram(
+            "slipstream_time_to_first_token_seconds",
+            "Time from the arrival of a request to its first token.",
+            buckets=FIRST_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self._inter_token = Histogram(
+            "slipstream_inter_token_latency_seconds",
+            "Time between tokens of a request; those that arrive together share the time since the ones before.",
+            buckets=TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self._end_to_end = Histogram(
+            "slipstream_e2e_request_latency_seconds",
+            "Time from the arrival of a request to its end.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self._queue = Histogram(
+            "slipstream_request_queue_time_seconds",
+            "Time that a request waited for a slot.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "slipstream_prompt_tokens_total", "Tokens of the prompts of requests that began.", registry=registry
+        )
+        self._generation_tokens = Counter(
+            "slipstream_generation_tokens_total", "Tokens sent to clients.", registry=registry
+        )
+        requests = Counter(
+            "slipstream_requests_total",
+            "Requests by how they ended: at a stop token, at their length, cancelled by a call, with an error, "
+            "refused because the queue is full or closed, or because the client went away.",
+            ("outcome",),
+            registry=registry,
+        )
+        self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
+        self._gauge("slipstream_num_requests_running", "Requests that have a slot.", num_running, registry)
+        self._gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.", num_waiting, registry)
+
+    def started(self, *, prompt_tokens: int, queue_seconds: float, first_token_seconds: float) -> None:
+        """A request's first token is there; both times are from its arrival."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._queue.observe(queue_seconds)
+        self._first_token.observe(first_token_seconds)
+
+    def went_on(self, num_tokens: int, seconds: float) -> None:
+        """More tokens of a request are there, so long after the ones before."""
+        for _ in range(num_tokens):
+            self._inter_token.observe(seconds / num_tokens)
+
+    def sent(self, num_tokens: int) -> None:
+        """Tokens go out to a client."""
+        self._generation_tokens.inc(num_tokens)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """A request came to its end, so long after its arrival; `reason` is a finish reason."""
+        self._outcomes[reason].inc()
+        self._end_to_end.observe(seconds)
+
+    def lost(self, outcome: str) -> None:
+        """A request is over before its end: FAILED, REFUSED or DISCONNECTED."""
+        self._outcomes[outcome].inc()
+
+    @staticmethod
+    def _gauge(name: str, documentation: str, value: Callable[[], int], registry: CollectorRegistry) -> None:
+        Gauge(name, documentation, registry=registry).set_function(value)
