@@ -79,7 +79,7 @@ class _Demo:
 
     async def _run_workload(self, server: str, title: str) -> DemoRun:
         status = await fetch_status(server)
-        metrics_port = next(service.metrics_port for service in status.services if service.name == "scheduler")
+        metrics_port = status.service("scheduler").metrics_port
         self._console.rule(title)
         self._console.print(legend(self._console))
         prompts = self._workload.prompts

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc
-
 from slipstream.cli.demo_report import DemoRun
 from slipstream.cli.step_times import StepTimes
-from slipstream.protos import generation_pb2, generation_pb2_grpc
+from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from slipstream.bundled import Prompt
     from slipstream.cli.demo_screen import Screen
+    from slipstream.common.chunk import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,28 +30,15 @@ class Workload:
     seed: int
     """Of the first prompt; the others count on from it."""
 
-    def request(self, index: int) -> generation_pb2.GenerateRequest:
-        """For the prompt with this index."""
-        return generation_pb2.GenerateRequest(
-            text=self.prompts[index].text,
-            sampling_params=generation_pb2.SamplingParams(
-                max_new_tokens=self.max_new_tokens,
-                temperature=self.temperature,
-                seed=self.seed + index,
-                ignore_eos=True,
-            ),
-        )
-
 
 async def run_workload(server: str, metrics_port: int, workload: Workload, screen: Screen, title: str) -> DemoRun:
     """Runs all of it side by side. The steps' times are those between two scrapes around it."""
-    async with grpc.aio.insecure_channel(server, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+    async with AsyncClient(server) as client:
         before = await StepTimes.scrape(metrics_port)
         start = time.monotonic()
         with screen:
             outputs = await asyncio.gather(
-                *(_generate(stub, workload.request(index), screen, index) for index in range(len(workload.prompts)))
+                *(_generate(client, workload, index, screen) for index in range(len(workload.prompts)))
             )
         seconds = time.monotonic() - start
         after = await StepTimes.scrape(metrics_port)
@@ -68,14 +55,23 @@ async def run_workload(server: str, metrics_port: int, workload: Workload, scree
 
 
 async def _generate(
-    stub: generation_pb2_grpc.GenerationStub, request: generation_pb2.GenerateRequest, screen: Screen, index: int
-) -> tuple[tuple[int, ...], generation_pb2.Usage]:
+    client: AsyncClient, workload: Workload, index: int, screen: Screen
+) -> tuple[tuple[int, ...], Usage]:
     token_ids: list[int] = []
-    usage = generation_pb2.Usage()
-    async for response in stub.Generate(request):
-        token_ids += response.token_ids
-        usage = response.usage
-        screen.add(index, pieces(response.text, response.text_lengths, response.is_draft))
+    usage: Usage | None = None
+    chunks = client.generate(
+        workload.prompts[index].text,
+        max_new_tokens=workload.max_new_tokens,
+        temperature=workload.temperature,
+        seed=workload.seed + index,
+        ignore_eos=True,
+    )
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            token_ids += chunk.token_ids
+            usage = chunk.usage
+            screen.add(index, pieces(chunk.text, chunk.text_lengths, chunk.is_draft))
+    assert usage is not None, "the last chunk has the usage"
     return tuple(token_ids), usage
 
 

@@ -96,7 +96,7 @@ def up(
         float, typer.Option(metavar="SECONDS", help="Time for the models to load.")
     ] = UpConfig.ready_timeout_s,
     drain_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time for a service to finish its work when stopped.")
+        float, typer.Option(metavar="SECONDS", help="Time for running requests to finish when stopped.")
     ] = UpConfig.drain_timeout_s,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False,
 ) -> None:
@@ -123,6 +123,51 @@ def up(
     from slipstream.cli.up import run_up
 
     _exit_with(run_up(config, is_verbose=verbose))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
+    server: ServerOption = DEFAULT_SERVER,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens to generate at most.  [default: the server's]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="0 takes the likeliest token; above, tokens are sampled.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="The same seed gives the same tokens.  [default: drawn]")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens that sum to P.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="P", help="Sample from tokens P times as likely as the likeliest.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.")] = False,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="A token that ends the output; may be repeated.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON line at the end, with text, token ids and counts.")
+    ] = False,
+) -> None:
+    """Continue a prompt, and print the text as it comes. Ctrl-C cancels the job."""
+    from slipstream.cli.generate import GenerateOptions, run_generate
+
+    options = GenerateOptions(
+        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop_token_id or (),
+    )
+    _exit_with(run_generate(server, options, as_json=as_json))
 
 
 @app.command()

@@ -58,6 +58,7 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
         "--page-tokens": scheduler.page_tokens,
         "--chunk-tokens": scheduler.chunk_tokens,
         "--queue": scheduler.queue,
+        "--grace-s": scheduler.grace_s,
     }
     if scheduler.draft is not None:
         options |= {"--draft": scheduler.draft, "--num-draft-tokens": scheduler.num_draft_tokens}

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 from slipstream.common.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.errors import ConfigError
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.main import LISTEN
 from slipstream.services.config import WorkerConfig
 
 if TYPE_CHECKING:
     from slipstream.cli.model_choice import ModelChoice
 
-DEFAULT_SERVER = "127.0.0.1:50051"
+DEFAULT_SERVER = LISTEN
 """Where `up` listens, and where `generate` and `status` look."""
 
 _SOCKET_FOLDER = "sockets"
@@ -51,8 +52,8 @@ class UpConfig:
     """Directory for sockets and logs, made if it is not there; one `up` at a time."""
     ready_timeout_s: float = 300.0
     """Time for the models to load, in seconds."""
-    drain_timeout_s: float = 30.0
-    """Time for each service to finish its work when it is stopped, in seconds."""
+    drain_timeout_s: float = SchedulerConfig.grace_s
+    """Time for running requests to finish when the services are stopped, in seconds."""
 
     def __post_init__(self) -> None:
         if not isinstance(parse_address(self.listen, field="listen"), TcpAddress):
@@ -60,8 +61,8 @@ class UpConfig:
         parse_address(self.socket("verify"), field="state_dir")
         for name in ("ready_timeout", "drain_timeout"):
             value: float = getattr(self, f"{name}_s")
-            if not 0 <= value <= 86400:
-                raise ConfigError(name, value, "0 to 86400 seconds")
+            if not 0 < value <= 86400:
+                raise ConfigError(name, value, "above 0, to 86400 seconds")
         for worker in self.workers:
             self.worker(worker)
         _ = self.scheduler
@@ -91,6 +92,7 @@ class UpConfig:
             page_tokens=self.page_tokens,
             chunk_tokens=self.chunk_tokens,
             queue=self.queue,
+            grace_s=self.drain_timeout_s,
         )
 
     def socket(self, service: str) -> str:

@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cli.running import slipstream
+
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(30)
-
-
-def slipstream(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
-    return subprocess.run(
-        (sys.executable, "-m", "slipstream.cli.main", *arguments),
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("module", ["main", "up", "server_status", "supervisor"])

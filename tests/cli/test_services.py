@@ -1,0 +1,126 @@
+"""The real services, through the command line: up, status, generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.cli.running import leftovers, running, running_up, slipstream, status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.cli.running import Running
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the `up` that most tests share."""
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def up(state_dir: Path) -> Iterator[Running]:
+    """The bundled pair, ready."""
+    with running_up(state_dir) as up:
+        yield up
+
+
+@pytest.fixture
+def server(up: Running, state_dir: Path) -> str:
+    """Its address."""
+    return (state_dir / "server").read_text()
+
+
+def test_status_shows_every_service(server: str, up: Running) -> None:
+    found = slipstream("status", "--server", server, "--json")
+    assert found.returncode == 0
+    shown = json.loads(found.stdout)
+    assert shown["healthy"]
+    assert {service["name"] for service in shown["services"]} == {"scheduler", "draft", "verify"}
+    assert {service["pid"] for service in shown["services"]} == {child.pid for child in up.children()}
+    assert all(service["health"] == "SERVING" and service["metrics_port"] for service in shown["services"])
+    table = slipstream("status", "--server", server)
+    assert table.returncode == 0
+    assert "SERVING" in table.stdout
+
+
+def test_generate_streams_text_and_reports(server: str) -> None:
+    options = ("generate", "--server", server, "--max-new-tokens", "24", "--temperature", "0.8", "--seed", "7")
+    plain = slipstream(*options, "def add(a, b):\n")
+    assert plain.returncode == 0, plain.stderr
+    report = json.loads(slipstream(*options, "--json", "-", stdin="def add(a, b):\n").stdout.splitlines()[-1])
+    assert plain.stdout.rstrip("\n") == report["text"].rstrip("\n")
+    assert len(report["token_ids"]) <= 24
+    assert report["finish_reason"] in ("stop", "length")
+    assert report["total_draft_tokens"] > report["total_accepted_tokens"] > 0
+    assert 1 < report["mean_accept_length"] <= 5
+
+
+def test_a_bad_parameter_is_one_line_that_names_it(server: str) -> None:
+    found = slipstream("generate", "--server", server, "--top-p", "1.5", "x")
+    assert found.returncode == 2
+    assert "top_p" in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+def test_an_interrupt_cancels_the_job(server: str, state_dir: Path) -> None:
+    options = ("--max-new-tokens", "900", "--ignore-eos", "--temperature", "1")
+    with running("generate", "--server", server, *options, "import os\n") as generate:
+        while status(state_dir)["num_running"] == 0:
+            assert generate.process.poll() is None
+        generate.signal(signal.SIGINT)
+        code, _, errors = generate.end()
+    assert code == 130
+    assert "Traceback" not in errors
+    while status(state_dir)["num_running"]:
+        time.sleep(0.05)
+
+
+def test_a_second_up_is_refused_and_the_first_serves_on(server: str, state_dir: Path, tmp_path: Path) -> None:
+    same_dir = slipstream("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0")
+    assert (same_dir.returncode, "--state-dir: got" in same_dir.stderr) == (2, True)
+    same_port = slipstream("up", "--state-dir", str(tmp_path / "other"), "--listen", server)
+    assert (same_port.returncode, "--listen: got" in same_port.stderr) == (2, True)
+    assert slipstream("status", "--server", server).returncode == 0
+
+
+def test_up_ends_with_an_error_that_names_the_service_that_died(up: Running, state_dir: Path) -> None:
+    services = {service["name"]: service["pid"] for service in status(state_dir)["services"]}
+    children = up.children()
+    os.kill(services["draft"], signal.SIGKILL)
+    code, output, errors = up.end()
+    assert code == 1
+    assert "draft was killed by SIGKILL" in errors
+    assert "serving" in errors  # the end of its log
+    assert "Slipstream" in output  # the table from when it was ready
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not leftovers(state_dir)
+
+
+def test_services_die_with_a_killed_up_and_the_next_one_starts(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    with running_up(state_dir, "--algorithm", "none") as up:
+        children = up.children()
+        assert len(children) == 2
+        up.signal(signal.SIGKILL)
+        up.end()
+        assert not psutil.wait_procs(children, timeout=5)[1]
+    (state_dir / "server").unlink()
+    with running_up(state_dir, "--algorithm", "none") as up:
+        assert status(state_dir)["algorithm"] == "none"
+        children = up.children()
+        up.signal(signal.SIGTERM)
+        code, _, _ = up.end()
+    assert code == 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not leftovers(state_dir)
