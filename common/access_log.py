@@ -40,6 +40,8 @@ class LogOp(enum.StrEnum):
     WAIT = "wait"
     POLL = "poll"
     """A poll that was seen true; one that was not says nothing about the order."""
+    RELEASE = "release"
+    """The owner of a fence signals in place of a producer that is gone."""
     SEND = "send"
     RECV = "recv"
 
@@ -61,6 +63,10 @@ class AccessLog(Protocol):
 
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
         """The stream signals `value`, or has come past it by a wait or by a poll that was seen true."""
+        ...
+
+    def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
+        """The scheduler releases everyone in `epoch` who waits for up to `value`."""
         ...
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
@@ -85,6 +91,9 @@ class NullAccessLog:
         """Keeps nothing."""
 
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
+        """Keeps nothing."""
+
+    def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
         """Keeps nothing."""
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
@@ -122,6 +131,12 @@ class JsonLinesAccessLog:
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
         """The stream signals `value`, or has come past it by a wait or by a poll that was seen true."""
         self._append(op, step, f'"fence":"{fence.name}","value":{value}')
+
+    def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
+        """The scheduler releases everyone in `epoch` who waits for up to `value`."""
+        current, self._epoch = self._epoch, epoch
+        self._append(LogOp.RELEASE, value, f'"fence":"{fence.name}","value":{value}')
+        self._epoch = current
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
         """The scheduler is about to send the worker its command of `step`."""

@@ -103,7 +103,7 @@ class Checker:
             self._access(lane, operation)
             return True
         match operation.op:
-            case LogOp.SIGNAL:
+            case LogOp.SIGNAL | LogOp.RELEASE:
                 self._signal(lane, operation)
             case LogOp.WAIT | LogOp.POLL:
                 return self._join_signal(lane, operation)

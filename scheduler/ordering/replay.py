@@ -93,7 +93,8 @@ class Replay:
 
     def report(self) -> Report:
         """Carries the run out again. Raises ConfigError where a log is broken."""
-        stuck = run(self._checker, [self._lane(number) for number in range(len(self._logs))])
+        lanes = [self._lane(number) for number in range(len(self._logs))]
+        stuck = run(self._checker, lanes)
         races = self._checker.races
         unexcused = tuple(race for race in races if not self._is_excused(race))
         return Report(
@@ -104,7 +105,7 @@ class Replay:
             num_ordered=self._checker.num_ordered,
             num_excused=len(races) - len(unexcused),
             races=unexcused,
-            stuck=tuple(one for one in stuck if self._is_expected_to_go_on(one)),
+            stuck=tuple(one for one in stuck if self._is_expected_to_go_on(one, lanes[one.lane])),
         )
 
     def _lane(self, number: int) -> Iterator[Operation]:
@@ -112,7 +113,7 @@ class Replay:
             if index == 1:
                 self._supersede_drafts_before(number)
             self._last_epoch = max(self._last_epoch, operation.epoch)
-            if operation.op is LogOp.SIGNAL and operation.stream is StreamName.SCHEDULER:
+            if operation.op is LogOp.RELEASE:
                 self._released[operation.epoch] = max(self._released.get(operation.epoch, 0), operation.value)
             yield operation
 
@@ -132,8 +133,11 @@ class Replay:
             for operation in (race.first, race.second)
         )
 
-    def _is_expected_to_go_on(self, stuck: Stuck) -> bool:
-        return not self._logs[stuck.lane].is_superseded and stuck.operation.epoch == self._last_epoch
+    def _is_expected_to_go_on(self, stuck: Stuck, rest: Iterator[Operation]) -> bool:
+        if self._logs[stuck.lane].is_superseded:
+            return False
+        epoch = stuck.operation.epoch
+        return epoch == self._last_epoch or any(operation.epoch > epoch for operation in rest)
 
 
 def read_log(path: Path) -> Iterator[Operation]:
@@ -146,7 +150,7 @@ def read_log(path: Path) -> Iterator[Operation]:
                 record = json.loads(line)
                 operation = _operation(record)
                 is_next = record["seq"] == seq
-            except (KeyError, TypeError, ValueError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path.name}:{seq + 1}", line, "a line of a log of accesses") from error
             if not is_next:
                 raise ConfigError(f"{path.name}:{seq + 1}", record["seq"], f"seq {seq}")
