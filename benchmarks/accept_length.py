@@ -19,7 +19,7 @@ import typer
 
 from benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
-from slipstream.client.async_client import AsyncClient
+from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ from benchmarks.scrape import Scrape, scrape
 from benchmarks.serving_stack import free_ports
 from benchmarks.stack import Stack
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.client.async_client import AsyncClient
+from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

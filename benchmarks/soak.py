@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
-from slipstream.client.async_client import AsyncClient
+from slipstream.client import AsyncClient
 
 NUM_CLIENTS = 32
 MAX_NEW_TOKENS = 64

@@ -120,9 +120,10 @@ class Batch:
         """Ends jobs, running or not yet; those that are over stay as they are."""
         return [self._abort(job, Progress(finish_reason=FinishReason.ABORT)) for job in jobs if not _is_over(job)]
 
-    def fail(self, error: SlipstreamError) -> list[Delivery]:
-        """Ends every running job with an error."""
-        return [self._abort(request.job, Progress(error=error)) for request in list(self._running.values())]
+    def fail(self, error: SlipstreamError, *, waiting: list[Job]) -> list[Delivery]:
+        """Ends every running job, and those that wait, with an error."""
+        running = [request.job for request in self._running.values()]
+        return [self._abort(job, Progress(error=error)) for job in (*running, *waiting)]
 
     def _abort(self, job: Job, progress: Progress) -> Delivery:
         job.counts.finished_at = time.monotonic()

@@ -17,7 +17,6 @@ from slipstream.common.errors import (
 )
 from slipstream.common.step import Role
 from slipstream.scheduler.epoch import Epoch
-from slipstream.scheduler.jobs import Progress
 from slipstream.scheduler.sizing import EpochSizes, Workers
 from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.worker_link import LinkThread, WorkerLink
@@ -156,8 +155,7 @@ class Conductor:
         self._queue.wait_for_stop(RETRY_S)
 
     def _end_jobs(self, epoch: Epoch, error: UnavailableError) -> None:
-        deliveries = epoch.batch.fail(error)
-        deliveries += [(job, Progress(error=error)) for job in self._queue.take_all()]
+        deliveries = epoch.batch.fail(error, waiting=self._queue.take_all())
         if deliveries:
             self._deliver(deliveries)
 

@@ -54,6 +54,7 @@ class Epoch:
         self.sizes = sizes
         self.workers = workers
         self.batch = Batch(sizes.batch)
+        self.fence_kind = device.fence_kind
         self._config = config
         self._device = device
         self._links = links

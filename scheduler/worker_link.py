@@ -7,12 +7,13 @@ wait for the fan-out of the last one's tokens. The scheduler's loop calls from i
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
-from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.errors import CancelledError, SlipstreamError, UnavailableError
 from slipstream.common.keepalive import SAME_HOST
 from slipstream.common.status import error_from_rpc
 from slipstream.common.wire import attachment_to_pb, command_to_pb, description_from_pb
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from slipstream.common.worker_contract import Attachment, WorkerDescription
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 ATTACH_TIMEOUT_S = 300.0
 """Attaching allocates the KV pages and warms up."""
@@ -45,7 +48,7 @@ class LinkThread:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise _unavailable_if_cancelled(error_from_rpc(error)) from error
 
     def close(self) -> None:
         """Ends the thread."""
@@ -63,6 +66,7 @@ class WorkerLink:
         self.failure: SlipstreamError | None = None
         """Why the stream of commands is broken; set at any time."""
         self._thread = thread
+        self._epoch = 0
         self._acknowledged = 0
         self._changed = threading.Condition()
         self._outbox: asyncio.Queue[pb.StepCommand | None] = asyncio.Queue()
@@ -113,6 +117,7 @@ class WorkerLink:
     async def _attach(self, attachment: Attachment) -> None:
         stub = await self._connect()
         await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
+        self._epoch = attachment.epoch
         self._outbox = asyncio.Queue()
         call = stub.Execute()
         await call.wait_for_connection()
@@ -147,7 +152,7 @@ class WorkerLink:
 
     async def _detach(self, *, drain: bool) -> None:
         if drain and self.failure is None and self._channel is not None:
-            await pb_grpc.WorkerStub(self._channel).Drain(pb.DrainRequest(), timeout=CALL_TIMEOUT_S)  # type: ignore[no-untyped-call]
+            await self._drain(pb_grpc.WorkerStub(self._channel))  # type: ignore[no-untyped-call]
         self._outbox.put_nowait(None)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=1.0)
@@ -157,3 +162,15 @@ class WorkerLink:
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = None
+
+    async def _drain(self, stub: pb_grpc.WorkerStub) -> None:
+        try:
+            await stub.Drain(pb.DrainRequest(epoch=self._epoch), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            # The end of the stream ends the epoch in any case.
+            logger.warning("the %s service did not drain: %s", self.role.value, error_from_rpc(error))
+
+
+def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
+    """Nobody here cancels a call: a service that does is on its way down."""
+    return UnavailableError(str(error)) if isinstance(error, CancelledError) else error

@@ -1,0 +1,217 @@
+"""The scheduler as a process: the clients' event loop, and beside it the conductor's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError, UnavailableError
+from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.server_state import ServerState, ServiceState
+from slipstream.common.serving import GrpcServer
+from slipstream.common.shutdown import ShutdownSignals
+from slipstream.protos import generation_pb2_grpc
+from slipstream.scheduler.conductor import Conductor
+from slipstream.scheduler.front_desk import FrontDesk
+from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, ServedModel
+from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.request_metrics import RequestMetrics
+from slipstream.scheduler.validation import RequestLimits
+
+if TYPE_CHECKING:
+    from slipstream.common.listener import Listener
+    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.epoch import Epoch
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+SWITCH_INTERVAL_S = 0.0005
+"""The clients' event loop must not hold the step loop up for 5 ms."""
+
+
+async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_port: int | None) -> int:
+    """Serves until a signal, or until the workers turn out not to fit; returns the exit status."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    loop = asyncio.get_running_loop()
+    registry = make_registry()
+    queue = JobQueue(config.queue)
+    with ExitStack() as held:
+        signals = held.enter_context(ShutdownSignals())
+        port = held.enter_context(serve_metrics(registry, metrics_port))
+        executor = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenizer"))
+        executor.submit(_import_tokenizers)
+        server = GrpcServer(listener, metrics=RpcMetrics(registry))
+        serving = _Serving(config, server, queue, signals, metrics_port=port)
+        desk = FrontDesk(
+            queue,
+            RequestMetrics(registry, num_running=lambda: serving.num_running, num_waiting=lambda: len(queue)),
+        )
+        servicer = GenerationServicer(desk, model=serving.model, state=serving.state, executor=executor)
+        server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        await server.start()
+
+        def deliver(deliveries: list[Delivery]) -> None:
+            if deliveries:
+                loop.call_soon_threadsafe(desk.deliver, deliveries)
+
+        conductor = Conductor(
+            config,
+            HostDevice(),
+            queue,
+            registry=registry,
+            audience=serving,
+            deliver=deliver,
+        )
+        conductor.start()
+        await signals.wait()
+        await _finish(server, queue, desk, config.grace_s)
+        await loop.run_in_executor(None, conductor.join)
+        await server.stop(STOP_GRACE_S)
+    return 0 if serving.failure is None else serving.report()
+
+
+async def _finish(server: GrpcServer, queue: JobQueue, desk: FrontDesk, grace_s: float) -> None:
+    """Lets no job in any more and gives those that are there their time."""
+    server.set_serving(False)
+    queue.close("the server is shutting down")
+    try:
+        async with asyncio.timeout(grace_s):
+            await desk.wait_idle()
+    except TimeoutError:
+        logger.warning("%d jobs did not finish within %.0f s", desk.num_jobs, grace_s)
+    queue.stop()
+
+
+class _Serving:
+    """What is served now. The conductor's `Audience`: its calls come from the conductor's thread."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        server: GrpcServer,
+        queue: JobQueue,
+        signals: ShutdownSignals,
+        *,
+        metrics_port: int,
+    ) -> None:
+        self.failure: SlipstreamError | None = None
+        self._config = config
+        self._server = server
+        self._queue = queue
+        self._signals = signals
+        self._metrics_port = metrics_port
+        self._loop = asyncio.get_running_loop()
+        self._epoch: Epoch | None = None
+        self._model: ServedModel | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return 0 if self._epoch is None else self._epoch.batch.num_running
+
+    def attached(self, epoch: Epoch) -> None:
+        """See `Audience.attached`. Raises CheckpointError when the tokenizer cannot be loaded."""
+        verify = epoch.workers.verify
+        limits = RequestLimits(
+            vocab_size=verify.vocab_size,
+            context_tokens=epoch.sizes.context_tokens,
+            eos_token_ids=frozenset(verify.eos_token_ids),
+        )
+        self._model = ServedModel(_load_tokenizer(verify.tokenizer_path), limits)
+        self._epoch = epoch
+        # What is loaded by now stays: the collector need not look at it in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        self._loop.call_soon_threadsafe(self._server.set_serving, True)
+        logger.info("epoch %d: serving %s, algorithm %s", epoch.number, verify.model, epoch.workers.algorithm)
+
+    def detached(self, reason: str) -> None:
+        """See `Audience.detached`."""
+        self._model = None
+        self._loop.call_soon_threadsafe(self._server.set_serving, False)
+
+    def failed(self, error: SlipstreamError) -> None:
+        """See `Audience.failed`."""
+        self.failure = error
+        self._model = None
+        self._loop.call_soon_threadsafe(self._signals.request)
+
+    def report(self) -> int:
+        """Says what failed; returns the exit status."""
+        print(f"slipstream-scheduler: {self.failure}", file=sys.stderr)
+        return 2 if isinstance(self.failure, ConfigError) else 1
+
+    def model(self) -> ServedModel:
+        """What requests are checked with. Raises UnavailableError when there is nothing to serve."""
+        if self._model is None:
+            raise UnavailableError("the scheduler is not attached to its workers")
+        return self._model
+
+    def state(self) -> ServerState:
+        """What the server runs. Raises UnavailableError before the first attachment."""
+        if self._epoch is None:
+            raise UnavailableError("the scheduler is not attached to its workers")
+        epoch, workers, sizes = self._epoch, self._epoch.workers, self._epoch.sizes
+        scheduler = ServiceState(
+            name="scheduler", address=self._server.address, pid=os.getpid(), metrics_port=self._metrics_port
+        )
+        services = [scheduler, _service(workers.verify, self._config.verify)]
+        if workers.draft is not None and self._config.draft is not None:
+            services.append(_service(workers.draft, self._config.draft))
+        return ServerState(
+            version=version("slipstream-serve"),
+            model=workers.verify.model,
+            vocab_size=workers.verify.vocab_size,
+            context_tokens=sizes.context_tokens,
+            algorithm=workers.algorithm,
+            num_draft_tokens=sizes.batch.num_draft_tokens,
+            run_ahead=sizes.batch.run_ahead,
+            num_slots=epoch.batch.slots.num_slots,
+            page_tokens=sizes.batch.page_tokens,
+            num_pages=epoch.batch.pages.num_pages,
+            num_free_pages=epoch.batch.pages.num_free,
+            queue_capacity=self._queue.capacity,
+            num_waiting=len(self._queue),
+            num_running=epoch.batch.num_running,
+            epoch=epoch.number,
+            services=tuple(services),
+            fence=epoch.fence_kind,
+        )
+
+
+def _service(worker: WorkerDescription, address: str) -> ServiceState:
+    return ServiceState(
+        name=worker.role.value,
+        address=address,
+        pid=worker.pid,
+        metrics_port=worker.metrics_port,
+        model=worker.model,
+        device=worker.device,
+    )
+
+
+def _import_tokenizers() -> None:
+    """The import takes seconds, in which the workers load their models."""
+    from transformers import AutoTokenizer
+
+    logger.debug("imported %s", AutoTokenizer)
+
+
+def _load_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
