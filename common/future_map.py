@@ -149,6 +149,12 @@ class FutureMap:
             width = outcome.hidden_states.shape[1]
             self._slot_write(BufferName.HIDDEN_STATES, rows, step)[rows, :width] = outcome.hidden_states
 
+    def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
+        """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""
+        if self._log.is_enabled:
+            self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=True, step=step)
+        self._buffers[BufferName.PREFILL_HIDDEN][: len(hidden)] = hidden
+
     def gather(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
         """Reads the stash of B slots. `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them.
 

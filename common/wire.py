@@ -93,10 +93,17 @@ def manifest_from_pb(message: pb.Manifest) -> Manifest:
             raise ManifestError(f"buffer {buffer.name}: dtype {buffer.dtype!r}, accepted: {', '.join(DTYPES)}")
         spec = BufferSpec(buffer.name, tuple(buffer.shape), DTYPES[buffer.dtype], buffer.writer)
         buffers.append(Placed(spec, buffer.offset))
-    words = tuple(FenceWord(_fence_name(word.fence), word.kind, word.offset) for word in message.fences)
+    words = tuple(_word_from_pb(word) for word in message.fences)
     manifest = Manifest(message.kind, message.path, message.size, tuple(buffers), words)
     manifest.check()
     return manifest
+
+
+def _word_from_pb(message: pb.FenceWord) -> FenceWord:
+    try:
+        return FenceWord(FenceName(message.fence), message.kind, message.offset)
+    except ValueError:
+        raise ManifestError(f"fence {message.fence}: there is no such fence") from None
 
 
 def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:

@@ -116,6 +116,11 @@ class Batch:
             deliveries.append((request.job, progress))
         return deliveries
 
+    def kept(self, step: Step, result: StepResult) -> list[list[int]]:
+        """The tokens of a result whose requests still run; the other rows are nobody's."""
+        rows = zip(step.yielding, result.tokens, strict=True)
+        return [tokens for lease, tokens in rows if self.slots.is_current(lease)]
+
     def cancel(self, jobs: list[Job]) -> list[Delivery]:
         """Ends jobs, running or not yet; those that are over stay as they are."""
         return [self._abort(job, Progress(finish_reason=FinishReason.ABORT)) for job in jobs if not _is_over(job)]

@@ -22,12 +22,18 @@ class PendingLength:
     def __int__(self) -> NoReturn:
         raise PendingLengthError(f"{self} was used as a number")
 
-    __index__ = __float__ = __int__
+    __index__ = __float__ = __bool__ = __neg__ = __int__
 
     def __add__(self, other: object) -> NoReturn:
         raise PendingLengthError(f"{self} was used as a number")
 
     __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __le__ = __gt__ = __ge__ = __add__
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __add__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PendingLength):
+            raise PendingLengthError(f"{self} was compared with {other!r}")
+        return (self.known, self.least_more, self.most_more) == (other.known, other.least_more, other.most_more)
 
 
 Length = int | PendingLength

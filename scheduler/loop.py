@@ -82,24 +82,28 @@ class StepLoop:
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
         while not self._queue.is_stopped:
-            self._deliver(self._batch.cancel(self._queue.take_cancelled()))
+            self._hand_out(self._batch.cancel(self._queue.take_cancelled()))
             self._batch.admit(self._queue)
             step = self._batch.next_step()
             if step is not None:
                 self._send(step)
             if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
-                self._deliver(self._consume())
+                self._hand_out(self._consume())
             elif step is None:
                 self._sleep()
 
     def finish(self) -> None:
         """Takes in the steps that are still under way."""
         while self._in_flight:
-            self._deliver(self._consume())
+            self._hand_out(self._consume())
+
+    def _hand_out(self, deliveries: list[Delivery]) -> None:
+        if deliveries:
+            self._deliver(deliveries)
 
     def _send(self, step: Step) -> None:
         self._bound_draft(step)
-        ordered = OrderedStep(step.number, step.kind, mask_of(lease.slot for lease in step.yielding))
+        ordered = OrderedStep(step.number, step.kind, mask_of(step.slots))
         planned, self._plan = plan_step(self._plan, ordered)
         commands = [(Role.VERIFY, planned.verify)]
         if planned.draft is not None:
@@ -119,7 +123,7 @@ class StepLoop:
         result = self._await_result(step)
         self._plan = consume(self._plan, step.number)
         self._timings.collect(step.number - 1)
-        self._metrics.consumed(step, result, self._batch.sizes.num_draft_tokens)
+        self._metrics.consumed(step, self._batch.kept(step, result), self._batch.sizes.num_draft_tokens)
         return self._batch.apply(step, result)
 
     def _sleep(self) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from slipstream.scheduler.batch import Step
-    from slipstream.scheduler.future_map import StepResult
     from slipstream.scheduler.step_timings import StepTiming
 
 WINDOW_S = 10.0
@@ -131,11 +130,11 @@ class StepMetrics:
         """The loop's thread was blocked at `site`, one of SITES."""
         self._stall[site].inc(seconds)
 
-    def consumed(self, step: Step, result: StepResult, num_draft_tokens: int) -> None:
-        """Takes in what a step brought."""
+    def consumed(self, step: Step, rows: list[list[int]], num_draft_tokens: int) -> None:
+        """Takes in what a step brought: the tokens of each request that it was still for."""
         if step.kind is not StepKind.DECODE:
             return
-        accepted = [len(tokens) - 1 for tokens in result.tokens]
+        accepted = [len(tokens) - 1 for tokens in rows]
         self._drafts.inc(len(accepted))
         self._draft_tokens.inc(len(accepted) * num_draft_tokens)
         self._accepted.inc(sum(accepted))

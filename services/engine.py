@@ -6,12 +6,14 @@ thread that owns the device, and nothing here waits for the stream but `drain` a
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.access_log import LogOp
 from slipstream.common.buffers import BufferName
 from slipstream.common.errors import (
+    ConfigError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena, Device, Fence, Stream
-    from slipstream.common.step import StepCommand
+    from slipstream.common.step import FencePoint, StepCommand
     from slipstream.common.worker_contract import Attachment, WorkerDescription
 
 RELEASE_INTERVAL_S = 0.05
@@ -82,42 +84,50 @@ class Engine:
         self._log = log
         self._state: EpochState | None = None
         self._arena: Arena | None = None
+        self._fences: dict[FenceName, Fence] = {}
         self._last_epoch = 0
         self._last_step = 0
         self._waited: dict[FenceName, int] = {}
         self.description = role.describe()
 
     def attach(self, attachment: Attachment) -> None:
-        """Opens an epoch. Raises FailedPreconditionError (and its kinds), ManifestError."""
+        """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""
         if self._state is not None:
             raise FailedPreconditionError(f"attached in epoch {self._state.attachment.epoch}: drain it first")
         self._check_fit(attachment)
         arena = self._device.open_arena(attachment.manifest)
-        future_map = FutureMap(
-            attachment.shape,
-            arena,
-            role=self.description.role,
-            vocab_size=self.description.vocab_size,
-            log=self._log,
-            is_debug=attachment.is_debug,
-        )
-        state = EpochState(attachment, future_map, SlotTable(attachment, self._device.torch_device))
-        self._role.open(state)
-        self._arena, self._state = arena, state
+        try:
+            fences = {name: arena.fence(name) for name in FenceName}
+            future_map = FutureMap(
+                attachment.shape,
+                arena,
+                role=self.description.role,
+                vocab_size=self.description.vocab_size,
+                log=self._log,
+                is_debug=attachment.is_debug,
+            )
+            state = EpochState(attachment, future_map, SlotTable(attachment, self._device.torch_device))
+            self._role.open(state)
+        except BaseException:
+            self._role.close()
+            arena.close()
+            raise
+        self._arena, self._fences, self._state = arena, fences, state
         self._last_epoch, self._last_step = attachment.epoch, 0
 
     def enqueue(self, command: StepCommand) -> None:
         """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
-        state, arena = self._open_epoch(command)
+        state = self._epoch_of(command)
         state.slots.check(command)
         phases = self._role.phases(command, state)
+        _check_signals(command, phases)
         self._last_step = command.step
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
         if command.updates:
             self._stream.enqueue(lambda: state.slots.apply(command.updates))
         for point in command.ops.waits:
-            self._wait(arena.fence(point.fence), point.fence, point.value, command.step)
+            self._wait(point, command.step)
         start, end = state.future_map.stamps(self.description.role, command.step)
         self._device.stamp(self._stream, start)
         for number, phase in enumerate(phases, start=1):
@@ -127,15 +137,15 @@ class Engine:
                 self._log_stamps(state, command.step)
             for point in command.ops.signals:
                 if point.fence is phase.fence:
-                    self._signal(arena.fence(point.fence), point.fence, point.value, command.step)
+                    self._signal(point, command.step)
 
     def synchronize(self) -> None:
         """Blocks until everything enqueued is done: only for a worker told to acknowledge work that is done."""
         self._stream.synchronize(DRAIN_TIMEOUT_S)
 
-    def drain(self) -> None:
-        """Finishes what is enqueued and ends the epoch; no effect if none is open."""
-        if self._state is not None:
+    def drain(self, epoch: int = 0) -> None:
+        """Finishes what is enqueued and ends the epoch; no effect if it is not open. 0 is whichever is."""
+        if self._state is not None and epoch in (0, self.epoch):
             self._stream.synchronize(DRAIN_TIMEOUT_S)
             self._close_epoch()
 
@@ -144,17 +154,19 @@ class Engine:
         """The open epoch."""
         return None if self._state is None else self._state.attachment.epoch
 
-    def abandon(self, epoch: int) -> None:
+    def abandon(self, epoch: int | None) -> None:
         """Ends the epoch after its scheduler was lost: what the stream waits for may never be signalled.
 
         No effect if another epoch is open by now, or none. The release is repeated, because a late producer's
         write may set a word back.
         """
-        if self._arena is None or self.epoch != epoch:
+        if self._state is None or self.epoch != epoch:
             return
-        for _ in range(int(DRAIN_TIMEOUT_S / RELEASE_INTERVAL_S)):
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        # What is enqueued on a broken stream is dropped: there is nothing to wait for.
+        while self._stream.failure is None and time.monotonic() < deadline:
             for fence, value in self._waited.items():
-                self._arena.fence(fence).release(value)
+                self._fences[fence].release(value)
             try:
                 self._stream.synchronize(RELEASE_INTERVAL_S)
             except DeadlineExceededError:
@@ -162,11 +174,16 @@ class Engine:
             break
         self._close_epoch()
 
+    def close(self) -> None:
+        """Ends whichever epoch is open, so that the stream can be closed."""
+        self.abandon(self.epoch)
+
     def _close_epoch(self) -> None:
         assert self._arena is not None, "an epoch is open"
         self._role.close()
         self._arena.close()
         self._state = self._arena = None
+        self._fences.clear()
         self._waited.clear()
 
     def _check_fit(self, attachment: Attachment) -> None:
@@ -177,32 +194,34 @@ class Engine:
             raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {self._last_epoch} before")
         if attachment.peer is not None:
             self.description.check_fits(attachment.peer)
+        if self.description.role is Role.DRAFT and not attachment.shape.num_draft_tokens:
+            raise ConfigError("attach.num_draft_tokens", 0, "at least 1, for a draft")
         longest = self.description.max_context_tokens
         if attachment.context_tokens > longest:
             given = attachment.context_tokens
             raise MismatchError([f"context: scheduler has {given} tokens, this model was made for {longest}"])
 
-    def _open_epoch(self, command: StepCommand) -> tuple[EpochState, Arena]:
+    def _epoch_of(self, command: StepCommand) -> EpochState:
         if self._stream.failure is not None:
             raise FailedPreconditionError(f"the stream is broken: {self._stream.failure!r}")
-        if self._state is None or self._arena is None:
+        if self._state is None:
             raise FailedPreconditionError("not attached")
         if command.epoch != self._state.attachment.epoch:
             raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {self._state.attachment.epoch}")
         if command.step <= self._last_step:
             raise InvalidArgumentError("step", command.step, f"above {self._last_step}, the last one")
-        return self._state, self._arena
+        return self._state
 
-    def _wait(self, fence: Fence, name: FenceName, value: int, step: int) -> None:
-        self._waited[name] = max(value, self._waited.get(name, 0))
-        fence.wait(self._stream, value)
+    def _wait(self, point: FencePoint, step: int) -> None:
+        self._waited[point.fence] = max(point.value, self._waited.get(point.fence, 0))
+        self._fences[point.fence].wait(self._stream, point.value)
         if self._log.is_enabled:
-            self._stream.enqueue(lambda: self._log.fence(LogOp.WAIT, name, value, step=step))
+            self._stream.enqueue(lambda: self._log.fence(LogOp.WAIT, point.fence, point.value, step=step))
 
-    def _signal(self, fence: Fence, name: FenceName, value: int, step: int) -> None:
+    def _signal(self, point: FencePoint, step: int) -> None:
         if self._log.is_enabled:
-            self._stream.enqueue(lambda: self._log.fence(LogOp.SIGNAL, name, value, step=step))
-        fence.signal(self._stream, value)
+            self._stream.enqueue(lambda: self._log.fence(LogOp.SIGNAL, point.fence, point.value, step=step))
+        self._fences[point.fence].signal(self._stream, point.value)
 
     def _log_stamps(self, state: EpochState, step: int) -> None:
         if self._log.is_enabled:
@@ -210,3 +229,10 @@ class Engine:
             name = BufferName.DRAFT_STAMPS if is_draft else BufferName.VERIFY_STAMPS
             row = step % state.attachment.shape.ring
             self._stream.enqueue(lambda: self._log.access(name, [row], is_write=True, step=step))
+
+
+def _check_signals(command: StepCommand, phases: list[Phase]) -> None:
+    own = [phase.fence for phase in phases]
+    for point in command.ops.signals:
+        if point.fence not in own:
+            raise InvalidArgumentError("signals", point.fence.name, ", ".join(fence.name for fence in own))

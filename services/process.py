@@ -53,11 +53,12 @@ async def run_worker(
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
-        device_thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="device"))
+        # Closed in the opposite order: the thread releases what the stream waits for, and the stream writes the log.
+        log = _access_log(role, config, held)
         device = HostDevice()
         stream = device.create_stream(role.value, _reporter(broken))
         held.callback(stream.close)
-        log = _access_log(role, config, held)
+        device_thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="device"))
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log)
@@ -71,7 +72,9 @@ async def run_worker(
         logger.info("serving %s at %s", engine.description.model, server.address)
         broken.add_done_callback(lambda _: signals.request())
         await signals.wait()
-        await server.stop(STOP_GRACE_S)
+        # A broken stream brings nobody's step to its end: the scheduler learns of it when its call ends.
+        await server.stop(0 if broken.done() else STOP_GRACE_S)
+        await loop.run_in_executor(device_thread, engine.close)
         if broken.done():
             logger.error("the %s stream is broken", role.value, exc_info=broken.result())
             return 1

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from grpc.aio import ServicerContext
 
+    from slipstream.common.worker_contract import Attachment
     from slipstream.services.engine import Engine
 
 _Ts = TypeVarTuple("_Ts")
@@ -40,7 +41,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
         """See worker.proto."""
         attachment = attachment_from_pb(request)
-        await self._on_device_thread(self._engine.attach, attachment)
+        if self._has_stream:
+            raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
+        await self._on_device_thread(self._attach, attachment)
         return pb.AttachResponse()
 
     async def Execute(
@@ -67,8 +70,13 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
         """See worker.proto."""
-        await self._on_device_thread(self._engine.drain)
+        await self._on_device_thread(self._engine.drain, request.epoch)
         return pb.DrainResponse()
+
+    def _attach(self, attachment: Attachment) -> None:
+        # An epoch that is open and has no stream lost its scheduler between Attach and Execute.
+        self._engine.abandon(self._engine.epoch)
+        self._engine.attach(attachment)
 
     async def _on_device_thread(self, function: Callable[[Unpack[_Ts]], None], *arguments: *_Ts) -> None:
         await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.step import StepKind
 from slipstream.services.models.sampler import SamplingRows
 
 if TYPE_CHECKING:
-    from slipstream.common.step import PromptChunk, SlotUpdate, StepCommand
+    from slipstream.common.step import SlotUpdate, StepCommand
     from slipstream.common.worker_contract import Attachment
 
 
@@ -21,6 +22,8 @@ class SlotTable:
         slots = attachment.shape.num_slots
         self._num_slots = slots
         self._num_pages = attachment.num_pages
+        self._num_draft_tokens = attachment.shape.num_draft_tokens
+        self._chunk_tokens = attachment.shape.chunk_tokens
         self._max_pages = attachment.max_pages_per_slot
         self._max_limit = attachment.context_tokens
         self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
@@ -36,12 +39,11 @@ class SlotTable:
             _check("slots", slot, 1, self._num_slots - 1)
         if len(set(command.slots)) < len(command.slots):
             raise InvalidArgumentError("slots", command.slots, "each slot once")
+        if command.kind is StepKind.DECODE and not self._num_draft_tokens:
+            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN, where nothing drafts")
         for update in command.updates:
             self._check_update(update)
-        for chunk in command.chunks:
-            _check_chunk(chunk, self._max_limit)
-        if command.chunks and tuple(chunk.slot for chunk in command.chunks) != command.slots:
-            raise InvalidArgumentError("chunks", command.slots, "one for each of slots, in their order")
+        self._check_chunks(command)
 
     def apply(self, updates: tuple[SlotUpdate, ...]) -> None:
         """Stream work: takes over what changed."""
@@ -58,18 +60,23 @@ class SlotTable:
             rows = SamplingRows.of([sampling for _, sampling in taken], device=self.limits.device)
             self.sampling.put(slots, rows)
 
+    def _check_chunks(self, command: StepCommand) -> None:
+        slots = tuple(chunk.slot for chunk in command.chunks)
+        if slots != (command.slots if command.kind is StepKind.PREFILL else ()):
+            accepted = "one for each of slots, in their order, in a PREFILL, and none in other steps"
+            raise InvalidArgumentError("chunks", slots, accepted)
+        for chunk in command.chunks:
+            if not chunk.tokens:
+                raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
+            _check("chunks.start", chunk.start, 0, self._max_limit - len(chunk.tokens))
+        _check("chunks.tokens", sum(len(chunk.tokens) for chunk in command.chunks), 0, self._chunk_tokens)
+
     def _check_update(self, update: SlotUpdate) -> None:
         _check("updates.slot", update.slot, 1, self._num_slots - 1)
         _check("updates.first_page_index", update.first_page_index, 0, self._max_pages - len(update.pages))
         _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
         for page in update.pages:
             _check("updates.pages", page, 1, self._num_pages - 1)
-
-
-def _check_chunk(chunk: PromptChunk, max_tokens: int) -> None:
-    if not chunk.tokens:
-        raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
-    _check("chunks.start", chunk.start, 0, max_tokens - len(chunk.tokens))
 
 
 def _check(field: str, value: int, low: int, high: int) -> None:

@@ -86,6 +86,8 @@ class Manifest:
 
     def check(self) -> None:
         """Raises ManifestError unless every buffer and fence lies within the arena, aligned and apart."""
+        if self.size < 1:
+            raise ManifestError(f"an arena of {self.size} bytes")
         ranges: list[tuple[int, int, str]] = []
         for placed in self.buffers:
             spec = placed.spec
@@ -93,14 +95,21 @@ class Manifest:
                 raise ManifestError(
                     f"buffer {spec.name}: shape {spec.shape} is not one to {MAX_DIMENSIONS} sizes above 0"
                 )
-            ranges.append((placed.offset, placed.end, f"buffer {spec.name}"))
-        ranges.extend((word.offset, word.offset + FENCE_BYTES, f"fence {word.fence.name}") for word in self.fences)
-        for start, end, name in ranges:
-            if start < 0 or start % FENCE_BYTES or end > self.size:
-                raise ManifestError(f"{name}: bytes {start} to {end} are not an aligned part of {self.size} bytes")
+            ranges.append(self._range(f"buffer {spec.name}", placed.offset, placed.end, ALIGNMENT_BYTES))
+        for word in self.fences:
+            end = word.offset + FENCE_BYTES
+            ranges.append(self._range(f"fence {word.fence.name}", word.offset, end, FENCE_BYTES))
         for (_, end, name), (start, _, other) in pairwise(sorted(ranges)):
             if start < end:
                 raise ManifestError(f"{name} and {other} overlap")
+        self._check_names()
+
+    def _range(self, name: str, start: int, end: int, alignment: int) -> tuple[int, int, str]:
+        if start < 0 or start % alignment or end > self.size:
+            raise ManifestError(f"{name}: bytes {start} to {end} are not an aligned part of {self.size} bytes")
+        return start, end, name
+
+    def _check_names(self) -> None:
         for kind, names in (
             ("buffer", [placed.spec.name for placed in self.buffers]),
             ("fence", [word.fence.name for word in self.fences]),

@@ -10,7 +10,7 @@ from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -69,14 +69,20 @@ class DraftEngine:
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`. Raises InvalidArgumentError for a plain step, which has no draft."""
-        if command.kind is StepKind.PREFILL:
-            return [Phase(partial(self._drafter.prefill, command.chunks), FenceName.DRAFT_DONE)]
-        if command.kind is StepKind.DECODE:
-            rows = self._drafter.index(command.slots)
-            return [Phase(partial(self._propose, state, command.step, rows), FenceName.DRAFT_DONE)]
-        raise InvalidArgumentError("kind", command.kind.name, "PREFILL or DECODE, for a draft")
+        if command.kind is StepKind.PLAIN:
+            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or DECODE, for a draft")
+        work: Callable[[], None] = _do_nothing
+        if command.slots and command.kind is StepKind.PREFILL:
+            work = partial(self._drafter.prefill, command.chunks)
+        elif command.slots:
+            work = partial(self._propose, state, command.step, self._drafter.index(command.slots))
+        return [Phase(work, FenceName.DRAFT_DONE)]
 
     def _propose(self, state: EpochState, step: int, rows: torch.Tensor) -> None:
         stash = state.future_map.gather(step, rows, self._drafter.limits(rows))
         tokens = self._drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens)
         state.future_map.propose(step, rows, tokens)
+
+
+def _do_nothing() -> None:
+    """The work of a step in which no slot takes part: its fence is signalled all the same."""
