@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from slipstream.common import errors
@@ -120,13 +121,17 @@ def _status_in(metadata: Any) -> status_pb2.Status | None:
         if key == DETAILS_KEY:
             try:
                 return status_pb2.Status.FromString(value)
-            except ValueError:
+            except DecodeError:
                 return None
     return None
 
 
 def _unpack(status: status_pb2.Status, target: Message) -> bool:
-    return any(detail.Is(target.DESCRIPTOR) and detail.Unpack(target) for detail in status.details)
+    """Reads the detail of `target`'s kind into it, and says whether there was one."""
+    try:
+        return any(detail.Is(target.DESCRIPTOR) and detail.Unpack(target) for detail in status.details)
+    except DecodeError:
+        return False
 
 
 def _reason(kind: type[errors.SlipstreamError]) -> str:
