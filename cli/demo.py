@@ -17,11 +17,10 @@ from slipstream.cli.demo_screen import LineScreen, LiveScreen, legend
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.server_status import fetch_status
-from slipstream.cli.service_command import scheduler_command, worker_command
+from slipstream.cli.service_command import free_address, scheduler_command, worker_command
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import UpConfig
-from slipstream.common.listener import Listener
 
 if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun
@@ -71,8 +70,8 @@ class _Demo:
         return self._report(drafted, undrafted)
 
     async def _measure(self, config: UpConfig, title: str) -> DemoRun:
-        with Listener.claim(config.listen) as listener, self._loading:
-            scheduler = scheduler_command(config, listener.address)
+        scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
+        with self._loading:
             self._supervisor.start(scheduler)
             await self._supervisor.wait_ready()
         return await self._supervisor.while_alive(self._run_workload(scheduler.address, title))

@@ -86,7 +86,7 @@ class LiveScreen:
 
 
 class LineScreen:
-    """Each finished line of an output, behind its prompt's number, with accepted drafts in marks."""
+    """Each line of an output when it is finished, behind its prompt's number, with accepted drafts in marks."""
 
     def __init__(self, console: Console) -> None:
         """Prints to anything."""
@@ -128,8 +128,10 @@ class LineScreen:
             self._lines[index] += CLOSING
 
     def _end_line(self, index: int) -> None:
-        self._mark(index, False)
+        self._mark(index, is_accepted=False)
         line = self._lines.pop(index, "")
+        if not line.strip():
+            return
         self._console.print(f"[{index + 1}] {line}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.common.address import TcpAddress, parse_address
+from slipstream.common.listener import Listener
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +71,15 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
         address=dialled(listen),
         log_path=config.log_path("scheduler"),
     )
+
+
+def free_address(address: str, *, field: str) -> str:
+    """The address, with a port in place of port 0. Raises AddressInUseError naming `field` when somebody serves there.
+
+    Asked before a service is started there: a stranger's must not pass for ours, and the answer comes at once.
+    """
+    with Listener.claim(address, field=field) as listener:
+        return listener.address
 
 
 def dialled(listen: str) -> str:

@@ -42,6 +42,7 @@ class StateDir:
             os.close(lock)
             raise AddressInUseError("state_dir", str(path)) from error
         try:
+            (path / _SERVER).unlink(missing_ok=True)  # of an owner that was killed
             yield cls(path)
         finally:
             (path / _SERVER).unlink(missing_ok=True)

@@ -12,11 +12,10 @@ from rich.console import Console
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import follow
 from slipstream.cli.server_status import fetch_status
-from slipstream.cli.service_command import scheduler_command, worker_command
+from slipstream.cli.service_command import free_address, scheduler_command, worker_command
 from slipstream.cli.state_dir import StateDir
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
-from slipstream.common.listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,11 +45,9 @@ async def _serve(config: UpConfig, supervisor: Supervisor, display: LoadingDispl
         state_dir = stack.enter_context(StateDir.hold(config.state_dir))
         workers = [worker_command(config, name) for name in config.workers]
         for worker in workers:
-            with Listener.claim(worker.address, field="state_dir"):
-                pass  # a stranger's service must neither lose its socket nor pass for ours
-        # Held while we start, so that nobody else is given the port that stands for 0.
-        with Listener.claim(config.listen, field="listen") as listener, display:
-            scheduler = scheduler_command(config, listener.address)
+            free_address(worker.address, field="state_dir")
+        scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
+        with display:
             await stack.enter_async_context(supervisor)
             supervisor.start(*workers)
             supervisor.start(scheduler)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "slipstream.cli.main")
@@ -27,40 +28,68 @@ def slipstream(*arguments: str, stdin: str = "", timeout_s: float = 30) -> subpr
     )
 
 
-@dataclass(frozen=True)
 class Running:
     """A command that runs."""
 
-    process: subprocess.Popen[str]
+    def __init__(self, *arguments: str) -> None:
+        """Starts it; its output goes to files, so that it never waits for us to read."""
+        self._files = (TemporaryFile(), TemporaryFile())  # noqa: SIM115 — closed by `end`
+        self._process = subprocess.Popen((*COMMAND, *arguments), stdout=self._files[0], stderr=self._files[1])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over."""
+        return self._process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
-        self.process.send_signal(number)
+        self._process.send_signal(number)
 
-    def end(self, timeout_s: float = 30) -> tuple[int, str, str]:
-        """Waits for its end: status, output and errors."""
-        output, errors = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output, errors
+    def end(self, timeout_s: float = 30) -> int:
+        """Waits for its end and gives its exit status."""
+        return self._process.wait(timeout_s)
+
+    def output(self) -> str:
+        """What it wrote to standard output until now."""
+        return self._read(0)
+
+    def errors(self) -> str:
+        """What it wrote to standard error until now."""
+        return self._read(1)
 
     def children(self) -> list[psutil.Process]:
         """The processes that it started."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def close(self) -> None:
+        """Ends it if it runs, and forgets its output."""
+        if not self.has_ended:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        for file in self._files:
+            file.close()
+
+    def _read(self, index: int) -> str:
+        descriptor = self._files[index].fileno()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
 
 
 @contextmanager
 def running(*arguments: str) -> Iterator[Running]:
     """Starts a command; it is ended with the context, if it has not by then."""
-    process = subprocess.Popen((*COMMAND, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process:
-        try:
-            yield Running(process)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.communicate(timeout=20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+    with closing(Running(*arguments)) as command:
+        yield command
+
+
+def until(is_so: Callable[[], bool], command: Running) -> None:
+    """Returns when it is so; the command must live that long, and the test's timeout bounds it."""
+    while not is_so():
+        assert not command.has_ended, command.errors()
+        time.sleep(0.02)
 
 
 def status(state_dir: Path) -> dict[str, Any]:
@@ -73,9 +102,7 @@ def status(state_dir: Path) -> dict[str, Any]:
 def running_up(state_dir: Path, *options: str) -> Iterator[Running]:
     """`slipstream up` in a state directory, on a free port, ready."""
     with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0", *options) as up:
-        while not (state_dir / "server").exists():
-            assert up.process.poll() is None, up.end()
-            time.sleep(0.05)
+        until((state_dir / "server").exists, up)
         yield up
 
 

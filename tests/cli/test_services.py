@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from tests.cli.running import leftovers, running, running_up, slipstream, status
+from tests.cli.running import leftovers, running, running_up, slipstream, status, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,17 +72,14 @@ def test_a_bad_parameter_is_one_line_that_names_it(server: str) -> None:
     assert found.stderr.count("\n") == 1
 
 
-def test_an_interrupt_cancels_the_job(server: str, state_dir: Path) -> None:
+def test_an_interrupt_cancels_the_job(server: str, up: Running, state_dir: Path) -> None:
     options = ("--max-new-tokens", "900", "--ignore-eos", "--temperature", "1")
     with running("generate", "--server", server, *options, "import os\n") as generate:
-        while status(state_dir)["num_running"] == 0:
-            assert generate.process.poll() is None
+        until(lambda: status(state_dir)["num_running"] == 1, generate)
         generate.signal(signal.SIGINT)
-        code, _, errors = generate.end()
-    assert code == 130
-    assert "Traceback" not in errors
-    while status(state_dir)["num_running"]:
-        time.sleep(0.05)
+        assert generate.end() == 130
+        assert "Traceback" not in generate.errors()
+    until(lambda: status(state_dir)["num_running"] == 0, up)
 
 
 def test_a_second_up_is_refused_and_the_first_serves_on(server: str, state_dir: Path, tmp_path: Path) -> None:
@@ -98,29 +94,49 @@ def test_up_ends_with_an_error_that_names_the_service_that_died(up: Running, sta
     services = {service["name"]: service["pid"] for service in status(state_dir)["services"]}
     children = up.children()
     os.kill(services["draft"], signal.SIGKILL)
-    code, output, errors = up.end()
-    assert code == 1
-    assert "draft was killed by SIGKILL" in errors
-    assert "serving" in errors  # the end of its log
-    assert "Slipstream" in output  # the table from when it was ready
+    assert up.end() == 1
+    assert "draft was killed by SIGKILL" in up.errors()
+    assert "serving" in up.errors()  # the end of its log
+    assert "Slipstream" in up.output()  # the table from when it was ready
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert not leftovers(state_dir)
 
 
-def test_services_die_with_a_killed_up_and_the_next_one_starts(tmp_path: Path) -> None:
+def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
-    with running_up(state_dir, "--algorithm", "none") as up:
+    with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
+        until(lambda: len(list(state_dir.glob("sockets/*.lock"))) == 2, up)
         children = up.children()
-        assert len(children) == 2
+        assert len(children) == 3
         up.signal(signal.SIGKILL)
         up.end()
         assert not psutil.wait_procs(children, timeout=5)[1]
-    (state_dir / "server").unlink()
     with running_up(state_dir, "--algorithm", "none") as up:
         assert status(state_dir)["algorithm"] == "none"
         children = up.children()
-        up.signal(signal.SIGTERM)
-        code, _, _ = up.end()
-    assert code == 0
+        assert len(children) == 2
+        server = (state_dir / "server").read_text()
+        # What runs when the first signal comes is finished.
+        with running("generate", "--server", server, "--json", "--max-new-tokens", "400", "--ignore-eos", "x") as job:
+            until(lambda: status(state_dir)["num_running"] == 1, job)
+            up.signal(signal.SIGTERM)
+            assert job.end() == 0, job.errors()
+            assert len(json.loads(job.output())["token_ids"]) == 400
+        assert up.end() == 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not leftovers(state_dir)
+
+
+def test_the_first_interrupt_stops_and_the_second_does_not_wait(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
+        until(lambda: len(list(state_dir.glob("sockets/*.lock"))) == 2, up)
+        children = up.children()
+        for child in children:
+            child.suspend()  # which no signal but SIGKILL ends
+        up.signal(signal.SIGINT)
+        until(lambda: "scheduler: stopping" in up.errors(), up)
+        up.signal(signal.SIGINT)
+        assert up.end() == 130
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert not leftovers(state_dir)

@@ -1,0 +1,56 @@
+"""The demo as `make demo` runs it."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.cli.running import running, slipstream, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+def services_in(folder: Path) -> list[psutil.Process]:
+    """Processes whose command line names the folder."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
+    found = slipstream("demo", timeout_s=80)
+    assert found.returncode == 0, found.stdout + found.stderr
+    for words in (
+        "«",
+        "tokens per second",
+        "mean accept length",
+        "bubble",
+        "overlap efficiency",
+        "no drafting",
+        "Token ids with and without drafting: the same, all 384 tokens of 4 prompts.",
+    ):
+        assert words in found.stdout
+    assert not services_in(tmp_path)
+    assert not list(tmp_path.glob("slipstream-*"))
+
+
+def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    with running("demo") as demo:
+        until(lambda: len(list(tmp_path.glob("*/sockets/*.lock"))) == 2, demo)
+        demo.signal(signal.SIGINT)
+        assert demo.end() == 130
+    assert not services_in(tmp_path)
+    assert not list(tmp_path.glob("slipstream-*"))
