@@ -36,6 +36,7 @@ WARM_UP_TOKENS = 100
 MEASURE_S = 4.0
 STAND_INS_MS = ((3.0, 10.0), (0.3, 1.0))
 PROMPT = "def main():\n"
+LOG_DIR = Path("build/benchmarks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def main(
 async def _measure_all(device: str, repeats: int) -> list[Measurement]:
     measurements = []
     for draft_ms, verify_ms in STAND_INS_MS:
-        async with Stack(log_dir=_log_dir()) as stack:
+        async with Stack(LOG_DIR) as stack:
             for blocking in (False, True):
                 await _start_workers(stack, draft_ms, verify_ms, is_blocking=blocking)
             for repeat in range(repeats):
@@ -209,12 +210,6 @@ def _line(m: Measurement) -> str:
 
 def _worker(role: str, is_blocking: bool) -> str:
     return f"{role}-blocking" if is_blocking else role
-
-
-def _log_dir() -> Path:
-    path = Path("build/benchmarks")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ class ServingStack:
     @asynccontextmanager
     async def start(cls, log_dir: Path) -> AsyncIterator[ServingStack]:
         """Loads both models."""
-        log_dir.mkdir(parents=True, exist_ok=True)
         async with Stack(log_dir) as stack:
             await stack.worker("verify", "--model", str(target_dir()))
             await stack.worker("draft", "--model", str(standalone_dir()))

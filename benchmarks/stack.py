@@ -27,6 +27,8 @@ class Stack:
 
     def __init__(self, log_dir: Path | None = None) -> None:
         """`log_dir` takes the services' logs; without one they go to this process's stderr."""
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
         self._held = AsyncExitStack()
         self._directory = Path()

@@ -131,8 +131,8 @@ class Conductor:
         is_lost = False
         try:
             loop = epoch.open()
-            self._audience.attached(epoch)
             self._queue.open()
+            self._audience.attached(epoch)
             loop.run()
             loop.finish()
         except (MismatchError, StaleEpochError):

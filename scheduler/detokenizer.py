@@ -175,11 +175,13 @@ class WindowDetokenizer:
         if text.endswith(REPLACEMENT) and len(self._window) - self._num_read < MAX_WINDOW_TOKENS:
             return ""
         new = text[len(self._sent) :]
-        # The tokens whose text is new are what the next ones are decoded behind.
-        if new:
+        # The tokens whose text is new are what the next ones are decoded behind; spaces would not do, because
+        # the decoder may leave them out where a text begins.
+        if new.strip() or len(self._window) >= 2 * MAX_WINDOW_TOKENS:
             self._window = self._window[self._num_read :]
+            text = self._decode(self._window)
         self._num_read = len(self._window)
-        self._sent = self._decode(self._window)
+        self._sent = text
         return new
 
     def finish(self) -> str:

@@ -27,6 +27,8 @@ from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.validation import RequestLimits
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from slipstream.common.listener import Listener
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.scheduler.batch import Delivery
@@ -50,9 +52,9 @@ async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_por
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         executor = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenizer"))
-        executor.submit(_import_tokenizers)
+        auto_tokenizer = executor.submit(_import_auto_tokenizer)
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
-        serving = _Serving(config, server, queue, signals, metrics_port=port)
+        serving = _Serving(config, server, queue, signals, auto_tokenizer, metrics_port=port)
         desk = FrontDesk(
             queue,
             RequestMetrics(registry, num_running=lambda: serving.num_running, num_waiting=lambda: len(queue)),
@@ -102,6 +104,7 @@ class _Serving:
         server: GrpcServer,
         queue: JobQueue,
         signals: ShutdownSignals,
+        auto_tokenizer: Future[Any],
         *,
         metrics_port: int,
     ) -> None:
@@ -110,6 +113,7 @@ class _Serving:
         self._server = server
         self._queue = queue
         self._signals = signals
+        self._auto_tokenizer = auto_tokenizer
         self._metrics_port = metrics_port
         self._loop = asyncio.get_running_loop()
         self._epoch: Epoch | None = None
@@ -128,7 +132,7 @@ class _Serving:
             context_tokens=epoch.sizes.context_tokens,
             eos_token_ids=frozenset(verify.eos_token_ids),
         )
-        self._model = ServedModel(_load_tokenizer(verify.tokenizer_path), limits)
+        self._model = ServedModel(_load_tokenizer(self._auto_tokenizer.result(), verify.tokenizer_path), limits)
         self._epoch = epoch
         # What is loaded by now stays: the collector need not look at it in the middle of a step.
         gc.collect()
@@ -201,17 +205,15 @@ def _service(worker: WorkerDescription, address: str) -> ServiceState:
     )
 
 
-def _import_tokenizers() -> None:
-    """The import takes seconds, in which the workers load their models."""
+def _import_auto_tokenizer() -> Any:
+    """Takes seconds, in which the workers load their models. On one thread only: the lazy import breaks on two."""
     from transformers import AutoTokenizer
 
-    logger.debug("imported %s", AutoTokenizer)
+    return AutoTokenizer
 
 
-def _load_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
+def _load_tokenizer(auto_tokenizer: Any, path: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return auto_tokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error
