@@ -1,6 +1,6 @@
 """Mean accept length of the bundled drafts, through the real services.
 
-    python -m benchmarks.accept_length --json benchmarks/results/accept_length_cpu.json
+    python benchmarks/accept_length.py --json benchmarks/results/accept_length_cpu.json
 
 K = 4: at T = 0.8 with three seeds over the first 128 tokens behind each held-out prompt, and greedy over the first
 16. Small models repeat themselves, which makes drafting easy: the share of tokens in a repeated 5-gram is beside it.
@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from slipstream.common.chunk import Chunk
 
 NUM_DRAFT_TOKENS = 4
 CONCURRENCY = 8
@@ -103,7 +105,7 @@ async def _measure_all(algorithm: str) -> list[AcceptLength]:
 async def _measure(client: AsyncClient, algorithm: str, setting: Setting, seed: int) -> AcceptLength:
     room = asyncio.Semaphore(CONCURRENCY)
 
-    async def run(text: str):
+    async def run(text: str) -> list[Chunk]:
         async with room:
             chunks = client.generate(
                 text, max_new_tokens=setting.max_new_tokens, temperature=setting.temperature, seed=seed
@@ -112,7 +114,7 @@ async def _measure(client: AsyncClient, algorithm: str, setting: Setting, seed: 
 
     texts = [prompt.text for prompt in prompts()]
     answers = await asyncio.gather(*map(run, texts))
-    usages = [chunks[-1].usage for chunks in answers]
+    usages = [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
     steps = sum(usage.num_verify_steps for usage in usages)
     accepted = sum(usage.total_accepted_tokens for usage in usages)
     return AcceptLength(

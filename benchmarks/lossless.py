@@ -1,6 +1,6 @@
 """Are the tokens of a request the same, whoever drafts, whatever runs beside it, however far the hosts run ahead?
 
-    python -m benchmarks.lossless --json benchmarks/results/lossless_cpu.json
+    python benchmarks/lossless.py --json benchmarks/results/lossless_cpu.json
 
 20 held-out prompts, greedy and with three seeds at T = 0.8; with and without a draft, alone and in batches of
 eight, run-ahead 0, 1 and 2. Everything is compared with plain decoding, alone, run-ahead 0. Status 1 if any differs.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
@@ -42,11 +42,6 @@ class Case:
     """Number of the held-out prompt."""
     temperature: float
     seed: int
-
-    @property
-    def parameters(self) -> dict[str, float | int]:
-        """For `AsyncClient.generate`."""
-        return {"temperature": self.temperature, "seed": self.seed, "max_new_tokens": MAX_NEW_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,9 @@ async def _generate(client: AsyncClient, cases: Sequence[Case], concurrency: int
 
     async def run(case: Case) -> list[int]:
         async with room:
-            chunks = client.generate(texts[case.prompt], **case.parameters)
+            chunks = client.generate(
+                texts[case.prompt], temperature=case.temperature, seed=case.seed, max_new_tokens=MAX_NEW_TOKENS
+            )
             return [token async for chunk in chunks for token in chunk.token_ids]
 
     return list(await asyncio.gather(*map(run, cases)))

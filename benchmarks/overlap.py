@@ -1,6 +1,6 @@
 """What a step costs beyond its kernels: the real services, with stand-ins of a known length as kernels.
 
-    python -m benchmarks.overlap --device cpu --json benchmarks/results/overlap_cpu.json
+    python benchmarks/overlap.py --device cpu --json benchmarks/results/overlap_cpu.json
 
 Eight clients stream while metrics are on. Policies take turns within each repeat, so that a noisy machine is
 noisy for all of them: run-ahead 0, 1 and 2, and "host blocks", where a worker acknowledges a step when its work
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchmarks.scrape import Scrape, scrape
-from benchmarks.serving_stack import free_ports
-from benchmarks.stack import Stack
+from slipstream.benchmarks.scrape import Scrape, scrape
+from slipstream.benchmarks.serving_stack import free_ports
+from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 
@@ -95,7 +95,7 @@ def main(
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
     if picture is not None:
-        from benchmarks.overlap_picture import draw
+        from slipstream.benchmarks.overlap_picture import draw
 
         draw(measurements, picture)
     for line in _summary(measurements):

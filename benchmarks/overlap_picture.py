@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from benchmarks.overlap import Measurement
+    from slipstream.benchmarks.overlap import Measurement
 
 BUSY_COLOUR = "#4878a8"
 LOST_COLOUR = "#e1812c"

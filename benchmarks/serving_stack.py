@@ -6,7 +6,7 @@ import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from benchmarks.stack import Stack
+from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import standalone_dir, target_dir
 
 if TYPE_CHECKING:

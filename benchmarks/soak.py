@@ -1,6 +1,6 @@
 """Many clients that come, go and change their minds; afterwards everything must be as it was.
 
-    python -m benchmarks.soak --seconds 120 --json benchmarks/results/soak_cpu.json
+    python benchmarks/soak.py --seconds 120 --json benchmarks/results/soak_cpu.json
 
 Concurrent clients start jobs of random length and cancel some at a random token, by leaving or by CancelJob. Every
 stream must be complete or cancelled and without a gap; afterwards slots and pages must be free again, and no process
@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
@@ -96,7 +96,8 @@ async def _client(client: AsyncClient, rng: random.Random, deadline: float, repo
             temperature=rng.choice((0.0, 0.8)),
             seed=rng.getrandbits(32),
         )
-        tokens, reason = 0, None
+        tokens = 0
+        reason: str | None = None
         async for chunk in stream:
             tokens += len(chunk.token_ids)
             reason = chunk.finish_reason

@@ -1,6 +1,6 @@
 """The tokens of a request are the same, whoever drafts, whatever runs beside it, however far the hosts run ahead.
 
-A random sixth of `benchmarks.lossless`, through the real services.
+A random sixth of `benchmarks/lossless.py`, through the real services.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.lossless import CASES, REFERENCE, WAYS, differences, serve
-from benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.lossless import CASES, REFERENCE, WAYS, differences, serve
+from slipstream.benchmarks.serving_stack import ServingStack
 
 if TYPE_CHECKING:
     from pathlib import Path

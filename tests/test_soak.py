@@ -1,4 +1,4 @@
-"""Clients that come, go and cancel leave nothing behind: 20 seconds of `benchmarks.soak`."""
+"""Clients that come, go and cancel leave nothing behind: 20 seconds of `benchmarks/soak.py`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.serving_stack import ServingStack
-from benchmarks.soak import soak
+from slipstream.benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.soak import soak
 
 if TYPE_CHECKING:
     from pathlib import Path
