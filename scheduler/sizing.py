@@ -53,7 +53,7 @@ class EpochSizes:
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the models were made for")
-        page_bytes = config.page_tokens * sum(worker.kv_bytes_per_token for worker in both)
+        page_bytes = config.page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in both))
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=config.kv_memory_mib * MIB // page_bytes,
