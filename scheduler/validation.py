@@ -108,17 +108,23 @@ def _prompt(request: generation_pb2.GenerateRequest, limits: RequestLimits, toke
         if not request.text:
             raise InvalidArgumentError("text", "", "at least one character")
         prompt = tuple(tokenizer.encode(request.text))
-        ids_field = "text"
-    else:
-        prompt = tuple(request.input_ids.ids)
-        ids_field = "input_ids.ids"
+        _check_length(prompt, limits, "text")
+        if max(prompt) >= limits.vocab_size:
+            accepted = f"text that the tokenizer turns into token ids of 0 to {limits.vocab_size - 1}"
+            raise InvalidArgumentError("text", f"token id {max(prompt)}", accepted)
+        return prompt
+    prompt = tuple(request.input_ids.ids)
+    _check_length(prompt, limits, "input_ids.ids")
+    _check_ids(prompt, limits.vocab_size, "input_ids.ids")
+    return prompt
+
+
+def _check_length(prompt: Sequence[int], limits: RequestLimits, field: str) -> None:
     if not prompt:
-        raise InvalidArgumentError(ids_field, "no tokens", "at least one token")
+        raise InvalidArgumentError(field, "no tokens", "at least one token")
     if len(prompt) >= limits.context_tokens:
         accepted = f"at most {limits.context_tokens - 1}, which leaves one of the context's for the output"
-        raise InvalidArgumentError(ids_field, f"{len(prompt)} tokens", accepted)
-    _check_ids(prompt, limits.vocab_size, ids_field)
-    return prompt
+        raise InvalidArgumentError(field, f"{len(prompt)} tokens", accepted)
 
 
 def _check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:

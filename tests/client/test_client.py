@@ -1,0 +1,159 @@
+"""The client against servers that do not behave, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.chunk import Chunk, Usage
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from slipstream.protos import generation_pb2, generation_pb2_grpc
+from tests.grpc_server import running_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+NAME = "slipstream.v1.Generation"
+USAGE = Usage(
+    prompt_tokens=1,
+    completion_tokens=2,
+    total_draft_tokens=3,
+    total_accepted_tokens=4,
+    num_verify_steps=5,
+    mean_accept_length=1.75,
+    seed=2**64 - 1,
+    queue_seconds=0.25,
+    time_to_first_token_seconds=0.5,
+    end_to_end_seconds=0.75,
+)
+FIRST = Chunk(job_id="a", token_offset=0, token_ids=(5, 6), text="hé", is_draft=(True, False), text_lengths=(1, 1))
+LAST = Chunk(job_id="a", token_offset=2, finish_reason="length", usage=USAGE)
+
+
+class Script(generation_pb2_grpc.GenerationServicer):
+    """Sends chunks, and then waits for ever if it is told to."""
+
+    def __init__(self, *chunks: Chunk, is_endless: bool = False) -> None:
+        self.chunks = chunks
+        self.is_endless = is_endless
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.closed = asyncio.Event()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """See generation.proto."""
+        self.requests.append(request)
+        try:
+            for chunk in self.chunks:
+                yield chunk.to_pb()
+            if self.is_endless:
+                await asyncio.Event().wait()
+        finally:
+            self.closed.set()
+
+
+@asynccontextmanager
+async def client_of(servicer: Script) -> AsyncIterator[AsyncClient]:
+    """A client of a server that follows a script."""
+    service = (NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+    async with running_server(service) as server, AsyncClient(server.address) as client:
+        yield client
+
+
+async def test_chunks_arrive_as_they_were_sent() -> None:
+    async with client_of(Script(FIRST, LAST)) as client:
+        assert [chunk async for chunk in client.generate("a")] == [FIRST, LAST]
+
+
+async def test_what_is_not_set_is_not_sent() -> None:
+    script = Script(FIRST, LAST)
+    async with client_of(script) as client:
+        async for _ in client.generate("text"):
+            pass
+        async for _ in client.generate([1, 2], temperature=0.0, seed=0, stop_token_ids=[3], ignore_eos=True):
+            pass
+    text, ids = script.requests
+    assert text == generation_pb2.GenerateRequest(text="text", sampling_params={})
+    assert list(ids.input_ids.ids) == [1, 2]
+    assert {field.name for field, _ in ids.sampling_params.ListFields()} == {
+        "temperature",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+    }
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+async def test_a_gap_or_a_repetition_is_seen(offset: int) -> None:
+    wrong = Chunk(job_id="a", token_offset=offset, token_ids=(7,))
+    async with client_of(Script(FIRST, wrong, is_endless=True)) as client:
+        chunks = client.generate("a")
+        assert await anext(chunks) == FIRST
+        with pytest.raises(InternalError, match=f"token 2 was expected, token {offset} came"):
+            await anext(chunks)
+
+
+async def test_a_stream_that_ends_too_early_is_an_error() -> None:
+    async with client_of(Script(FIRST)) as client:
+        chunks = client.generate("a")
+        assert await anext(chunks) == FIRST
+        with pytest.raises(UnavailableError, match="before the job did"):
+            await anext(chunks)
+
+
+async def test_a_loop_that_is_left_cancels_the_job() -> None:
+    script = Script(FIRST, is_endless=True)
+    async with client_of(script) as client:
+        chunks = client.generate("a")
+        assert await anext(chunks) == FIRST
+        await chunks.aclose()
+        await script.closed.wait()
+
+
+async def test_the_time_of_a_call_has_an_end() -> None:
+    script = Script(is_endless=True)
+    async with client_of(script) as client:
+        with pytest.raises(DeadlineExceededError):
+            await anext(client.generate("a", timeout_s=0.05))
+        await script.closed.wait()
+
+
+async def test_nobody_serves_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with AsyncClient(f"127.0.0.1:{taken.getsockname()[1]}") as client:
+            with pytest.raises(UnavailableError):
+                await client.server_info()
+
+
+async def test_a_server_of_another_kind() -> None:
+    async with client_of(Script()) as client:
+        with pytest.raises(FailedPreconditionError, match="not implemented"):
+            await client.server_info()
+
+
+@pytest.mark.parametrize("params", [{"seed": -1}, {"max_new_tokens": 2**32}, {"stop_token_ids": ["a"]}, {"top_k": 0.5}])
+async def test_what_does_not_fit_its_field_is_refused(params: Any) -> None:
+    async with client_of(Script()) as client:
+        with pytest.raises(InvalidArgumentError, match=f"SamplingParams: got .*{next(iter(params))}"):
+            client.generate("a", **params)
+        with pytest.raises(InvalidArgumentError, match="TokenIds"):
+            client.generate([-1])
+
+
+async def test_errors_keep_the_call_s_own_as_their_cause() -> None:
+    async with client_of(Script()) as client:
+        with pytest.raises(FailedPreconditionError) as caught:
+            await client.cancel_job("a")
+        assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)

@@ -1,0 +1,93 @@
+"""Stands for the scheduler's loop, workers and all: a thread that brings each job its prompt over and over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from slipstream.scheduler.jobs import FinishReason, Progress
+
+if TYPE_CHECKING:
+    import asyncio
+    from types import TracebackType
+
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.scheduler.front_desk import FrontDesk
+    from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.jobs import Job
+
+TOKENS_PER_STEP = 3
+
+
+class FakeLoop:
+    """Takes jobs from a queue and delivers tokens to a desk, every job's in one batch a step.
+
+    A job's k-th token is the k-th of its prompt, from the beginning again at its end. The last token of a step is the
+    target's own, those before it were drafted.
+    """
+
+    def __init__(self, queue: JobQueue, desk: FrontDesk, loop: asyncio.AbstractEventLoop, *, slots: int = 64) -> None:
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.error: SlipstreamError | None = None
+        """Ends every running job at the next step."""
+        self.running: list[Job] = []
+        self.cancelled: list[Job] = []
+        self._queue = queue
+        self._desk = desk
+        self._loop = loop
+        self._slots = slots
+        self._thread = threading.Thread(target=self._run, name="fake loop")
+
+    def __enter__(self) -> FakeLoop:
+        self._queue.open()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._queue.stop()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._queue.is_stopped:
+            deliveries = [(job, Progress(finish_reason=FinishReason.ABORT)) for job in self._queue.take_cancelled()]
+            for job, _ in deliveries:
+                self.cancelled.append(job)
+                if job in self.running:
+                    self.running.remove(job)
+            while job := self._queue.take_next(lambda _: len(self.running) < self._slots):
+                job.counts.admitted_at = time.monotonic()
+                self.running.append(job)
+            if self.may_step.is_set():
+                deliveries += [(job, self._step(job)) for job in tuple(self.running)]
+            if deliveries:
+                self._loop.call_soon_threadsafe(self._desk.deliver, deliveries)
+            if not self.running or not self.may_step.is_set():
+                self._queue.wait_for_change(0.002 if self.running else 0.5)
+
+    def _step(self, job: Job) -> Progress:
+        if self.error is not None:
+            self.running.remove(job)
+            return Progress(error=self.error)
+        counts, spec = job.counts, job.spec
+        start = counts.num_output_tokens
+        tokens = [spec.prompt[(start + number) % len(spec.prompt)] for number in range(TOKENS_PER_STEP)]
+        tokens = tokens[: spec.max_new_tokens - start]
+        reason = FinishReason.LENGTH if start + len(tokens) == spec.max_new_tokens else None
+        for number, token in enumerate(tokens):
+            if token in spec.stop_token_ids:
+                tokens, reason = tokens[: number + 1], FinishReason.STOP
+                break
+        counts.first_token_at = counts.first_token_at or time.monotonic()
+        counts.num_output_tokens += len(tokens)
+        counts.num_verify_steps += 1
+        counts.total_draft_tokens += TOKENS_PER_STEP - 1
+        counts.total_accepted_tokens += TOKENS_PER_STEP - 1
+        if reason is not None:
+            counts.finished_at = time.monotonic()
+            self.running.remove(job)
+        is_draft = tuple(number < TOKENS_PER_STEP - 1 for number in range(len(tokens)))
+        return Progress(token_ids=tuple(tokens), is_draft=is_draft, finish_reason=reason)

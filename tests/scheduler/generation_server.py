@@ -1,0 +1,88 @@
+"""The scheduler's clients' side, served over a real connection, with a fake loop behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.server_state import ServerState, ServiceState
+from slipstream.protos import generation_pb2_grpc
+from slipstream.scheduler.front_desk import FrontDesk
+from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, ServedModel
+from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.request_metrics import RequestMetrics
+from slipstream.scheduler.validation import RequestLimits
+from tests.grpc_server import FREE_PORT, running_server
+from tests.scheduler.fake_loop import FakeLoop
+from tests.tokenizers_by_kind import make_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+VOCAB_SIZE = 350
+CONTEXT_TOKENS = 4096
+EOS_ID = 1
+
+STATE = ServerState(
+    version="1.2.3",
+    model="tiny",
+    vocab_size=VOCAB_SIZE,
+    context_tokens=CONTEXT_TOKENS,
+    algorithm="standalone",
+    num_draft_tokens=4,
+    run_ahead=1,
+    num_slots=16,
+    page_tokens=16,
+    num_pages=100,
+    num_free_pages=99,
+    queue_capacity=8,
+    num_waiting=1,
+    num_running=2,
+    epoch=2**40,
+    services=(
+        ServiceState(name="scheduler", address="127.0.0.1:1", pid=10, metrics_port=11),
+        ServiceState(name="verify", address="unix:/a", pid=12, model="tiny", device="cpu"),
+    ),
+    fence="host",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationServer:
+    """What a test looks at and changes."""
+
+    address: str
+    desk: FrontDesk
+    queue: JobQueue
+    loop: FakeLoop
+    model: ServedModel
+    registry: CollectorRegistry
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric; 0 if there is none."""
+        return self.registry.get_sample_value(f"slipstream_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def generation_server(
+    *, kind: str = "byte level", capacity: int = 1000, slots: int = 64, address: str = FREE_PORT
+) -> AsyncIterator[GenerationServer]:
+    """Serves a model with a tokenizer of `kind`."""
+    limits = RequestLimits(vocab_size=VOCAB_SIZE, context_tokens=CONTEXT_TOKENS, eos_token_ids=frozenset({EOS_ID}))
+    model = ServedModel(make_tokenizer(kind), limits)
+    queue, registry = JobQueue(capacity), CollectorRegistry()
+    metrics = RequestMetrics(registry, num_running=lambda: len(loop.running), num_waiting=lambda: len(queue))
+    desk = FrontDesk(queue, metrics)
+    loop = FakeLoop(queue, desk, asyncio.get_running_loop(), slots=slots)
+    with ThreadPoolExecutor(1) as executor, loop:
+        servicer = GenerationServicer(desk, model=lambda: model, state=lambda: STATE, executor=executor)
+        add = generation_pb2_grpc.add_GenerationServicer_to_server
+        async with running_server((SERVICE_NAME, add, servicer), address=address) as server:
+            yield GenerationServer(
+                address=server.address, desk=desk, queue=queue, loop=loop, model=model, registry=registry
+            )

@@ -1,0 +1,165 @@
+"""Requests that cannot be honoured, each refused by the name of the field."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.sampling import SamplingParams
+from slipstream.protos import generation_pb2
+from slipstream.scheduler.validation import JOB_ID, RequestLimits, parse_request
+
+LIMITS = RequestLimits(vocab_size=1000, context_tokens=512, eos_token_ids=frozenset({1, 2}))
+
+
+class WordTokenizer:
+    """A token a word: its number. Begins with token 7, as tokenizers do that have a first token."""
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return [7, *(int(word) for word in text.split())]
+
+
+def parse(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> Any:
+    return parse_request(request, limits, WordTokenizer())
+
+
+def request_of(ids: Any = (5, 6), *, job_id: str = "", **params: Any) -> generation_pb2.GenerateRequest:
+    """A request with a prompt of token ids."""
+    return generation_pb2.GenerateRequest(job_id=job_id, input_ids={"ids": ids}, sampling_params=params)
+
+
+def refusal(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> str:
+    """The name of the field that a request is refused for."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse(request, limits)
+    return caught.value.field
+
+
+def test_everything_that_is_asked_for_is_in_the_job() -> None:
+    request = request_of(
+        (5, 6),
+        job_id="a-Z_0.9:x",
+        max_new_tokens=510,
+        temperature=0.5,
+        top_k=40,
+        top_p=0.75,
+        min_p=0.25,
+        seed=2**64 - 1,
+        stop_token_ids=[9, 9, 10],
+    )
+    spec = parse(request)
+    assert spec.job_id == "a-Z_0.9:x"
+    assert spec.prompt == (5, 6)
+    assert spec.max_new_tokens == 510
+    assert spec.sampling == SamplingParams(temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, seed=2**64 - 1)
+    assert spec.stop_token_ids == {1, 2, 9, 10}
+
+
+def test_defaults() -> None:
+    spec = parse(request_of())
+    assert JOB_ID.fullmatch(spec.job_id)
+    assert spec.max_new_tokens == 256
+    assert spec.sampling == SamplingParams(seed=spec.sampling.seed)
+    assert spec.stop_token_ids == {1, 2}
+
+
+def test_an_unset_job_id_or_seed_is_drawn_anew_and_a_set_one_is_not() -> None:
+    specs = [parse(request_of()) for _ in range(3)]
+    assert len({spec.job_id for spec in specs}) == 3
+    assert len({spec.sampling.seed for spec in specs}) == 3
+    assert parse(request_of(seed=0)).sampling.seed == 0
+
+
+def test_text_is_tokenised_as_the_tokenizer_does_of_its_own_accord() -> None:
+    assert parse(generation_pb2.GenerateRequest(text="3 4")).prompt == (7, 3, 4)
+
+
+def test_the_default_length_fills_what_room_there_is() -> None:
+    assert parse(request_of([5] * 511)).max_new_tokens == 1
+    assert parse(request_of([5] * 256)).max_new_tokens == 256
+    assert parse(request_of([5] * 257)).max_new_tokens == 255
+
+
+def test_the_model_s_end_is_ignored_on_request() -> None:
+    assert parse(request_of(ignore_eos=True)).stop_token_ids == set()
+    assert parse(request_of(ignore_eos=True, stop_token_ids=[9])).stop_token_ids == {9}
+
+
+def test_to_ignore_a_token_and_to_stop_at_it_is_a_contradiction() -> None:
+    request = request_of(ignore_eos=True, stop_token_ids=[9, 2])
+    assert refusal(request) == "sampling_params.stop_token_ids[1]"
+    assert parse(request_of(stop_token_ids=[2])).stop_token_ids == {1, 2}
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.5, 101.0])
+def test_numbers_out_of_range(name: str, value: float) -> None:
+    assert refusal(request_of(**{name: value})) == f"sampling_params.{name}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.0), ("top_k", 2**31), ("top_k", 2**32 - 1)])
+def test_more_numbers_out_of_range(name: str, value: float) -> None:
+    assert refusal(request_of(**{name: value})) == f"sampling_params.{name}"
+
+
+@pytest.mark.parametrize("value", [0, 511, 512, 2**31, 2**32 - 1])
+def test_a_length_that_is_none_or_does_not_fit(value: int) -> None:
+    assert refusal(request_of((5, 6), max_new_tokens=value)) == "sampling_params.max_new_tokens"
+
+
+def test_no_prompt() -> None:
+    assert refusal(generation_pb2.GenerateRequest()) == "prompt"
+    assert refusal(generation_pb2.GenerateRequest(sampling_params={"seed": 1})) == "prompt"
+
+
+def test_an_empty_prompt() -> None:
+    assert refusal(generation_pb2.GenerateRequest(text="")) == "text"
+    assert refusal(request_of([])) == "input_ids.ids"
+
+
+def test_a_text_without_tokens() -> None:
+    class Nothing:
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    with pytest.raises(InvalidArgumentError, match="no tokens") as caught:
+        parse_request(generation_pb2.GenerateRequest(text=" "), LIMITS, Nothing())
+    assert caught.value.field == "text"
+
+
+def test_tokens_outside_the_vocabulary() -> None:
+    assert refusal(request_of([999, 5, 5, 1000, 1001])) == "input_ids.ids[3]"
+    assert refusal(request_of([2**32 - 1])) == "input_ids.ids[0]"
+    assert refusal(request_of(stop_token_ids=[999, 1000])) == "sampling_params.stop_token_ids[1]"
+
+
+def test_a_text_of_tokens_that_the_model_does_not_have() -> None:
+    assert refusal(generation_pb2.GenerateRequest(text="3 1000")) == "text"
+
+
+def test_a_prompt_that_fills_the_context() -> None:
+    assert refusal(request_of([5] * 512)) == "input_ids.ids"
+    assert refusal(generation_pb2.GenerateRequest(text="5 " * 511)) == "text"
+
+
+@pytest.mark.parametrize("job_id", ["a b", "ä", "a\n", "a" * 129, "../a", "a/b", "٣"])
+def test_a_bad_job_id(job_id: str) -> None:
+    assert refusal(request_of(job_id=job_id)) == "job_id"
+
+
+def test_unknown_fields() -> None:
+    unknown = b"\xf8\x07\x01"
+    assert refusal(generation_pb2.GenerateRequest.FromString(request_of().SerializeToString() + unknown)) == "127"
+    params = generation_pb2.SamplingParams.FromString(unknown)
+    request = generation_pb2.GenerateRequest(text="5", sampling_params=params)
+    assert refusal(request) == "sampling_params.127"
+
+
+def test_the_message_says_what_was_given_and_what_is_accepted() -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape("got 600, accepted: 1 to 510: the context has 512")):
+        parse(request_of((5, 6), max_new_tokens=600))
