@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun
 
 NUM_PROMPTS = 4
-MAX_NEW_TOKENS = 96
+MAX_NEW_TOKENS = 256
 TEMPERATURE = 0.8
 SEED = 1
 

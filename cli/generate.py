@@ -40,7 +40,7 @@ async def run_generate(server: str, options: GenerateOptions, *, as_json: bool) 
 
     Raises SlipstreamError as the server does, and when it is not there.
     """
-    signals = StopSignals(on_second=lambda: None)
+    signals = StopSignals()
     chunks = await signals.cancel(_generate(server, options, is_streamed=not as_json))
     if chunks is None:
         return INTERRUPTED

@@ -4,32 +4,55 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+    from types import TracebackType
 
 _INTERVAL_S = 0.2
 
 
-async def follow(paths: Iterable[Path], output: BinaryIO) -> None:
-    """Copies what is and will be in these files, whole lines each time, until it is cancelled.
+class LogFollower:
+    """Copies files to an output as they grow, by whole lines.
 
     The services write to files and not to a pipe of ours, so that no service ever waits for us to read.
     """
-    with ExitStack() as files:
-        logs = [files.enter_context(path.open("rb")) for path in paths]
-        rests = [b""] * len(logs)
-        try:
-            while True:
-                for index, log in enumerate(logs):
-                    lines, newline, rest = (rests[index] + log.read()).rpartition(b"\n")
-                    output.write(lines + newline)
-                    rests[index] = rest
-                output.flush()
-                await asyncio.sleep(_INTERVAL_S)
-        finally:
-            for rest, log in zip(rests, logs, strict=True):
-                output.write(rest + log.read())
-            output.flush()
+
+    def __init__(self, output: BinaryIO) -> None:
+        """Writes to `output` alone."""
+        self._output = output
+        self._files = ExitStack()
+        self._logs: dict[BinaryIO, bytes] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Follows nothing until `start`."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Copies what is left."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._copy()
+        self._files.close()
+
+    def start(self, paths: Iterable[Path]) -> None:
+        """Follows these files, which are there, from their beginnings."""
+        self._logs = {self._files.enter_context(path.open("rb")): b"" for path in paths}
+        self._task = asyncio.ensure_future(self._follow())
+
+    async def _follow(self) -> None:
+        while True:
+            self._copy()
+            await asyncio.sleep(_INTERVAL_S)
+
+    def _copy(self) -> None:
+        for log, rest in self._logs.items():
+            lines, newline, self._logs[log] = (rest + log.read()).rpartition(b"\n")
+            self._output.write(lines + newline)
+        self._output.flush()

@@ -37,9 +37,6 @@ def main() -> None:
         _fail(error, 2)
     except SlipstreamError as error:
         _fail(error, 1)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
 
 
 @app.command()
@@ -186,9 +183,7 @@ def status(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        from rich.console import Console
-
-        Console().print(found.table())
+        found.print()
     raise typer.Exit(0 if found.is_healthy else 1)
 
 

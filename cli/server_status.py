@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +15,10 @@ from slipstream.common.errors import UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rich.table import Table
-
     from slipstream.common.server_state import ServerState, ServiceState
 
 _TIMEOUT_S = 5.0
+_UNFOLDED_WIDTH = 240
 
 HEALTHY = ("SERVING", "ELSEWHERE")
 UNREACHABLE = "UNREACHABLE"
@@ -49,27 +49,29 @@ class ServerStatus:
         services = [{**asdict(service), "health": self.health[service.name]} for service in self.state.services]
         return {"server": self.server, "healthy": self.is_healthy, **asdict(self.state), "services": services}
 
-    def table(self) -> Table:
-        """All services, for a terminal."""
+    def print(self) -> None:
+        """Prints all services as a table, which is only folded where there is a terminal too narrow for it."""
+        from rich import box
+        from rich.console import Console
         from rich.table import Table
 
         state = self.state
         drafting = f", {state.num_draft_tokens} draft tokens a step" if state.algorithm != "none" else ""
-        table = Table(title=f"Slipstream {state.version} at {self.server} (algorithm {state.algorithm}{drafting})")
-        for heading in ("service", "pid", "address", "metrics", "health", "model", "device"):
+        title = f"Slipstream {state.version} at {self.server}, algorithm {state.algorithm}{drafting}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for heading in ("service", "health", "pid", "address", "metrics port", "model"):
             table.add_column(heading, overflow="fold")
         for service in state.services:
             health = self.health[service.name]
             table.add_row(
                 service.name,
-                str(service.pid),
-                service.address,
-                f"127.0.0.1:{service.metrics_port}" if service.metrics_port else "-",
                 f"[{'green' if health in HEALTHY else 'bold red'}]{health}[/]",
+                f"{service.pid}",
+                service.address,
+                f"{service.metrics_port or '-'}",
                 service.model or "-",
-                service.device or "-",
             )
-        return table
+        Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH).print(table)
 
 
 async def fetch_status(server: str) -> ServerStatus:

@@ -35,6 +35,11 @@ class StepTimes:
         )
 
     @property
+    def mean_step_s(self) -> float:
+        """Of the steps that were timed; NaN when none was."""
+        return self.wall_s / self.num_steps if self.num_steps else float("nan")
+
+    @property
     def overlap_efficiency(self) -> float:
         """1 - bubble / wall; NaN when no step was timed."""
         return 1.0 - self.bubble_s / self.wall_s if self.wall_s else float("nan")

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def _nothing() -> None:
+    """For a signal that nothing else has to be done about."""
+
+
 class StopSignals:
     """Turns the first signal into the cancellation of the work, and any further one into a call of `on_second`."""
 
-    def __init__(self, *, on_second: Callable[[], None]) -> None:
-        """`on_second` runs on the event loop."""
+    def __init__(self, *, on_first: Callable[[], None] = _nothing, on_second: Callable[[], None] = _nothing) -> None:
+        """Both are called on the event loop."""
+        self._on_first = on_first
         self._on_second = on_second
         self._received: list[signal.Signals] = []
 
@@ -47,6 +52,7 @@ class StopSignals:
     def _on_signal(self, number: signal.Signals, task: asyncio.Task[T]) -> None:
         self._received.append(number)
         if len(self._received) == 1:
+            self._on_first()
             task.cancel()
         else:
             self._on_second()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from slipstream.cli.loading import LoadingDisplay
-from slipstream.cli.log_follower import follow
+from slipstream.cli.log_follower import LogFollower
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import free_address, scheduler_command, worker_command
 from slipstream.cli.state_dir import StateDir
@@ -18,9 +16,6 @@ from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from slipstream.cli.service_command import ServiceCommand
     from slipstream.cli.up_config import UpConfig
 
 
@@ -35,36 +30,28 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
     supervisor = Supervisor(
         ready_timeout_s=config.ready_timeout_s, drain_timeout_s=config.drain_timeout_s, on_change=display.on_change
     )
-    signals = StopSignals(on_second=supervisor.hurry)
+    signals = StopSignals(
+        on_first=lambda: console.print("stopping: running requests may finish; once more to end them", highlight=False),
+        on_second=supervisor.hurry,
+    )
     await signals.cancel(_serve(config, supervisor, display, is_verbose=is_verbose))
     return signals.exit_status
 
 
 async def _serve(config: UpConfig, supervisor: Supervisor, display: LoadingDisplay, *, is_verbose: bool) -> None:
-    async with AsyncExitStack() as stack:
-        state_dir = stack.enter_context(StateDir.hold(config.state_dir))
+    with StateDir.hold(config.state_dir) as state_dir:
         workers = [worker_command(config, name) for name in config.workers]
         for worker in workers:
             free_address(worker.address, field="state_dir")
         scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
-        with display:
-            await stack.enter_async_context(supervisor)
-            supervisor.start(*workers)
-            supervisor.start(scheduler)
-            if is_verbose:
-                await stack.enter_async_context(_following(*workers, scheduler))
-            await supervisor.wait_ready()
-        status = await supervisor.while_alive(fetch_status(scheduler.address))
-        Console().print(status.table())
-        state_dir.announce(scheduler.address)
-        await supervisor.watch()
-
-
-@asynccontextmanager
-async def _following(*commands: ServiceCommand) -> AsyncIterator[None]:
-    following = asyncio.ensure_future(follow([command.log_path for command in commands], sys.stderr.buffer))
-    try:
-        yield
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        async with LogFollower(sys.stderr.buffer) as follower, supervisor:
+            with display:
+                supervisor.start(*workers)
+                supervisor.start(scheduler)
+                if is_verbose:
+                    follower.start(command.log_path for command in (*workers, scheduler))
+                await supervisor.wait_ready()
+            status = await supervisor.while_alive(fetch_status(scheduler.address))
+            status.print()
+            state_dir.announce(scheduler.address)
+            await supervisor.watch()

@@ -40,7 +40,7 @@ def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
         "bubble",
         "overlap efficiency",
         "no drafting",
-        "Token ids with and without drafting: the same, all 384 tokens of 4 prompts.",
+        "Token ids with and without drafting: the same, all 1024 tokens of 4 prompts.",
     ):
         assert words in found.stdout
     assert not services_in(tmp_path)
