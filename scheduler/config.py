@@ -38,6 +38,8 @@ class SchedulerConfig:
     """Prompt tokens in one prefill step."""
     queue: int = 256
     """Requests that may wait for a slot."""
+    stream_interval_ms: float = 5.0
+    """A client gets a message at most this often; steps that are faster share one."""
     step_timeout_s: float = 60.0
     """A step that takes longer means that a worker hangs."""
     grace_s: float = 30.0
@@ -66,5 +68,7 @@ class SchedulerConfig:
         for name, seconds in (("step_timeout_s", self.step_timeout_s), ("grace_s", self.grace_s)):
             if not 0 < seconds < 86_400:
                 raise ConfigError(name, seconds, "above 0, less than a day")
+        if not 0 <= self.stream_interval_ms <= 10_000:
+            raise ConfigError("stream_interval_ms", self.stream_interval_ms, "0 to 10000")
         if self.dispatch not in (DISPATCH_TOGETHER, DISPATCH_ACKNOWLEDGED):
             raise ConfigError("dispatch", self.dispatch, f"{DISPATCH_TOGETHER} or {DISPATCH_ACKNOWLEDGED}")

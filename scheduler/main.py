@@ -46,6 +46,9 @@ def scheduler(
         int, typer.Option(help="Prompt tokens in one prefill step.")
     ] = SchedulerConfig.chunk_tokens,
     queue: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = SchedulerConfig.queue,
+    stream_interval_ms: Annotated[
+        float, typer.Option(help="A client gets a message at most this often.")
+    ] = SchedulerConfig.stream_interval_ms,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port on loopback; 0 is any free one.")] = 0,
     grace_s: Annotated[
         float, typer.Option(help="After the first SIGTERM, running jobs may take this long.")
@@ -73,6 +76,7 @@ def scheduler(
             page_tokens=page_tokens,
             chunk_tokens=chunk_tokens,
             queue=queue,
+            stream_interval_ms=stream_interval_ms,
             grace_s=grace_s,
             dispatch=dispatch,
             debug=debug,

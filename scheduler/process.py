@@ -20,6 +20,7 @@ from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
 from slipstream.protos import generation_pb2_grpc
 from slipstream.scheduler.conductor import Conductor
+from slipstream.scheduler.delivery import DeliveryBox
 from slipstream.scheduler.front_desk import FrontDesk
 from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, ServedModel
 from slipstream.scheduler.job_queue import JobQueue
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from slipstream.common.listener import Listener
     from slipstream.common.worker_contract import WorkerDescription
-    from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.epoch import Epoch
 
@@ -62,18 +62,13 @@ async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_por
         servicer = GenerationServicer(desk, model=serving.model, state=serving.state, executor=executor)
         server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
         await server.start()
-
-        def deliver(deliveries: list[Delivery]) -> None:
-            if deliveries:
-                loop.call_soon_threadsafe(desk.deliver, deliveries)
-
         conductor = Conductor(
             config,
             HostDevice(),
             queue,
             registry=registry,
             audience=serving,
-            deliver=deliver,
+            deliver=DeliveryBox(loop, config.stream_interval_ms / 1000, desk.deliver).put,
         )
         conductor.start()
         await signals.wait()
