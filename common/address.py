@@ -44,7 +44,7 @@ def parse_address(text: str, *, field: str = "address") -> TcpAddress | UnixAddr
     host = host[1:-1] if is_bracketed else host
     if not colon or not host or is_bracketed != (":" in host) or "/" in host:
         raise ConfigError(field, text, ACCEPTED)
-    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16):
         raise ConfigError(field, text, ACCEPTED)
     return TcpAddress(host, int(port))
 

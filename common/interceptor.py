@@ -103,7 +103,10 @@ class StatusInterceptor(_ServerInterceptor):
         except NotImplementedError:
             code = grpc.StatusCode.UNIMPLEMENTED
             await _abort(context, status_pb2.Status(code=code.value[0], message=f"{method} is not implemented"))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            # Not only an Exception: a panic of a library in Rust is none, and the client must hear of that, too.
             answer = _answer(method, error)
             code = code_of(answer)
             await _abort(context, status_from_error(answer))
@@ -117,7 +120,7 @@ def _is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _answer(method: str, error: Exception) -> SlipstreamError:
+def _answer(method: str, error: BaseException) -> SlipstreamError:
     """What the client is told. The traceback of what should not have happened goes to the log, and only there."""
     if isinstance(error, SlipstreamError) and code_of(error) is not grpc.StatusCode.INTERNAL:
         return error

@@ -28,13 +28,16 @@ _NOT_ON_THIS_HOST = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 class Listener:
     """An address that this process, and no other, may serve at."""
 
-    def __init__(self, address: TcpAddress | UnixAddress, targets: tuple[str, ...], release: ExitStack) -> None:
+    def __init__(
+        self, address: TcpAddress | UnixAddress, targets: tuple[str, ...], release: ExitStack, *, field: str
+    ) -> None:
         """Made by `claim`. `targets`: what gRPC binds; `release`: lets go of what was held until then."""
         self.address = str(address)
         """What clients dial; a port of 0 is replaced by the one that was picked."""
         self._targets = targets
         self._is_unix = isinstance(address, UnixAddress)
         self._release = release
+        self._field = field
 
     @classmethod
     @contextmanager
@@ -47,13 +50,13 @@ class Listener:
         with ExitStack() as held:
             if isinstance(parsed, UnixAddress):
                 held.enter_context(_claim_path(parsed.path, field))
-                yield cls(parsed, (str(parsed),), ExitStack())
+                yield cls(parsed, (str(parsed),), ExitStack(), field=field)
             else:
                 claims = held.enter_context(ExitStack())
                 sockets = _claim_port(parsed, field, claims)
                 port = sockets[0].getsockname()[1]
                 targets = tuple(str(TcpAddress(s.getsockname()[0], port)) for s in sockets)
-                yield cls(TcpAddress(parsed.host, port), targets, claims)
+                yield cls(TcpAddress(parsed.host, port), targets, claims, field=field)
 
     def bind(self, add_port: Callable[[str], int]) -> None:
         """Has a gRPC server, made with `grpc.so_reuseport` 0, listen here; `add_port` is its `add_insecure_port`."""
@@ -63,7 +66,7 @@ class Listener:
             for target in self._targets:
                 add_port(target)
         except RuntimeError as error:
-            raise AddressInUseError("address", self.address) from error
+            raise AddressInUseError(self._field, self.address) from error
         finally:
             if umask is not None:
                 os.umask(umask)

@@ -58,7 +58,8 @@ class FrontDesk:
                     yield chunk
                 if progress[-1].error is not None:
                     self._metrics.lost(FAILED)
-                    raise progress[-1].error
+                    # The same one may end other jobs, too.
+                    raise progress[-1].error.with_traceback(None)
         finally:
             if not is_over:
                 self._metrics.lost(DISCONNECTED)

@@ -36,6 +36,7 @@ def test_a_relative_path_becomes_absolute(tmp_path: object, monkeypatch: pytest.
         "host:",
         "host:-1",
         "host:65536",
+        "host:" + "9" * 5000,
         "host:1a",
         "host:١",
         "::1:50051",

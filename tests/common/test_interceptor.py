@@ -161,6 +161,16 @@ async def test_an_unknown_error_is_logged_and_not_told(
     await fixture.counted(kind, "INTERNAL")
 
 
+async def test_a_panic_does_not_leave_the_client_waiting(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+    class PanicError(BaseException):
+        """As of a library in Rust."""
+
+    fixture.probe.act = raising(PanicError("a secret"))
+    with pytest.raises(InternalError):
+        await fixture.call("unary_stream")
+    assert "PanicError" in caplog.text
+
+
 async def test_an_error_of_our_own_order_is_told_and_logged(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
     fixture.probe.act = raising(OrderingError("a hole"))
     with pytest.raises(OrderingError, match="a hole"):

@@ -73,14 +73,15 @@ def test_a_stranger_who_shares_ports_keeps_its_own() -> None:
 
 
 async def test_the_port_is_taken_between_the_claim_and_the_server() -> None:
-    with Listener.claim(FREE_PORT) as listener, socket.socket() as stranger:
+    with Listener.claim(FREE_PORT, field="listen") as listener, socket.socket() as stranger:
         host, _, port = listener.address.rpartition(":")
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         stranger.bind((host, int(port)))
         stranger.listen()
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        with pytest.raises(AddressInUseError):
+        with pytest.raises(AddressInUseError) as caught:
             listener.bind(server.add_insecure_port)
+        assert caught.value.field == "listen"
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:50051", "no-such-host.invalid:50051"])
