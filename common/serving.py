@@ -78,8 +78,8 @@ def _options(keepalive: Keepalive, max_receive_bytes: int) -> list[ChannelOption
         *keepalive.options(),
         # Otherwise a second server shares the port in silence.
         ("grpc.so_reuseport", 0),
-        # Clients may ping as often as ours do; gRPC would hang up on one that pings more than every five minutes.
-        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        # gRPC would hang up on a client that pings more often than every five minutes.
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
     ]
