@@ -1,0 +1,348 @@
+"""The batch against a simulated device: whatever runs ahead, is cut into chunks or is cancelled, every job gets its
+own tokens, each once, and gives back what it took."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.common.errors import PendingLengthError, UnavailableError
+from slipstream.common.sampling import SamplingParams
+from slipstream.common.step import StepKind
+from slipstream.scheduler.batch import Batch, BatchSizes, Step
+from slipstream.scheduler.future_map import StepResult
+from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.jobs import FinishReason, Job, JobSpec
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from slipstream.scheduler.batch import Delivery
+
+STOP = 7
+"""A token that some jobs end at."""
+
+
+def token_of(prompt: tuple[int, ...], index: int) -> int:
+    """The reference: what the model says at place `index` of the output."""
+    return (sum(prompt) * 31 + len(prompt) * 17 + index * index * 5 + index) % 23
+
+
+def make_job(name: str, prompt: tuple[int, ...], max_new_tokens: int, *, stops: bool = False) -> Job:
+    """A job that is not submitted yet."""
+    stop_token_ids = frozenset({STOP}) if stops else frozenset()
+    return Job(
+        JobSpec(
+            job_id=name,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=SamplingParams(),
+            stop_token_ids=stop_token_ids,
+        )
+    )
+
+
+def reference(job: Job) -> tuple[list[int], FinishReason]:
+    """All that a job gets, and why it ends."""
+    output = []
+    for index in range(job.spec.max_new_tokens):
+        output.append(token_of(job.spec.prompt, index))
+        if output[-1] in job.spec.stop_token_ids:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+@dataclass
+class Slot:
+    """What the device keeps of a slot."""
+
+    pages: tuple[int, ...] = ()
+    limit_tokens: int = 0
+    prompt: tuple[int, ...] = ()
+    num_output: int = 0
+
+
+@dataclass
+class Device:
+    """Carries out steps in order; knows nothing of jobs but what the steps say."""
+
+    sizes: BatchSizes
+    random: Random
+    slots: dict[int, Slot] = field(default_factory=dict)
+    last_step: int = 0
+
+    def run(self, step: Step) -> StepResult:
+        """What the step brings."""
+        assert step.number == self.last_step + 1
+        self.last_step = step.number
+        for update in step.updates:
+            self.slots[update.slot] = Slot(update.pages, update.limit_tokens)
+        if step.kind is StepKind.PREFILL:
+            self._prefill(step)
+            accepted = [0] * len(step.yielding)
+        else:
+            most = self.sizes.num_draft_tokens if step.kind is StepKind.DECODE else 0
+            for lease in step.members:
+                self._check_room(self.slots[lease.slot], most)
+            accepted = [self.random.randint(0, most) for _ in step.yielding]
+        return StepResult([self._output(lease.slot, a + 1) for lease, a in zip(step.yielding, accepted, strict=True)])
+
+    def _prefill(self, step: Step) -> None:
+        assert 0 < sum(len(chunk.tokens) for chunk in step.chunks) <= self.sizes.chunk_tokens
+        assert [chunk.slot for chunk in step.chunks] == list(step.slots)
+        for chunk in step.chunks:
+            slot = self.slots[chunk.slot]
+            assert chunk.start == len(slot.prompt), "chunks follow each other"
+            assert chunk.tokens, "no chunk is empty"
+            slot.prompt += chunk.tokens
+        assert [lease.slot for lease in step.yielding] == [chunk.slot for chunk in step.chunks if chunk.is_last]
+
+    def _output(self, slot_number: int, count: int) -> list[int]:
+        slot = self.slots[slot_number]
+        tokens = [token_of(slot.prompt, slot.num_output + number) for number in range(count)]
+        slot.num_output += count
+        return tokens
+
+    def _check_room(self, slot: Slot, most_accepted: int) -> None:
+        # As the workers do it: a length past the limit is clamped to it.
+        length = min(len(slot.prompt) + slot.num_output - 1, slot.limit_tokens)
+        assert length + most_accepted < len(slot.pages) * self.sizes.page_tokens
+
+
+class Run:
+    """The scheduler's loop without its surroundings."""
+
+    def __init__(self, sizes: BatchSizes, random: Random) -> None:
+        self.queue = JobQueue(100)
+        self.queue.open()
+        self.batch = Batch(sizes)
+        self.device = Device(sizes, random)
+        self.in_flight: deque[tuple[Step, StepResult]] = deque()
+        self.outputs: dict[Job, list[int]] = {}
+        self.ends: dict[Job, FinishReason | None] = {}
+
+    def turn(self) -> bool:
+        """One turn of the loop; False when there is nothing to do."""
+        self.take(self.batch.cancel(self.queue.take_cancelled()))
+        self.batch.admit(self.queue)
+        self._check_pages()
+        step = self.batch.next_step()
+        if step is not None:
+            self.in_flight.append((step, self.device.run(step)))
+        if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
+            self.take(self.batch.apply(*self.in_flight.popleft()))
+        return step is not None or bool(self.in_flight)
+
+    def take(self, deliveries: list[Delivery]) -> None:
+        """What the clients' side would get."""
+        for job, progress in deliveries:
+            assert job not in self.ends, "nothing comes after the end"
+            assert len(progress.is_draft) == len(progress.token_ids)
+            self.outputs.setdefault(job, []).extend(progress.token_ids)
+            if progress.is_last:
+                self.ends[job] = progress.finish_reason
+
+    def _check_pages(self) -> None:
+        held = [page for request in self.batch._running.values() for page in request.pages]
+        assert len(set(held)) == len(held)
+        assert len(held) + self.batch.pages.num_free == self.batch.pages.num_pages
+
+
+SIZES = st.builds(
+    BatchSizes,
+    num_slots=st.integers(2, 5),
+    num_pages=st.just(0),
+    page_tokens=st.integers(1, 9),
+    chunk_tokens=st.integers(1, 12),
+    num_draft_tokens=st.integers(0, 4),
+    run_ahead=st.integers(0, 2),
+)
+JOBS = st.lists(
+    st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=30).map(tuple), st.integers(1, 25), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@st.composite
+def sizes_that_hold(draw: st.DrawFn) -> BatchSizes:
+    """Sizes with room for one request of the longest kind at least."""
+    sizes = draw(SIZES)
+    most = sizes.pages_for(30 + 25)
+    pages = draw(st.integers(most + 1, 3 * most + 1))
+    return BatchSizes(
+        num_slots=sizes.num_slots,
+        num_pages=pages,
+        page_tokens=sizes.page_tokens,
+        chunk_tokens=sizes.chunk_tokens,
+        num_draft_tokens=sizes.num_draft_tokens,
+        run_ahead=sizes.run_ahead,
+    )
+
+
+@settings(max_examples=150)
+@given(
+    sizes=sizes_that_hold(),
+    jobs=JOBS,
+    random=st.randoms(use_true_random=False),
+    cancel_rate=st.sampled_from([0.0, 0.05, 0.3]),
+)
+def test_every_job_gets_its_own_tokens(
+    sizes: BatchSizes, jobs: list[tuple[tuple[int, ...], int, bool]], random: Random, cancel_rate: float
+) -> None:
+    run = Run(sizes, random)
+    made = [make_job(str(number), prompt, most, stops=stops) for number, (prompt, most, stops) in enumerate(jobs)]
+    to_submit, cancelled = deque(made), set[Job]()
+    turns = 0
+    while run.turn() or to_submit or len(run.queue):
+        turns += 1
+        assert turns < 5000, "the batch makes no progress"
+        if to_submit and (random.random() < 0.4 or turns % 50 == 0):
+            run.queue.submit(to_submit.popleft())
+        if random.random() < cancel_rate and len(to_submit) < len(made):
+            job = made[random.randrange(len(made) - len(to_submit))]
+            run.queue.cancel(job)
+            cancelled.add(job)
+    for job in made:
+        expected, reason = reference(job)
+        output = run.outputs.get(job, [])
+        if run.ends[job] is FinishReason.ABORT:
+            assert job in cancelled
+            assert output == expected[: len(output)]
+        else:
+            assert (output, run.ends[job]) == (expected, reason)
+        assert job.counts.num_output_tokens == len(output)
+    assert run.batch.num_running == 0
+    assert run.batch.pages.num_free == sizes.num_pages - 1
+    assert run.batch.slots.num_free == sizes.num_slots - 1
+
+
+SMALL = BatchSizes(num_slots=3, num_pages=20, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
+
+
+class FullAcceptance:
+    """In place of a random generator: every draft token is accepted."""
+
+    def randint(self, low: int, high: int) -> int:
+        """The most."""
+        return high
+
+
+def _run(sizes: BatchSizes = SMALL) -> Run:
+    return Run(sizes, FullAcceptance())  # type: ignore[arg-type]
+
+
+def test_prompts_and_decoding_take_turns() -> None:
+    run, kinds = _run(), []
+    run.queue.submit(make_job("decodes", (1,), 12))
+    for _ in range(3):
+        run.turn()
+    run.queue.submit(make_job("prompt", tuple(range(24)), 4))
+    steps = run.device.last_step
+    while run.turn():
+        if run.device.last_step > steps:
+            steps = run.device.last_step
+            kinds.append(run.in_flight[-1][0].kind)
+    assert kinds[:5] == [StepKind.PREFILL, StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE, StepKind.PREFILL]
+
+
+def test_a_job_that_is_sure_to_end_with_what_is_under_way_takes_part_in_no_more_steps() -> None:
+    """Two tokens: the prompt's end and one decode step bring them for sure."""
+    run = _run()
+    job = make_job("short", (1, 2), 2)
+    run.queue.submit(job)
+    while run.turn():
+        pass
+    assert run.device.last_step == 2
+    assert job.counts.num_verify_steps == 1
+
+
+def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot() -> None:
+    sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=2)
+    run = _run(sizes)
+    first, second = make_job("first", (1,), 20), make_job("second", (2,), 5)
+    run.queue.submit(first)
+    for _ in range(4):
+        run.turn()
+    run.queue.submit(second)
+    run.queue.cancel(first)
+    while run.turn():
+        pass
+    assert run.ends == {first: FinishReason.ABORT, second: FinishReason.LENGTH}
+    assert run.outputs[second] == reference(second)[0]
+    # Both had slot 1: the only one.
+    assert run.batch.slots.num_free == 1
+
+
+def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
+    run = _run()
+    job = make_job("job", (1, 2, 3), 7)
+    run.queue.submit(job)
+    while run.turn():
+        pass
+    # 1 token from the prompt, 3 of each decode step.
+    assert job.counts.num_verify_steps == 2
+    assert job.counts.total_draft_tokens == 4
+    assert job.counts.total_accepted_tokens == 4
+    assert job.counts.mean_accept_length == 3.0
+    assert job.counts.first_token_at is not None
+    assert job.counts.finished_at is not None
+
+
+def test_draft_tokens_are_told_from_the_targets_own() -> None:
+    run, flags = _run(), list[bool]()
+    job = make_job("job", (1,), 6)
+    run.queue.submit(job)
+    while (deliveries := _turn(run)) is not None:
+        flags += [flag for _, progress in deliveries for flag in progress.is_draft]
+    assert flags == [False, True, True, False, True, True]
+
+
+def _turn(run: Run) -> list[Delivery] | None:
+    run.batch.admit(run.queue)
+    step = run.batch.next_step()
+    return None if step is None else run.batch.apply(step, run.device.run(step))
+
+
+def test_jobs_that_cannot_go_on_end_with_the_error_wherever_they_are() -> None:
+    sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
+    run, error = _run(sizes), UnavailableError("verify is lost")
+    running, waiting = make_job("running", (1,), 20), make_job("waiting", (2,), 5)
+    run.queue.submit(running)
+    run.turn()
+    run.queue.submit(waiting)
+    run.queue.cancel(waiting)
+    deliveries = run.batch.fail(error, waiting=run.queue.take_all())
+    assert [(job, progress.error) for job, progress in deliveries] == [(running, error), (waiting, error)]
+    assert run.batch.pages.num_free == 8
+    # A cancel that comes too late, as a client's handler sends one when its call ends.
+    assert run.batch.cancel([running, waiting]) == []
+
+
+def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
+    sizes = BatchSizes(num_slots=4, num_pages=12, page_tokens=8, chunk_tokens=64, num_draft_tokens=2, run_ahead=1)
+    run = _run(sizes)
+    large, larger, small = make_job("a", (1,) * 30, 18), make_job("b", (2,) * 60, 12), make_job("c", (3,), 1)
+    for job in (large, larger, small):
+        run.queue.submit(job)
+    run.turn()
+    assert (run.batch.num_running, len(run.queue)) == (1, 2)
+    while run.turn():
+        pass
+    assert list(run.ends) == [large, small, larger]
+
+
+def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
+    run = _run()
+    run.queue.submit(make_job("job", (1,), 5))
+    run.batch.admit(run.queue)
+    step = run.batch.next_step()
+    assert step is not None
+    run.take(run.batch.apply(step, run.device.run(step)))
+    with pytest.raises(PendingLengthError, match="no step was to change"):
+        run.batch.apply(step, StepResult([[1]]))
