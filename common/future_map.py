@@ -155,19 +155,25 @@ class FutureMap:
             self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=True, step=step)
         self._buffers[BufferName.PREFILL_HIDDEN][: len(hidden)] = hidden
 
-    def gather(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
-        """Reads the stash of B slots. `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them.
+    def gather_ends(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads where the sequences of B slots end: their lengths and bonus tokens, each [B] int64.
 
-        Raises FutureMapError in debug mode when a row was never stashed.
+        `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them. Raises FutureMapError in debug mode
+        when a row was never stashed.
         """
         seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
         if self._is_debug and bool((seq_lens == POISON).any()):
             raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
+        return torch.minimum(seq_lens.clamp_(min=0), limits), self._tokens(BufferName.BONUS_TOKENS, rows, step)
+
+    def gather(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
+        """Reads the whole stash of B slots; as `gather_ends`."""
+        seq_lens, bonus_tokens = self.gather_ends(step, rows, limits)
         has_hidden = BufferName.HIDDEN_STATES in self._buffers
         return Stash(
-            seq_lens=torch.minimum(seq_lens.clamp(min=0), limits),
-            bonus_tokens=self._tokens(BufferName.BONUS_TOKENS, rows, step),
-            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp(1, self._shape.num_draft_tokens + 1),
+            seq_lens=seq_lens,
+            bonus_tokens=bonus_tokens,
+            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self._shape.num_draft_tokens + 1),
             last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
             hidden_states=self._slot_read(BufferName.HIDDEN_STATES, rows, step) if has_hidden else None,
         )
@@ -186,12 +192,12 @@ class FutureMap:
         return self._tokens(BufferName.DRAFT_TOKENS, rows, step)
 
     def _tokens(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
-        return self._slot_read(name, rows, step).clamp(0, self._vocab_size - 1)
+        return self._slot_read(name, rows, step).clamp_(0, self._vocab_size - 1)
 
     def _slot_read(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
         if self._log.is_enabled:
             self._log.access(name, rows.tolist(), is_write=False, step=step)
-        return self._buffers[name][rows]
+        return self._buffers[name].index_select(0, rows)
 
     def _slot_write(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
         if self._log.is_enabled:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,12 +19,16 @@ from slipstream.services.engine import Phase
 from slipstream.services.models.acceptance import accept
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.step import StepCommand
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import EpochState
 
 SPIN_S = 0.00004
 """A sleep may end late by so much."""
+T = TypeVar("T")
+
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None)
 MAX_CONTEXT_TOKENS = 1 << 20
@@ -42,24 +46,25 @@ def token_at(positions: torch.Tensor) -> torch.Tensor:
     return FIRST_TOKEN + positions % NUM_TOKENS
 
 
-class Wait:
-    """A kernel of a known length: sleeps, and looks at the clock for the last bit. Belongs to one stream."""
+class Kernel:
+    """A kernel of a known length: what it computes is part of it. Belongs to one stream."""
 
     def __init__(self, length_ms: float) -> None:
         self._length_s = length_ms / 1000
         self._is_precise = False
 
-    def __call__(self) -> None:
-        """Takes its length, from now."""
+    def run(self, compute: Callable[[], T]) -> T:
+        """Returns what `compute` does, when the length is over; sleeps, and looks at the clock for the last bit."""
         end = time.monotonic() + self._length_s
         if not self._is_precise:
             # Of the calling thread: the kernel else bundles its wake-ups with others' up to 50 us later.
             _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
             self._is_precise = True
-        if self._length_s > SPIN_S:
-            time.sleep(self._length_s - SPIN_S)
+        result = compute()
+        time.sleep(max(0.0, end - time.monotonic() - SPIN_S))
         while time.monotonic() < end:
             pass
+        return result
 
 
 class StandInVerify:
@@ -67,7 +72,7 @@ class StandInVerify:
 
     def __init__(self, description: WorkerDescription, length_ms: float) -> None:
         self._description = without_context_cost(description)
-        self._wait = Wait(length_ms)
+        self._kernel = Kernel(length_ms)
 
     def describe(self) -> WorkerDescription:
         """See `RoleEngine.describe`."""
@@ -89,10 +94,9 @@ class StandInVerify:
         def publish() -> None:
             if is_prefill:
                 ends = torch.tensor([chunk.start + len(chunk.tokens) for chunk in chunks], dtype=torch.int64)
-                outcome.append(_first_tokens(ends))
+                outcome.append(self._kernel.run(lambda: _first_tokens(ends)))
             else:
                 outcome.append(self._decode(command, state, rows))
-            self._wait()
             state.future_map.publish(command.step, rows, outcome[0])
 
         def stash() -> None:
@@ -101,13 +105,11 @@ class StandInVerify:
         return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
     def _decode(self, command: StepCommand, state: EpochState, rows: torch.Tensor) -> Outcome:
-        stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
+        seq_lens, _ = state.future_map.gather_ends(command.step, rows, state.slots.limits[rows])
         if command.kind is StepKind.PLAIN:
-            return _first_tokens(stash.seq_lens + 1)
+            return self._kernel.run(lambda: _first_tokens(seq_lens + 1))
         draft_tokens = state.future_map.copy_in(command.step, rows)
-        tokens = token_at(stash.seq_lens[:, None] + 1 + torch.arange(draft_tokens.shape[1] + 1))
-        num_accepted = accept(draft_tokens, tokens)
-        return Outcome(seq_lens=stash.seq_lens + num_accepted + 1, num_accepted=num_accepted, tokens=tokens)
+        return self._kernel.run(lambda: _verified(seq_lens, draft_tokens))
 
 
 class StandInDraft:
@@ -115,7 +117,7 @@ class StandInDraft:
 
     def __init__(self, description: WorkerDescription, length_ms: float) -> None:
         self._description = without_context_cost(description)
-        self._wait = Wait(length_ms)
+        self._kernel = Kernel(length_ms)
 
     def describe(self) -> WorkerDescription:
         """See `RoleEngine.describe`."""
@@ -133,16 +135,27 @@ class StandInDraft:
         num_tokens = state.attachment.shape.num_draft_tokens
 
         def propose() -> None:
-            if command.kind is StepKind.DECODE:
-                stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
-                tokens = token_at(stash.seq_lens[:, None] + 1 + torch.arange(num_tokens))
-                tokens[:, (num_tokens + 1) // 2 :] = 0
-                self._wait()
-                state.future_map.propose(command.step, rows, tokens)
-            else:
-                self._wait()
+            stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
+            tokens = self._kernel.run(lambda: _guessed(stash.seq_lens, num_tokens))
+            state.future_map.propose(command.step, rows, tokens)
 
-        return [Phase(propose, FenceName.DRAFT_DONE)]
+        def prefill() -> None:
+            self._kernel.run(lambda: None)
+
+        return [Phase(propose if command.kind is StepKind.DECODE else prefill, FenceName.DRAFT_DONE)]
+
+
+def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[B, num_tokens] draft tokens behind B bonus tokens, the first half of them right."""
+    tokens = token_at(seq_lens[:, None] + 1 + torch.arange(num_tokens))
+    tokens[:, (num_tokens + 1) // 2 :] = 0
+    return tokens
+
+
+def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor) -> Outcome:
+    tokens = token_at(seq_lens[:, None] + 1 + torch.arange(draft_tokens.shape[1] + 1))
+    num_accepted = accept(draft_tokens, tokens)
+    return Outcome(seq_lens=seq_lens + num_accepted + 1, num_accepted=num_accepted, tokens=tokens)
 
 
 def _first_tokens(seq_lens: torch.Tensor) -> Outcome:

@@ -77,13 +77,13 @@ class VerifyEngine:
 
     def _decode(self, state: EpochState, step: int, rows: torch.Tensor) -> Outcome:
         """Checks K draft tokens a slot: the target's own token at each of K+1 positions, as far as the draft agrees."""
-        stash = state.future_map.gather(step, rows, self._model.limits(rows))
+        seq_lens, bonus_tokens = state.future_map.gather_ends(step, rows, self._model.limits(rows))
         draft_tokens = state.future_map.copy_in(step, rows)
-        tokens = torch.cat((stash.bonus_tokens[:, None], draft_tokens), dim=1)
-        target_tokens, aux = self._run(rows, tokens, stash.seq_lens)
+        tokens = torch.cat((bonus_tokens[:, None], draft_tokens), dim=1)
+        target_tokens, aux = self._run(rows, tokens, seq_lens)
         num_accepted = accept(draft_tokens, target_tokens)
         return Outcome(
-            seq_lens=stash.seq_lens + num_accepted + 1,
+            seq_lens=seq_lens + num_accepted + 1,
             num_accepted=num_accepted,
             tokens=target_tokens,
             hidden_states=aux,
@@ -91,11 +91,11 @@ class VerifyEngine:
 
     def _decode_plainly(self, state: EpochState, step: int, rows: torch.Tensor) -> Outcome:
         """One token a slot."""
-        stash = state.future_map.gather(step, rows, self._model.limits(rows))
-        tokens, aux = self._run(rows, stash.bonus_tokens[:, None], stash.seq_lens)
+        seq_lens, bonus_tokens = state.future_map.gather_ends(step, rows, self._model.limits(rows))
+        tokens, aux = self._run(rows, bonus_tokens[:, None], seq_lens)
         return Outcome(
-            seq_lens=stash.seq_lens + 1,
-            num_accepted=torch.zeros_like(stash.seq_lens),
+            seq_lens=seq_lens + 1,
+            num_accepted=torch.zeros_like(seq_lens),
             tokens=tokens,
             hidden_states=aux,
         )
