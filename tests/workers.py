@@ -14,10 +14,14 @@ from slipstream.common.worker_contract import Attachment, WorkerDescription
 from slipstream.services.engine import Engine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.host_arena import HostArena
     from slipstream.common.errors import SlipstreamError
     from slipstream.services.engine import RoleEngine
+
+    ChangeCommand = Callable[[StepCommand], StepCommand]
 
 VOCAB_SIZE = 272
 
@@ -42,7 +46,10 @@ def describe(role: Role, **changes: object) -> WorkerDescription:
 class LocalWorker:
     """A worker in this process, and the scheduler's link to it: all of `WorkerLink` but gRPC."""
 
-    def __init__(self, role_engine: RoleEngine, log: AccessLog | None = None) -> None:
+    def __init__(
+        self, role_engine: RoleEngine, log: AccessLog | None = None, *, before_send: ChangeCommand | None = None
+    ) -> None:
+        """`before_send` is called by the scheduler's thread with each command, and may change it."""
         self.role = role_engine.describe().role
         self.failure: SlipstreamError | None = None
         self.failures: list[BaseException] = []
@@ -51,6 +58,7 @@ class LocalWorker:
         self.stream = device.create_stream(self.role.value, self.failures.append)
         self.engine = Engine(role_engine, device, self.stream, log or NullAccessLog())
         self._epoch = 0
+        self._before_send = before_send
 
     def describe(self) -> WorkerDescription:
         """See `WorkerLink.describe`."""
@@ -65,6 +73,8 @@ class LocalWorker:
         """See `WorkerLink.send`. The command is enqueued when this returns."""
         if self.failure is not None:
             raise self.failure
+        if self._before_send is not None:
+            command = self._before_send(command)
         self.engine.enqueue(command_from_pb(command_to_pb(command)))
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:

@@ -1,0 +1,109 @@
+"""A scheduler's epoch over workers in this process: everything is real but gRPC."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.step import Role
+from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.sizing import EpochSizes, Workers
+from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.jobs import FinishReason, Job, Progress
+    from slipstream.scheduler.loop import StepLoop
+    from slipstream.scheduler.step_timings import StepTiming
+    from slipstream.scheduler.worker_link import WorkerLink
+    from tests.workers import LocalWorker
+
+
+class RecordingMetrics(StepMetrics):
+    """Keeps the time of each step."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(StepMetricFamilies(registry), fence="host", mps="off", algorithm="standalone")
+        self.timings: list[StepTiming] = []
+
+    def observe(self, timing: StepTiming) -> None:
+        """Keeps it, too."""
+        self.timings.append(timing)
+        super().observe(timing)
+
+
+class LocalEpoch:
+    """Runs jobs to their end."""
+
+    def __init__(self, number: int, config: SchedulerConfig, workers: Sequence[LocalWorker]) -> None:
+        links = {worker.role: worker for worker in workers}
+        draft = links.get(Role.DRAFT)
+        described = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
+        self.registry = CollectorRegistry()
+        self.metrics = RecordingMetrics(self.registry)
+        self.queue = JobQueue(config.queue)
+        self.queue.open()
+        self.outputs: dict[Job, list[int]] = {}
+        self.ends: dict[Job, Progress] = {}
+        self._to_come: list[Sequence[Job]] = []
+        self.on_progress: Callable[[Job, Progress], None] = lambda job, progress: None
+        """Called on the loop's thread."""
+        self.epoch = Epoch(
+            number,
+            config,
+            described,
+            EpochSizes.decide(config, described),
+            device=HostDevice(),
+            # All of a link that an epoch uses.
+            links=cast("dict[Role, WorkerLink]", links),
+            queue=self.queue,
+            metrics=self.metrics,
+            deliver=self._deliver,
+        )
+
+    @contextmanager
+    def loop(self) -> Iterator[StepLoop]:
+        """The open epoch's loop."""
+        try:
+            yield self.epoch.open()
+        finally:
+            self.epoch.close(drain=True)
+
+    def run(self, *waves: Sequence[Job]) -> dict[Job, list[int]]:
+        """Runs each wave of jobs when the last one is over; returns the tokens of each."""
+        self._to_come = list(waves)
+        self._next_wave()
+        with self.loop() as loop:
+            loop.run()
+            loop.finish()
+        return self.outputs
+
+    def finish_reason(self, job: Job) -> FinishReason | None:
+        """Why the job ended."""
+        return self.ends[job].finish_reason
+
+    def _next_wave(self) -> None:
+        if not self._to_come:
+            self.queue.stop()
+            return
+        for job in self._to_come.pop(0):
+            self.outputs[job] = []
+            self.queue.submit(job)
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        assert deliveries, "nobody is woken for nothing"
+        for job, progress in deliveries:
+            assert job not in self.ends, "nothing comes after the end"
+            self.outputs[job] += progress.token_ids
+            if progress.is_last:
+                self.ends[job] = progress
+            self.on_progress(job, progress)
+        if len(self.ends) == len(self.outputs):
+            self._next_wave()
