@@ -99,3 +99,5 @@ class StepCommand:
     ops: FenceOps = field(default_factory=FenceOps)
     chunks: tuple[PromptChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
+    wants_acknowledgement: bool = False
+    """Whether the worker is to say when the step is enqueued."""

@@ -167,6 +167,7 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
             for chunk in command.chunks
         ],
         updates=[_update_to_pb(update) for update in command.updates],
+        acknowledge=command.wants_acknowledgement,
     )
 
 
@@ -187,6 +188,7 @@ def command_from_pb(message: pb.StepCommand) -> StepCommand:
             for chunk in message.chunks
         ),
         updates=tuple(_update_from_pb(update) for update in message.updates),
+        wants_acknowledgement=message.acknowledge,
     )
 
 

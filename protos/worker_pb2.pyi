@@ -148,7 +148,7 @@ class FencePoint(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates")
+    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates", "acknowledge")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class StepCommand(_message.Message):
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     UPDATES_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     kind: StepKind
@@ -165,7 +166,8 @@ class StepCommand(_message.Message):
     signals: _containers.RepeatedCompositeFieldContainer[FencePoint]
     chunks: _containers.RepeatedCompositeFieldContainer[PromptChunk]
     updates: _containers.RepeatedCompositeFieldContainer[SlotUpdate]
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ...) -> None: ...
+    acknowledge: bool
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")

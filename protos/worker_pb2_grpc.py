@@ -76,7 +76,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """The steps of the epoch, in order. An acknowledgement returns when the step is enqueued, not when it is done.
+        """The steps of the epoch, in order. An acknowledgement returns when a step that asks for one is enqueued, not when
+        it is done. Whoever ends the stream ends the epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

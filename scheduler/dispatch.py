@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import DeadlineExceededError
@@ -56,7 +57,7 @@ class DispatchAcknowledged:
         for link, command in commands:
             for point in command.ops.waits:
                 self._wait(self._links[_PRODUCERS[point.fence]], point.value)
-            link.send(command)
+            link.send(replace(command, wants_acknowledgement=True))
 
     def _wait(self, producer: WorkerLink, step: int) -> None:
         started = time.monotonic()

@@ -89,6 +89,8 @@ class Engine:
         self._last_step = 0
         self._waited: dict[FenceName, int] = {}
         self.description = role.describe()
+        self.enqueues_at_once = device.has_stream_threads
+        """Whether `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
 
     def attach(self, attachment: Attachment) -> None:
         """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""

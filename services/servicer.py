@@ -59,7 +59,12 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         try:
             async for message in requests:
                 command = command_from_pb(message)
-                await self._on_device_thread(self._engine.enqueue, command)
+                if self._engine.enqueues_at_once:
+                    self._engine.enqueue(command)
+                else:
+                    await self._on_device_thread(self._engine.enqueue, command)
+                if not command.wants_acknowledgement:
+                    continue
                 if self._acknowledge_done:
                     await self._on_device_thread(self._engine.synchronize)
                 yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())

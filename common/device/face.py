@@ -123,6 +123,11 @@ class Device(Protocol):
         """ "host", "timeline" or "event"."""
         ...
 
+    @property
+    def has_stream_threads(self) -> bool:
+        """Whether streams work on threads of their own, so that to enqueue is no more than to hand over a closure."""
+        ...
+
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> Stream:
         """`on_failure` is called once, from the stream's thread, when work raises."""
         ...

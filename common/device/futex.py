@@ -16,9 +16,10 @@ _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _EVERYBODY = 2**31 - 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_syscall = _libc.syscall
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
+# Waking takes no time, and a thread that let go of the interpreter for it might wait to get it back.
+_syscall_holding_interpreter = ctypes.PyDLL(None).syscall
 
 
 class _Timespec(ctypes.Structure):
@@ -40,7 +41,8 @@ class FutexWord:
     def store(self, value: int) -> None:
         """Sets the counter and wakes all who sleep on it."""
         self._word.value = value
-        _syscall(_SYS_FUTEX, ctypes.c_void_p(self._address), _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+        address = ctypes.c_void_p(self._address)
+        _syscall_holding_interpreter(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, value: int, timeout_s: float) -> bool:
         """Sleeps until the counter is at least `value`; False if the time is over first."""

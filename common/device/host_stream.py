@@ -6,6 +6,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+import torch
+
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class HostStream:
         self._work.put(None)
         self._thread.join()
 
+    @torch.inference_mode()
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             if self.failure is not None:
