@@ -1,0 +1,26 @@
+"""The pages point at what is there, and speak of the project alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "bundled" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_following_a_job_takes_eight_lines_with_links() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Follow one job\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if re.match(r"\d\. ", line)]
+    assert len(lines) == 8
+    assert all(_LINK.search(line) for line in lines)
