@@ -1,0 +1,271 @@
+"""Real engines on real streams, driven by the real loop: the tokens of a request are a function of the request."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.common.access_log import JsonLinesAccessLog, StreamName
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.sampling import SamplingParams
+from slipstream.common.step import FenceName, FenceOps, Role
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.jobs import FinishReason, Job, JobSpec
+from slipstream.scheduler.ordering.replay import Replay
+from slipstream.services.config import WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.checkpoints import write_checkpoint, write_weights
+from tests.leaks import nothing_left
+from tests.scheduler.local_epoch import LocalEpoch
+from tests.workers import LocalWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slipstream.common.step import StepCommand
+    from slipstream.scheduler.ordering.replay import Report
+    from slipstream.services.engine import RoleEngine
+
+SEED = 11
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=1.0, top_k=40, seed=2),
+    SamplingParams(temperature=1.2, top_p=0.9, seed=2**64 - 1),
+    SamplingParams(temperature=0.7, min_p=0.05, top_k=100, seed=4),
+)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Both sides of a step, loaded once."""
+
+    verify: RoleEngine
+    draft: RoleEngine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A random target, and a draft that is the target with some noise: it guesses right now and then."""
+    target = write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
+    guesser = write_checkpoint(target.with_name("draft"), seed=SEED)
+    weights = load_file(guesser / "model.safetensors")
+    generator = torch.Generator().manual_seed(SEED)
+    write_weights(
+        guesser, {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    )
+    device = HostDevice()
+    return Models(
+        verify=make_verify(WorkerConfig(model=target), device, 0),
+        draft=make_draft(WorkerConfig(model=guesser), device, 0),
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two streams share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_jobs(count: int = len(SAMPLINGS), *, stop_token_ids: frozenset[int] = frozenset()) -> list[Job]:
+    """Prompts of 1 to 40 tokens, the same ones each time."""
+    rng = random.Random(SEED)
+    specs = [
+        JobSpec(
+            job_id=str(number),
+            prompt=tuple(rng.randrange(256) for _ in range(rng.choice((1, 7, 8, 9, 23, 40)))),
+            max_new_tokens=rng.randrange(10, 24),
+            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            stop_token_ids=stop_token_ids,
+        )
+        for number in range(count)
+    ]
+    return [Job(spec) for spec in specs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How jobs are served."""
+
+    num_draft_tokens: int = 0
+    """0 is without a draft."""
+    run_ahead: int = 1
+    slots: int = 4
+    chunk_tokens: int = 8
+    page_tokens: int = 4
+    debug: bool = True
+
+    def config(self, log_dir: Path | None) -> SchedulerConfig:
+        """The scheduler's settings."""
+        return SchedulerConfig(
+            verify="unix:/none",
+            num_draft_tokens=max(1, self.num_draft_tokens),
+            run_ahead=self.run_ahead,
+            slots=self.slots,
+            context_tokens=96,
+            chunk_tokens=self.chunk_tokens,
+            page_tokens=self.page_tokens,
+            debug=self.debug,
+            access_log_dir=log_dir,
+        )
+
+
+class Served:
+    """Workers and an epoch."""
+
+    def __init__(
+        self, models: Models, way: Way, *, log_dir: Path | None = None, strip: FenceName | None = None
+    ) -> None:
+        self._strip = strip
+        self._logs: list[JsonLinesAccessLog] = []
+        roles = [models.verify, models.draft][: 2 if way.num_draft_tokens else 1]
+        self.workers = [LocalWorker(role, self._log(role, log_dir), before_send=self._stripped) for role in roles]
+        self.epoch = LocalEpoch(1, way.config(log_dir), self.workers)
+
+    def run(self, *waves: list[Job]) -> list[list[int]]:
+        """The tokens of each job."""
+        outputs = self.epoch.run(*waves)
+        self.close()
+        assert not [error for worker in self.workers for error in worker.failures]
+        return [outputs[job] for wave in waves for job in wave]
+
+    def close(self) -> None:
+        """The workers end."""
+        for worker in self.workers:
+            worker.close()
+        for log in self._logs:
+            log.close()
+
+    def _log(self, role: RoleEngine, log_dir: Path | None) -> JsonLinesAccessLog | None:
+        if log_dir is None:
+            return None
+        name = role.describe().role.value
+        self._logs.append(JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name)))
+        return self._logs[-1]
+
+    def _stripped(self, command: StepCommand) -> StepCommand:
+        """The command without the waits that are to be left out."""
+        waits = tuple(point for point in command.ops.waits if point.fence is not self._strip)
+        return replace(command, ops=FenceOps(waits, command.ops.signals))
+
+
+@pytest.fixture(scope="module")
+def reference(models: Models) -> list[list[int]]:
+    """Plain decoding, one request at a time, nothing runs ahead."""
+    outputs = Served(models, Way(run_ahead=0, slots=1, chunk_tokens=64)).run(*([job] for job in make_jobs()))
+    assert all(len(set(output)) > 5 for output in outputs), "the random model does not loop"
+    return outputs
+
+
+WAYS = [
+    *(Way(run_ahead=run_ahead) for run_ahead in (0, 1, 2)),
+    *(Way(num_draft_tokens=4, run_ahead=run_ahead) for run_ahead in (0, 1, 2)),
+    Way(num_draft_tokens=1, run_ahead=1, slots=2),
+    Way(num_draft_tokens=3, run_ahead=2, slots=1, page_tokens=16, chunk_tokens=64),
+    Way(num_draft_tokens=4, run_ahead=1, debug=False),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_token_ids_are_the_same_however_they_are_served(models: Models, reference: list[list[int]], way: Way) -> None:
+    together, alone = make_jobs(), make_jobs()
+    with nothing_left():
+        served = Served(models, way)
+        outputs = served.run(together, *([job] for job in alone))
+        assert outputs == reference * 2
+        counts = [job.counts for job in (*together, *alone)]
+        if way.num_draft_tokens:
+            lengths = [count.mean_accept_length for count in counts]
+            assert 1.2 < sum(lengths) / len(lengths) < way.num_draft_tokens + 1, "some drafts are right, not all"
+        batch = served.epoch.epoch.batch
+        assert (batch.num_running, batch.slots.num_free) == (0, way.slots)
+        assert batch.pages.num_free == batch.pages.num_pages
+        del served, batch
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_stop_tokens_end_a_request_and_nobody_elses(models: Models, reference: list[list[int]], run_ahead: int) -> None:
+    stop = reference[0][6]
+    jobs = make_jobs(stop_token_ids=frozenset({stop}))
+    served = Served(models, Way(num_draft_tokens=4, run_ahead=run_ahead))
+    for output, full, job in zip(served.run(jobs), reference, jobs, strict=True):
+        if stop in full:
+            assert output == full[: full.index(stop) + 1]
+            assert served.epoch.finish_reason(job) is FinishReason.STOP
+        else:
+            assert output == full
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cancels_change_nothing_for_the_others(models: Models, seed: int) -> None:
+    """Slots and pages change hands while steps of their last owners are still under way."""
+    rng = random.Random(seed)
+    way = Way(num_draft_tokens=2, run_ahead=rng.randrange(3), slots=2, debug=True)
+    expected = Served(models, Way(run_ahead=0)).run(make_jobs(12))
+    jobs = make_jobs(12)
+    doomed = {job: rng.randrange(10) for job in rng.sample(jobs, 6)}
+    served = Served(models, way)
+
+    def cancel_some(*_: object) -> None:
+        for job, after in doomed.items():
+            if len(served.epoch.outputs[job]) >= after and job.counts.admitted_at is not None:
+                served.epoch.queue.cancel(job)
+
+    served.epoch.on_progress = cancel_some
+    outputs = served.run(jobs)
+    for job, output, full in zip(jobs, outputs, expected, strict=True):
+        if served.epoch.finish_reason(job) is FinishReason.ABORT:
+            assert job in doomed
+            assert output == full[: len(output)]
+        else:
+            assert output == full
+    assert any(served.epoch.finish_reason(job) is FinishReason.ABORT for job in jobs)
+
+
+class TestReplay:
+    """The order of a real run, from its logs."""
+
+    @pytest.mark.parametrize("run_ahead", [0, 1, 2])
+    def test_nothing_collides(self, models: Models, tmp_path: Path, run_ahead: int) -> None:
+        report = self._report(models, tmp_path, Way(num_draft_tokens=2, run_ahead=run_ahead, slots=2))
+        assert not report.races
+        assert not report.stuck
+        assert report.num_logs == 3
+        assert report.num_ordered > 100
+
+    def test_without_the_wait_for_the_draft_its_tokens_collide(self, models: Models, tmp_path: Path) -> None:
+        report = self._report(models, tmp_path, Way(num_draft_tokens=2), strip=FenceName.DRAFT_DONE)
+        texts = list(map(str, report.races))
+        assert any(
+            "draft's write of draft_tokens" in text and "verify's read of draft_tokens" in text for text in texts
+        )
+
+    def test_without_the_wait_for_the_stash_its_rows_collide(self, models: Models, tmp_path: Path) -> None:
+        way = Way(num_draft_tokens=2, debug=False)
+        report = self._report(models, tmp_path, way, strip=FenceName.VERIFY_STASH)
+        for name in ("seq_lens", "bonus_tokens", "num_new", "last_tokens"):
+            assert _names(report, f"verify's write of {name}", f"draft's read of {name}")
+
+    def _report(self, models: Models, folder: Path, way: Way, strip: FenceName | None = None) -> Report:
+        Served(models, way, log_dir=folder, strip=strip).run(make_jobs(4))
+        return Replay(folder).report()
+
+
+def _names(report: Report, *accesses: str) -> bool:
+    """Whether one of the races is between these."""
+    return any(all(access in str(race) for access in accesses) for race in report.races)
+
+
+def test_roles_are_what_they_say(models: Models) -> None:
+    assert models.verify.describe().role is Role.VERIFY
+    assert models.draft.describe().role is Role.DRAFT
+    models.draft.describe().check_fits(models.verify.describe())
