@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_ARGS ?=
-PROTOS := generation worker
 
 .PHONY: install demo test test-all check protos clean
 
@@ -30,7 +29,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	scripts/check-stubs $(BIN)/python
 	scripts/link-types
-	$(BIN)/mypy $(wildcard build/types/slipstream/*)
+	$(BIN)/mypy build/types/slipstream/*
 
 protos: $(STAMP)
 	scripts/make-stubs $(BIN)/python protos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PADDING_SLOT = 0
+from slipstream.common.buffers import PADDING_SLOT
 
 
 @dataclass(frozen=True, slots=True)
