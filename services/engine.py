@@ -1,11 +1,13 @@
 """How a worker carries out a step: wait, stamp, work, signal, all enqueued on its one stream.
 
 `RoleEngine` is what differs between draft and verify; `Engine` is what they share. Everything here runs on the
-thread that owns the device, and nothing here waits for the stream but `drain` and `synchronize`.
+thread that owns the device (`enqueue` may run on another), and nothing here waits for the stream but `drain`,
+`abandon` and `synchronize`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -87,6 +89,9 @@ class Engine:
         self._fences: dict[FenceName, Fence] = {}
         self._last_epoch = 0
         self._last_step = 0
+        # Held while a command is enqueued: an epoch does not end in the middle of one.
+        self._enqueueing = threading.Lock()
+        self._is_ending = False
         self._waited: dict[FenceName, int] = {}
         self.description = role.describe()
         self.enqueues_at_once = device.has_stream_threads
@@ -114,12 +119,16 @@ class Engine:
             self._role.close()
             arena.close()
             raise
-        self._arena, self._fences, self._state = arena, fences, state
         self._last_epoch, self._last_step = attachment.epoch, 0
+        self._is_ending = False
+        self._arena, self._fences, self._state = arena, fences, state
 
     def enqueue(self, command: StepCommand) -> None:
         """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
-        state = self._epoch_of(command)
+        with self._enqueueing:
+            self._enqueue(self._epoch_of(command), command)
+
+    def _enqueue(self, state: EpochState, command: StepCommand) -> None:
         state.slots.check(command)
         phases = self._role.phases(command, state)
         _check_signals(command, phases)
@@ -148,6 +157,7 @@ class Engine:
     def drain(self, epoch: int = 0) -> None:
         """Finishes what is enqueued and ends the epoch; no effect if it is not open. 0 is whichever is."""
         if self._state is not None and epoch in (0, self.epoch):
+            self._take_no_more()
             self._stream.synchronize(DRAIN_TIMEOUT_S)
             self._close_epoch()
 
@@ -164,6 +174,7 @@ class Engine:
         """
         if self._state is None or self.epoch != epoch:
             return
+        self._take_no_more()
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         # What is enqueued on a broken stream is dropped: there is nothing to wait for.
         while self._stream.failure is None and time.monotonic() < deadline:
@@ -179,6 +190,10 @@ class Engine:
     def close(self) -> None:
         """Ends whichever epoch is open, so that the stream can be closed."""
         self.abandon(self.epoch)
+
+    def _take_no_more(self) -> None:
+        with self._enqueueing:
+            self._is_ending = True
 
     def _close_epoch(self) -> None:
         assert self._arena is not None, "an epoch is open"
@@ -206,7 +221,7 @@ class Engine:
     def _epoch_of(self, command: StepCommand) -> EpochState:
         if self._stream.failure is not None:
             raise FailedPreconditionError(f"the stream is broken: {self._stream.failure!r}")
-        if self._state is None:
+        if self._state is None or self._is_ending:
             raise FailedPreconditionError("not attached")
         if command.epoch != self._state.attachment.epoch:
             raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {self._state.attachment.epoch}")
