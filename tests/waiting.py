@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 async def until(condition: Callable[[], bool]) -> None:

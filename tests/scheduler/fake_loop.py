@@ -30,6 +30,8 @@ class FakeLoop:
     def __init__(self, queue: JobQueue, desk: FrontDesk, loop: asyncio.AbstractEventLoop, *, slots: int = 64) -> None:
         self.may_step = threading.Event()
         self.may_step.set()
+        self.pause_tokens: int | None = None
+        """A job that has as many tokens gets no more."""
         self.error: SlipstreamError | None = None
         """Ends every running job at the next step."""
         self.running: list[Job] = []
@@ -62,11 +64,14 @@ class FakeLoop:
                 job.counts.admitted_at = time.monotonic()
                 self.running.append(job)
             if self.may_step.is_set():
-                deliveries += [(job, self._step(job)) for job in tuple(self.running)]
+                deliveries += [(job, self._step(job)) for job in tuple(self.running) if not self._is_paused(job)]
             if deliveries:
                 self._loop.call_soon_threadsafe(self._desk.deliver, deliveries)
-            if not self.running or not self.may_step.is_set():
+            if not deliveries:
                 self._queue.wait_for_change(0.002 if self.running else 0.5)
+
+    def _is_paused(self, job: Job) -> bool:
+        return self.pause_tokens is not None and job.counts.num_output_tokens >= self.pause_tokens
 
     def _step(self, job: Job) -> Progress:
         if self.error is not None:

@@ -42,7 +42,7 @@ def test_random_tokens_are_sent_as_the_whole_would_be(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
     vocabulary = Vocabulary(tokenizer)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(st.integers(0, MAX_ID), max_size=20))
     def check(ids: list[int]) -> None:
         assert "".join(parts(vocabulary, ids)) == whole(tokenizer, ids)

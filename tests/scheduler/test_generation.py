@@ -192,14 +192,12 @@ async def test_a_running_name_cannot_be_taken(server: GenerationServer, client: 
 async def test_a_client_that_goes_away_cancels_its_job(
     server: GenerationServer, client: AsyncClient, has_begun: bool
 ) -> None:
-    if not has_begun:
-        server.loop.may_step.clear()
+    server.loop.pause_tokens = TOKENS_PER_STEP if has_begun else 0
     async with aclosing(client.generate([5, 6], max_new_tokens=CONTEXT_TOKENS - 2)) as chunks:
         first = asyncio.ensure_future(anext(chunks))
         await until(lambda: server.desk.num_jobs == 1)
         if has_begun:
-            await first
-            server.loop.may_step.clear()
+            assert (await first).token_ids == (5, 6, 5)
         else:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
