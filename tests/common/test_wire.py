@@ -80,6 +80,7 @@ COMMANDS = st.builds(
     ops=st.builds(FenceOps, POINTS, POINTS),
     chunks=CHUNKS.map(tuple),
     updates=UPDATES.map(tuple),
+    wants_acknowledgement=st.booleans(),
 )
 DESCRIPTIONS = st.builds(
     WorkerDescription,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -74,7 +74,8 @@ async def run(call: Any, *steps: int, epoch: int, waits: int = 0) -> list[int]:
     """Sends steps and returns those that were acknowledged."""
     acknowledged = []
     for step in steps:
-        await call.write(command_to_pb(decode(step, 1, epoch=epoch, waits=waits)))
+        command = replace(decode(step, 1, epoch=epoch, waits=waits), wants_acknowledgement=True)
+        await call.write(command_to_pb(command))
         ack = await call.read()
         assert ack is not grpc.aio.EOF
         assert ack.epoch == epoch
@@ -105,6 +106,15 @@ async def test_acknowledges_what_is_enqueued_not_what_is_done(served: Served) ->
         assert served.arena.fence(FenceName.DRAFT_DONE).poll() == 3
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_acknowledges_only_what_it_is_asked_to(served: Served) -> None:
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(1))
+        call = worker.Execute()
+        for step in (1, 2):
+            await call.write(command_to_pb(decode(step, 1)))
+        assert await run(call, 3, epoch=1) == [3]
 
 
 async def test_the_next_scheduler_attaches_after_the_last_one_was_lost_with_a_step_half_sent(served: Served) -> None:
