@@ -104,7 +104,7 @@ SPECS = st.lists(
     st.builds(
         BufferSpec,
         st.text(min_size=1),
-        st.lists(st.integers(1, 2**20), min_size=1, max_size=4).map(tuple),
+        st.lists(st.integers(1, 2**12), min_size=1, max_size=4).map(tuple),
         st.sampled_from(list(DTYPES.values())),
         st.sampled_from([role.value for role in Role]),
     ),
