@@ -48,11 +48,14 @@ def nothing_left(*, with_descriptors: bool = True) -> Iterator[None]:
     gc.freeze()
     yield
     after = Held.now()
-    assert not (after.threads - before.threads), "threads"
-    assert not (after.files - before.files), "files in /dev/shm"
-    assert after.mappings <= before.mappings, "mappings of arenas"
+    left: dict[str, frozenset[object]] = {
+        "threads": after.threads - before.threads,
+        "files in /dev/shm": after.files - before.files,
+    }
     if with_descriptors:
-        assert not (after.descriptors - before.descriptors), "file descriptors"
+        left["file descriptors"] = after.descriptors - before.descriptors
+    assert not any(left.values()), left
+    assert after.mappings <= before.mappings, "mappings of arenas"
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:
