@@ -152,7 +152,7 @@ class StepLoop:
         self._check_links()
         waited = time.monotonic() - started
         if waited > self._settings.step_timeout_s:
-            raise DeadlineExceededError(f"step {step} did not end within {waited:.0f} s: a worker hangs")
+            raise DeadlineExceededError(f"step {step} did not end within {waited:.1f} s: a worker hangs")
 
     def _check_links(self) -> None:
         for link in self._links.values():

@@ -1,0 +1,108 @@
+"""What a step brought, on the scheduler's side: behind its fence, once, and only what was published."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.access_log import NullAccessLog
+from slipstream.common.buffers import BufferName
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.errors import FutureMapError
+from slipstream.common.future_map import FutureMap, FutureMapShape, Outcome
+from slipstream.common.step import FenceName, Role, StepKind
+from slipstream.scheduler.batch import Step
+from slipstream.scheduler.future_map import ResultReader
+from slipstream.scheduler.slots import SlotLease
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHAPE = FutureMapShape(num_slots=5, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+
+
+class Shared:
+    """Verify's end and the scheduler's."""
+
+    def __init__(self) -> None:
+        device = HostDevice()
+        self.arena = device.create_arena(SHAPE.specs(), list(FenceName))
+        self.verify = FutureMap(SHAPE, self.arena, Role.VERIFY, 100, NullAccessLog(), is_debug=True)
+        self.reader = ResultReader(device, self.arena, SHAPE, NullAccessLog())
+
+    def publish(self, number: int, rows: list[int], accepted: list[int]) -> None:
+        """As verify's stream does."""
+        outcome = Outcome(
+            seq_lens=torch.tensor([10 * row for row in rows]),
+            num_accepted=torch.tensor(accepted),
+            tokens=torch.tensor([[row, row + 1, row + 2] for row in rows]),
+        )
+        self.verify.publish(number, torch.tensor(rows), outcome)
+        self.arena.fence(FenceName.VERIFY_PUBLISH).release(number)
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    """In debug mode."""
+    made = Shared()
+    yield made
+    made.arena.close()
+
+
+def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE) -> Step:
+    """A step that yields tokens for these slots."""
+    leases = tuple(SlotLease(slot, 1) for slot in slots)
+    return Step(number=number, kind=kind, members=leases, yielding=leases)
+
+
+def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: Shared) -> None:
+    step = step_of(1, 4, 2)
+    shared.reader.start(step)
+    assert shared.reader.resolve(step, 0.01) is None
+    shared.publish(1, [2, 3, 4], [0, 1, 2])
+    result = shared.reader.resolve(step, 5.0)
+    assert result is not None
+    assert result.tokens == [[4, 5, 6], [2]]
+
+
+def test_a_later_publish_does_not_disturb_an_earlier_result(shared: Shared) -> None:
+    shared.publish(1, [1], [1])
+    shared.publish(2, [1], [2])
+    for number, expected in ((1, [1, 2]), (2, [1, 2, 3])):
+        result = shared.reader.resolve(step_of(number, 1), 5.0)
+        assert result is not None
+        assert result.tokens == [expected]
+
+
+def test_a_step_is_consumed_once(shared: Shared) -> None:
+    for number in (1, 2):
+        shared.publish(number, [1], [0])
+        shared.reader.resolve(step_of(number, 1), 5.0)
+    for number in (2, 1):
+        with pytest.raises(FutureMapError, match=f"step {number} is consumed again, after step 2"):
+            shared.reader.resolve(step_of(number, 1), 5.0)
+
+
+def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
+    shared.publish(1, [1], [0])
+    with pytest.raises(FutureMapError, match="step 1, slot 3: length -1 and 0 accepted tokens were never published"):
+        shared.reader.resolve(step_of(1, 1, 3), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "kind"), [(-1, StepKind.DECODE), (3, StepKind.DECODE), (1, StepKind.PLAIN), (1, StepKind.PREFILL)]
+)
+def test_more_accepted_than_can_be_is_refused(shared: Shared, accepted: int, kind: StepKind) -> None:
+    shared.publish(1, [1], [0])
+    shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 1] = accepted
+    with pytest.raises(FutureMapError, match="never published"):
+        shared.reader.resolve(step_of(1, 1, kind=kind), 5.0)
+
+
+def test_a_step_that_yields_nothing_brings_nothing(shared: Shared) -> None:
+    shared.arena.fence(FenceName.VERIFY_PUBLISH).release(1)
+    result = shared.reader.resolve(step_of(1, kind=StepKind.PREFILL), 5.0)
+    assert result is not None
+    assert result.tokens == []
