@@ -76,7 +76,7 @@ def test_a_worker_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
         epoch.queue.submit(job)
         both[0].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
-        with pytest.raises(DeadlineExceededError, match="step 1 did not end within 0.3 s: a worker hangs"):
+        with pytest.raises(DeadlineExceededError, match=r"step 1 did not end within 0\.3 s: a worker hangs"):
             loop.run()
         go_on.set()
         assert epoch.epoch.batch.num_running == 1
