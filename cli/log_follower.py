@@ -39,6 +39,8 @@ class LogFollower:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._copy()
+        self._output.write(b"".join(rest + b"\n" for rest in self._logs.values() if rest))
+        self._output.flush()
         self._files.close()
 
     def start(self, paths: Iterable[Path]) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_DEATH_NOTICED_S = 0.5
+
 
 class ServiceState(enum.Enum):
     """How far a service is."""
@@ -106,7 +108,9 @@ class Supervisor:
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-            # A death explains an error of the work, not the other way round.
+            # A death explains an error of the work, not the other way round, and may be noticed a little later.
+            if not watching.done() and not working.cancelled() and working.exception() is not None:
+                await asyncio.wait((watching,), timeout=_DEATH_NOTICED_S)
             if watching.done():
                 await watching
             return await working

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
+import time
 from concurrent import futures
 from pathlib import Path
 
@@ -29,7 +29,6 @@ def main() -> None:
     if options.die_at_once:
         sys.exit("fake service cannot load its model")
 
-    over = threading.Event()
     num_terms = 0
 
     def on_term(_number: int, _frame: object) -> None:
@@ -38,8 +37,6 @@ def main() -> None:
         if options.journal:
             with options.journal.open("a") as journal:
                 journal.write(f"{options.listen} SIGTERM\n")
-        if num_terms > options.deaf:
-            over.set()
 
     def on_usr1(_number: int, _frame: object) -> None:
         sys.exit(7)
@@ -53,7 +50,9 @@ def main() -> None:
     server.add_insecure_port(options.listen)
     server.start()
     is_ready = False
-    while not over.wait(0.01):
+    # Not an Event: its lock may be held by the very code that a signal's handler interrupts.
+    while num_terms <= options.deaf:
+        time.sleep(0.01)
         if not is_ready and (options.ready_when is None or options.ready_when.exists()):
             servicer.set("", health_pb2.HealthCheckResponse.SERVING)
             is_ready = True

@@ -103,6 +103,18 @@ async def test_a_death_ends_the_work_that_needs_the_service(fake_service: MakeCo
             await supervisor.while_alive(asyncio.sleep(60))
 
 
+async def test_a_death_explains_the_error_that_it_caused(fake_service: MakeCommand) -> None:
+    async def lose() -> None:
+        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        raise UnavailableError("lost")
+
+    async with _supervisor() as supervisor:
+        supervisor.start(fake_service("verify"))
+        await supervisor.wait_ready()
+        with pytest.raises(UnavailableError, match="verify was killed"):
+            await supervisor.while_alive(lose())
+
+
 async def test_says_which_service_is_late(fake_service: MakeCommand, tmp_path: Path) -> None:
     async with _supervisor(ready_timeout_s=1.5) as supervisor:
         supervisor.start(fake_service("verify"), fake_service("draft", "--ready-when", str(tmp_path / "never")))

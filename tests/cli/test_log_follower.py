@@ -1,0 +1,28 @@
+"""Logs that are copied while they grow."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.cli.log_follower import LogFollower
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(10)
+
+
+async def test_whole_lines_while_they_come_and_the_rest_at_the_end(tmp_path: Path) -> None:
+    output = io.BytesIO()
+    with (tmp_path / "a.log").open("wb", buffering=0) as log:
+        log.write(b"one\ntw")
+        async with LogFollower(output) as follower:
+            follower.start([tmp_path / "a.log"])
+            while output.getvalue() != b"one\n":  # noqa: ASYNC110 — the follower polls, and tells nobody
+                await asyncio.sleep(0.01)
+            log.write(b"o\nthree")
+    assert output.getvalue() == b"one\ntwo\nthree\n"
