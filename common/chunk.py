@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
-from typing import Literal
 
 from slipstream.protos import generation_pb2
 
-FinishReason = Literal["stop", "length", "abort"]
+
+class FinishReason(enum.StrEnum):
+    """Why a job ended."""
+
+    STOP = "stop"
+    """The model's end of sequence, or a stop token of the request."""
+    LENGTH = "length"
+    """As many tokens as were asked for."""
+    ABORT = "abort"
+    """Cancelled."""
+
 
 _TO_PB: dict[FinishReason | None, generation_pb2.FinishReason] = {
     None: generation_pb2.FINISH_REASON_UNSPECIFIED,
-    "stop": generation_pb2.FINISH_REASON_STOP,
-    "length": generation_pb2.FINISH_REASON_LENGTH,
-    "abort": generation_pb2.FINISH_REASON_ABORT,
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
 _FROM_PB: dict[int, FinishReason | None] = {number: reason for reason, number in _TO_PB.items()}
 

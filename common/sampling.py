@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from slipstream.common.errors import InvalidArgumentError
 
 MAX_SEED = 2**64 - 1
+LEAST_TEMPERATURE = 1e-5
+"""Below it, dividing the logits would overflow float32."""
+MAX_TEMPERATURE = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,9 @@ class SamplingParams:
     """Key of the noise: the same seed, prompt and parameters give the same tokens."""
 
     def __post_init__(self) -> None:
-        _in_range("sampling_params.temperature", self.temperature, 0.0, 100.0)
+        if self.temperature != 0.0 and not LEAST_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            accepted = f"0 (greedy), or from {LEAST_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+            raise InvalidArgumentError("sampling_params.temperature", self.temperature, accepted)
         _in_range("sampling_params.top_p", self.top_p, 0.0, 1.0, above_low=True)
         _in_range("sampling_params.min_p", self.min_p, 0.0, 1.0)
         if not 0 <= self.top_k < 2**31:

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slipstream.common.chunk import FinishReason
 from slipstream.common.step import PromptChunk, SlotUpdate, StepKind
-from slipstream.scheduler.jobs import FinishReason, Progress
+from slipstream.scheduler.jobs import Progress
 from slipstream.scheduler.pages import PageAllocator
 from slipstream.scheduler.request import Request
 from slipstream.scheduler.slots import SlotAllocator

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from slipstream.common.chunk import Chunk, Usage
-from slipstream.scheduler.jobs import FinishReason
+from slipstream.common.chunk import Chunk, FinishReason, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +45,7 @@ class JobOutput:
             text="".join(texts) if texts else rest,
             is_draft=tuple(is_draft for part in progress for is_draft in part.is_draft),
             text_lengths=tuple(map(len, texts)),
-            finish_reason=None if reason is None else reason.value,
+            finish_reason=reason,
             usage=None if reason is None else self._usage(),
         )
         self._measure(chunk)

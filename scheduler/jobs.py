@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from slipstream.common.chunk import FinishReason
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.sampling import SamplingParams
-
-
-class FinishReason(enum.Enum):
-    """Why a job ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slipstream.common.chunk import FinishReason
 from slipstream.common.step import PromptChunk, SlotUpdate
-from slipstream.scheduler.jobs import FinishReason, Progress
+from slipstream.scheduler.jobs import Progress
 from slipstream.scheduler.lengths import Length, extend, least, resolve
 
 if TYPE_CHECKING:
