@@ -6,7 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from slipstream.scheduler.jobs import FinishReason, Progress
+from slipstream.common.chunk import FinishReason
+from slipstream.scheduler.jobs import Progress
 
 if TYPE_CHECKING:
     import asyncio

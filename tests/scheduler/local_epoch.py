@@ -17,9 +17,10 @@ from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from slipstream.common.chunk import FinishReason
     from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.jobs import FinishReason, Job, Progress
+    from slipstream.scheduler.jobs import Job, Progress
     from slipstream.scheduler.loop import StepLoop
     from slipstream.scheduler.step_timings import StepTiming
     from slipstream.scheduler.worker_link import WorkerLink

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.common.chunk import FinishReason
 from slipstream.common.errors import PendingLengthError, UnavailableError
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import StepKind
 from slipstream.scheduler.batch import Batch, BatchSizes, Step
 from slipstream.scheduler.future_map import StepResult
 from slipstream.scheduler.job_queue import JobQueue
-from slipstream.scheduler.jobs import FinishReason, Job, JobSpec
+from slipstream.scheduler.jobs import Job, JobSpec
 
 if TYPE_CHECKING:
     from random import Random

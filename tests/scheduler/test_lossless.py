@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.common.access_log import JsonLinesAccessLog, StreamName
+from slipstream.common.chunk import FinishReason
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.jobs import FinishReason, Job, JobSpec
+from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.config import WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
