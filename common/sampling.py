@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slipstream.common.errors import InvalidArgumentError
 
 MAX_SEED = 2**64 - 1
-LEAST_TEMPERATURE = 1e-5
+LEAST_TEMPERATURE = 2.0**-16
 """Below it, dividing the logits would overflow float32."""
 MAX_TEMPERATURE = 100.0
 

@@ -50,7 +50,7 @@ def _tuples(items: st.SearchStrategy[int], max_size: int = 6) -> st.SearchStrate
 POINTS = st.lists(st.builds(FencePoint, st.sampled_from(FenceName), UINT64), max_size=4).map(tuple)
 SAMPLING = st.builds(
     SamplingParams,
-    temperature=st.floats(0, 100, width=32),
+    temperature=st.just(0.0) | st.floats(2.0**-16, 100, width=32),
     top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, width=32, exclude_min=True),
     min_p=st.floats(0, 1, width=32),
