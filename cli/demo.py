@@ -25,7 +25,8 @@ from slipstream.cli.up_config import UpConfig
 if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun
 
-NUM_PROMPTS = 4
+PROMPT_STRIDE = 16
+"""Takes one of so many of the bundled prompts, which makes four."""
 MAX_NEW_TOKENS = 256
 TEMPERATURE = 0.8
 SEED = 1
@@ -56,7 +57,10 @@ class _Demo:
         self._supervisor = supervisor
         self._loading = loading
         self._workload = Workload(
-            prompts=bundled.prompts()[:NUM_PROMPTS], max_new_tokens=MAX_NEW_TOKENS, temperature=TEMPERATURE, seed=SEED
+            prompts=bundled.prompts()[::PROMPT_STRIDE],
+            max_new_tokens=MAX_NEW_TOKENS,
+            temperature=TEMPERATURE,
+            seed=SEED,
         )
 
     async def run(self, config: UpConfig) -> int:
@@ -82,8 +86,8 @@ class _Demo:
         self._console.rule(title)
         self._console.print(legend(self._console))
         prompts = self._workload.prompts
-        screen = LiveScreen(self._console, prompts) if self._console.is_terminal else LineScreen(self._console)
-        return await run_workload(server, metrics_port, self._workload, screen, title)
+        show = LiveScreen if self._console.is_terminal else LineScreen
+        return await run_workload(server, metrics_port, self._workload, show(self._console, prompts), title)
 
     def _report(self, drafted: DemoRun, undrafted: DemoRun) -> int:
         self._console.print(comparison(drafted, undrafted))

@@ -66,7 +66,9 @@ def comparison(with_draft: DemoRun, without: DemoRun) -> Table:
 def speed_sentence(with_draft: DemoRun, without: DemoRun) -> str:
     """Whether drafting paid here, in plain words."""
     ratio = with_draft.tokens_per_second / without.tokens_per_second
-    if ratio >= 1:
+    if abs(ratio - 1) < 0.05:
+        return "Drafting is neither faster nor slower here."
+    if ratio > 1:
         return f"Drafting is {ratio:.2f} times as fast as no drafting here."
     return (
         f"Drafting is slower here, {ratio:.2f} times the speed: a step brings each prompt "

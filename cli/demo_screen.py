@@ -88,14 +88,17 @@ class LiveScreen:
 class LineScreen:
     """Each line of an output when it is finished, behind its prompt's number, with accepted drafts in marks."""
 
-    def __init__(self, console: Console) -> None:
-        """Prints to anything."""
+    def __init__(self, console: Console, prompts: Sequence[Prompt]) -> None:
+        """Prints to anything; each output goes on where its prompt ends."""
         self._console = console
-        self._lines: dict[int, str] = {}
+        self._sources = [f"{prompt.source}:{prompt.line}" for prompt in prompts]
+        self._lines = {index: prompt.text.rpartition("\n")[2] for index, prompt in enumerate(prompts)}
         self._marked: set[int] = set()
 
     def __enter__(self) -> Self:
         """See `Screen`."""
+        for index, source in enumerate(self._sources):
+            self._print(index, f"continues {source}")
         return self
 
     def __exit__(
@@ -130,8 +133,10 @@ class LineScreen:
     def _end_line(self, index: int) -> None:
         self._mark(index, is_accepted=False)
         line = self._lines.pop(index, "")
-        if not line.strip():
-            return
+        if line.strip():
+            self._print(index, line)
+
+    def _print(self, index: int, line: str) -> None:
         self._console.print(f"[{index + 1}] {line}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -144,6 +149,4 @@ def legend(console: Console) -> Text:
             ("the target's own", OWN_STYLE),
         ]
         return Text("  ").join(Text(text, style=style) for text, style in parts)
-    return Text(
-        f"[N] a line of prompt N's output; {OPENING}drafted and accepted{CLOSING}, the rest is the target's own"
-    )
+    return Text(f"[number of the prompt] {OPENING}drafted and accepted{CLOSING}, the target's own")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.client import AsyncClient
+from slipstream.common.chunk import FinishReason
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ async def _generate(server: str, options: GenerateOptions, *, is_streamed: bool)
                 if is_streamed:
                     sys.stdout.write(chunk.text)
                     sys.stdout.flush()
-    if chunks[-1].finish_reason == "abort":
+    if chunks[-1].finish_reason is FinishReason.ABORT:
         raise UnavailableError(f"the server ended job {chunks[-1].job_id} before it was done")
     return chunks
 

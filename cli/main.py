@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path  # noqa: TC003 — typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +32,7 @@ ServerOption = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the 
 
 def main() -> None:
     """Runs the command line: 0 when all went well, 1 when something did not, 2 when the command was wrong."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what it calls INFO would stand among our own lines
     try:
         app()
     except (ConfigError, InvalidArgumentError) as error:

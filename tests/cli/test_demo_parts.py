@@ -59,11 +59,18 @@ def test_text_is_cut_where_each_token_made_it_certain() -> None:
 
 def test_lines_mark_accepted_drafts_line_by_line() -> None:
     output = io.StringIO()
-    with LineScreen(Console(file=output, width=40)) as screen:
+    prompts = [Prompt(id="", source="a.py", line=line, num_tokens=1, text="import os\nx = ") for line in (1, 2)]
+    with LineScreen(Console(file=output, width=40), prompts) as screen:
         screen.add(0, [("a", False), ("b", True), ("c\nd", True)])
         screen.add(1, [("[red]", False)])
-        screen.add(0, [("e", False), ("\n", True)])
-    assert output.getvalue().splitlines() == ["[1] a«bc»", "[1] «d»e", "[2] [red]"]
+        screen.add(0, [("e", False), ("\n\n", True)])
+    assert output.getvalue().splitlines() == [
+        "[1] continues a.py:1",
+        "[2] continues a.py:2",
+        "[1] x = a«bc»",
+        "[1] «d»e",
+        "[2] x = [red]",
+    ]
 
 
 @pytest.mark.parametrize("size", [(120, 30), (60, 10)])
@@ -91,6 +98,7 @@ def test_the_comparison_has_both_runs() -> None:
 
 def test_slower_is_called_slower() -> None:
     assert speed_sentence(run(), run(seconds=2.0)).startswith("Drafting is 2.00 times as fast")
+    assert speed_sentence(run(), run(seconds=1.01)).startswith("Drafting is neither")
     assert speed_sentence(run(seconds=2.0), run()).startswith("Drafting is slower here, 0.50 times")
 
 
