@@ -19,8 +19,8 @@ from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.leaks import nothing_left
-from tests.scheduler.worker_processes import WorkerProcesses, conducting
 from tests.waiting import until
+from tests.worker_processes import WorkerProcesses, conducting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,0 +1,91 @@
+"""A worker's process: how it ends when it is told to, and when its device is broken."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.buffers import BufferName
+from slipstream.common.errors import UnavailableError
+from slipstream.common.future_map import POISON
+from slipstream.common.step import Role
+from slipstream.scheduler.worker_link import LinkThread, WorkerLink
+from tests.checkpoints import write_checkpoint
+from tests.worker_processes import WorkerProcesses
+from tests.workers import attachment_to, decode, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.host_arena import HostArena
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """Stand-ins for both roles, each for one test."""
+    folder = tmp_path_factory.mktemp("workers")
+    model = write_checkpoint(folder / "model")
+    with WorkerProcesses(folder, dict.fromkeys(Role, model), "--stand-in-ms", "0") as made:
+        made.start(*Role)
+        yield made
+
+
+@pytest.fixture
+def thread() -> Iterator[LinkThread]:
+    """Where links live."""
+    made = LinkThread()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    """What is shared with the worker."""
+    made = make_arena()
+    yield made
+    made.close()
+
+
+def attached(processes: WorkerProcesses, role: Role, thread: LinkThread, arena: HostArena) -> WorkerLink:
+    """A link to the worker, when it is ready."""
+    give_up_at = time.monotonic() + 30.0
+    while True:
+        link = WorkerLink(role, processes.address(role), thread)
+        try:
+            link.describe()
+        except UnavailableError:
+            link.detach(drain=False)
+            assert time.monotonic() < give_up_at, "the worker does not start"
+            time.sleep(0.05)
+        else:
+            link.attach(attachment_to(arena, is_debug=True))
+            return link
+
+
+def test_it_ends_though_its_stream_waits_for_what_never_comes(
+    processes: WorkerProcesses, thread: LinkThread, arena: HostArena
+) -> None:
+    link = attached(processes, Role.DRAFT, thread, arena)
+    for step in (1, 2, 3):
+        link.send(decode(step, 1, waits=1000))
+    processes.send_signal(Role.DRAFT, signal.SIGTERM)
+    told_at = time.monotonic()
+    assert processes.wait(Role.DRAFT) == 0
+    assert time.monotonic() - told_at < 9.0, "the time for calls that run, and no more"
+    assert link.failure is not None
+    link.detach(drain=True)
+
+
+def test_it_ends_and_says_so_when_its_stream_is_broken(
+    processes: WorkerProcesses, thread: LinkThread, arena: HostArena
+) -> None:
+    link = attached(processes, Role.VERIFY, thread, arena)
+    arena.tensor(BufferName.SEQ_LENS).fill_(POISON)
+    link.send(decode(1, 1, role=Role.VERIFY))
+    with pytest.raises(UnavailableError, match="the verify service is lost"):
+        link.wait_for_acknowledgement(1, 4.0)
+    assert processes.wait(Role.VERIFY) == 1
+    link.detach(drain=True)
