@@ -19,6 +19,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.config import WorkerConfig
+from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.roles import make_draft, make_verify
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.leaks import nothing_left
@@ -26,12 +27,13 @@ from tests.scheduler.local_epoch import LocalEpoch
 from tests.workers import LocalWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from slipstream.common.step import StepCommand
+    from slipstream.common.future_map import Stash
+    from slipstream.common.step import PromptChunk, StepCommand
     from slipstream.scheduler.ordering.replay import Report
-    from slipstream.services.engine import RoleEngine
+    from slipstream.services.engine import EpochState, RoleEngine
 
 SEED = 11
 SAMPLINGS = (
@@ -49,6 +51,8 @@ class Models:
 
     verify: RoleEngine
     draft: RoleEngine
+    twin: RoleEngine
+    """A draft that is the target itself."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(
         verify=make_verify(WorkerConfig(model=target), device, 0),
         draft=make_draft(WorkerConfig(model=guesser), device, 0),
+        twin=make_draft(WorkerConfig(model=target), device, 0),
     )
 
 
@@ -230,6 +235,76 @@ def test_cancels_change_nothing_for_the_others(models: Models, seed: int) -> Non
         else:
             assert output == full
     assert any(served.epoch.finish_reason(job) is FinishReason.ABORT for job in jobs)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_draft_that_is_the_target_is_always_right(models: Models, reference: list[list[int]], run_ahead: int) -> None:
+    """So draft's keys and values are those of the tokens that were accepted, and its noise is verify's."""
+    for num_draft_tokens in (1, 4):
+        way = Way(num_draft_tokens=num_draft_tokens, run_ahead=run_ahead)
+        jobs = make_jobs()
+        assert Served(Models(models.verify, models.twin, models.twin), way).run(jobs) == reference
+        for job in jobs:
+            # In a job's last step tokens past its end are drafted, for which there are no pages.
+            missed = num_draft_tokens * job.counts.num_verify_steps - job.counts.total_accepted_tokens
+            assert missed <= num_draft_tokens
+            assert job.counts.num_verify_steps == -(-(job.spec.max_new_tokens - 1) // (num_draft_tokens + 1))
+
+
+class HiddenDrafter:
+    """Implements `Drafter` by a guess that depends on the target's hidden states and on nothing else."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._state: EpochState | None = None
+        self.states: list[torch.Tensor] = []
+
+    def open(self, state: EpochState) -> None:
+        """See `Drafter.open`."""
+        self._state = state
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self._state = None
+
+    def index(self, slots: Sequence[int]) -> torch.Tensor:
+        """See `Drafter.index`."""
+        return torch.tensor(slots)
+
+    def limits(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Drafter.limits`."""
+        assert self._state is not None
+        return self._state.slots.limits[rows]
+
+    def prefill(self, chunks: tuple[PromptChunk, ...]) -> None:
+        """See `Drafter.prefill`."""
+
+    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
+        """See `Drafter.propose`."""
+        assert stash.hidden_states is not None
+        last = stash.hidden_states[torch.arange(len(rows)), stash.num_new - 1]
+        self.states.append(last.clone())
+        guess = (last.abs().sum(dim=1) * 1000).to(torch.int64) % self._vocab_size
+        return guess[:, None].repeat(1, num_tokens)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_a_draft_that_reads_hidden_states(
+    models: Models, reference: list[list[int]], tmp_path: Path, run_ahead: int
+) -> None:
+    verify = models.verify.describe()
+    drafter = HiddenDrafter(verify.vocab_size)
+    head = DraftEngine(drafter, replace(models.draft.describe(), hidden_width=verify.hidden_width))
+    served = Served(
+        Models(models.verify, head, head), Way(num_draft_tokens=2, run_ahead=run_ahead, slots=2), log_dir=tmp_path
+    )
+    assert served.run(make_jobs()) == reference
+    states = torch.cat(drafter.states)
+    assert states.shape[1] == verify.hidden_width
+    assert states.unique(dim=0).shape[0] > 20, "each step's own"
+    report = Replay(tmp_path).report()
+    assert not report.races
+    assert not report.stuck
 
 
 class TestReplay:
