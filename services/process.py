@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -98,6 +99,8 @@ def _settle(broken: asyncio.Future[BaseException], error: BaseException) -> None
 def _access_log(role: Role, config: WorkerConfig, held: ExitStack) -> AccessLog:
     if config.access_log_dir is None:
         return NullAccessLog()
-    log = JsonLinesAccessLog(config.access_log_dir / f"{role.value}-{os.getpid()}.jsonl", StreamName(role.value))
+    # In a container the process id is always the same.
+    path = config.access_log_dir / f"{role.value}-{os.getpid()}-{time.time_ns()}.jsonl"
+    log = JsonLinesAccessLog(path, StreamName(role.value))
     held.callback(log.close)
     return log

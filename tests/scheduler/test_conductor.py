@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slipstream.common.errors import UnavailableError
+from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import Role
 from slipstream.scheduler.jobs import Job, JobSpec
@@ -155,6 +155,15 @@ async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(processes: Wo
         await client.attached.wait()
         assert len(await client.run(*make_jobs(2))) == 2
     assert client.errors == []
+
+
+async def test_settings_that_no_worker_fits_end_it_with_the_reason(processes: WorkerProcesses) -> None:
+    with conducting(processes, **settings(context_tokens=513)) as client:
+        await until(lambda: bool(client.errors))
+        assert isinstance(client.errors[0], ConfigError)
+        assert "context_tokens: got 513, accepted: at most 512" in str(client.errors[0])
+        with pytest.raises(UnavailableError):
+            client.queue.submit(make_jobs(1)[0])
 
 
 async def test_a_stopped_worker_is_noticed_and_taken_back_when_it_goes_on(processes: WorkerProcesses) -> None:
