@@ -41,8 +41,10 @@ async def run_generate(server: str, options: GenerateOptions, *, as_json: bool) 
 
     Raises SlipstreamError as the server does, and when it is not there.
     """
-    signals = StopSignals()
-    chunks = await signals.cancel(_generate(server, options, is_streamed=not as_json))
+    try:
+        chunks = await StopSignals().cancel(_generate(server, options, is_streamed=not as_json))
+    except UnavailableError as error:
+        raise UnavailableError(f"server at {server}: {error}") from error
     if chunks is None:
         return INTERRUPTED
     if as_json:
