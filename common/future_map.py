@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena
 
+_RING_BUFFERS = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
+_STAMPS = {Role.DRAFT: BufferName.DRAFT_STAMPS, Role.VERIFY: BufferName.VERIFY_STAMPS}
+
 POISON = -1
 """A length that is not there; written only in debug mode."""
 
@@ -117,15 +120,22 @@ class FutureMap:
         self._log = log
         self._is_debug = is_debug
         self._buffers = {BufferName(spec.name): arena.tensor(spec.name) for spec in shape.specs()}
+        # Views made once: what a step does to the ring is no more than its writes.
+        self._ring_rows = {name: self._buffers[name].unbind() for name in _RING_BUFFERS}
+        self._stamps = {
+            (role, row): (stamps[0], stamps[1])
+            for role, name in _STAMPS.items()
+            if name in self._buffers
+            for row, stamps in enumerate(self._buffers[name].unbind())
+        }
+        self._zero = torch.zeros((), dtype=torch.int64, device=self._buffers[BufferName.SEQ_LENS].device)
         if is_debug and role is Role.VERIFY:
             self._buffers[BufferName.SEQ_LENS].fill_(POISON)
             self._buffers[BufferName.NEW_SEQ_LENS].fill_(POISON)
 
     def stamps(self, role: Role, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the start and the end of a worker's own work in `step` are stamped: two [] int64."""
-        name = BufferName.DRAFT_STAMPS if role is Role.DRAFT else BufferName.VERIFY_STAMPS
-        row = self._buffers[name][step % self._shape.ring]
-        return row[0], row[1]
+        return self._stamps[role, step % self._shape.ring]
 
     def publish(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
         """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
@@ -164,7 +174,7 @@ class FutureMap:
         seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
         if self._is_debug and bool((seq_lens == POISON).any()):
             raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
-        return torch.minimum(seq_lens.clamp_(min=0), limits), self._tokens(BufferName.BONUS_TOKENS, rows, step)
+        return torch.clamp(seq_lens, self._zero, limits), self._tokens(BufferName.BONUS_TOKENS, rows, step)
 
     def gather(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
         """Reads the whole stash of B slots; as `gather_ends`."""
@@ -207,4 +217,4 @@ class FutureMap:
     def _ring_write(self, name: BufferName, row: int, step: int) -> torch.Tensor:
         if self._log.is_enabled:
             self._log.access(name, [row], is_write=True, step=step)
-        return self._buffers[name][row]
+        return self._ring_rows[name][row]

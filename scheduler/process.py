@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.device.cpu_share import yield_to_streams
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
@@ -45,6 +46,7 @@ SWITCH_INTERVAL_S = 0.0005
 async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_port: int | None) -> int:
     """Serves until a signal, or until the workers turn out not to fit; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    yield_to_streams()
     loop = asyncio.get_running_loop()
     registry = make_registry()
     queue = JobQueue(config.queue)

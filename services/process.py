@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.device.cpu_share import yield_to_streams
 from slipstream.common.device.host_device import HostDevice, worker_threads
 from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.serving import GrpcServer
@@ -47,6 +48,7 @@ async def run_worker(
 ) -> int:
     """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    yield_to_streams()
     torch.set_num_threads(config.threads or worker_threads())
     registry = make_registry()
     broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.common.device.cpu_share import work_as_stream
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class HostStream:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        work_as_stream()
         while (work := self._work.get()) is not None:
             if self.failure is not None:
                 continue
