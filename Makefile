@@ -30,6 +30,7 @@ check: $(STAMP)
 	scripts/check-stubs $(BIN)/python
 	scripts/link-types
 	$(BIN)/mypy build/types/slipstream/*
+	MYPYPATH=examples/numpy_drafter $(BIN)/mypy examples/numpy_drafter/*.py
 
 protos: $(STAMP)
 	scripts/make-stubs $(BIN)/python protos

@@ -1,0 +1,116 @@
+"""The shared memory: maps the file that a manifest describes, and waits for and signals the fences in it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy.typing as npt
+
+    from slipstream.protos import worker_pb2 as pb
+
+_SYS_FUTEX = 202  # x86-64
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+_LOOK_UP_S = 0.1
+"""How often somebody who waits looks whether it is still worth it."""
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+
+
+class ManifestError(Exception):
+    """The memory is not what the manifest says, or not what this drafter can use."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Fence:
+    """A counter that only grows: eight bytes of which the low four are a futex."""
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._word = ctypes.c_uint64.from_buffer(memory, offset)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+
+    def signal(self, value: int) -> None:
+        """Sets it and wakes all who wait. x86-64 keeps stores in order: who sees it sees what was written before."""
+        self._word.value = value
+        _syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def wait(self, value: int, is_over: Callable[[], bool]) -> bool:
+        """Sleeps until it is at least `value`; False if `is_over` turns true first."""
+        while (now := self._word.value) < value:
+            if is_over():
+                return False
+            self._sleep_while(now)
+        return True
+
+    def _sleep_while(self, seen: int) -> None:
+        # The kernel compares before it sleeps, so no wake is missed; it may also return for no reason.
+        expected, timeout = ctypes.c_uint32(seen & 0xFFFFFFFF), _Timespec(0, int(_LOOK_UP_S * 1e9))
+        if _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, expected, ctypes.byref(timeout), None, 0) < 0:
+            code = ctypes.get_errno()
+            if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+                raise OSError(code, os.strerror(code))
+
+
+class Arena:
+    """The mapped file. It stays mapped until the last array and fence of it is gone."""
+
+    def __init__(self, manifest: pb.Manifest) -> None:
+        """Maps it. Raises ManifestError."""
+        self._manifest = manifest
+        self._memory = _map(manifest)
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> npt.NDArray[Any]:
+        """The buffer `name`. Raises ManifestError unless it lies within the file with this shape and dtype."""
+        buffer = next((buffer for buffer in self._manifest.buffers if buffer.name == name), None)
+        if buffer is None:
+            raise ManifestError(f"there is no buffer {name}")
+        if tuple(buffer.shape) != shape or buffer.dtype != dtype:
+            raise ManifestError(f"buffer {name}: {buffer.dtype} {list(buffer.shape)}, not {dtype} {list(shape)}")
+        count = math.prod(shape)
+        self._check(name, buffer.offset, count * np.dtype(dtype).itemsize, 256)
+        return np.frombuffer(self._memory, dtype, count, buffer.offset).reshape(shape)
+
+    def fence(self, fence: pb.Fence) -> Fence:
+        """Raises ManifestError unless it is a `host` fence within the file."""
+        word = next((word for word in self._manifest.fences if word.fence == fence), None)
+        if word is None or word.kind != "host":
+            raise ManifestError(f"fence {fence}: there is none of kind 'host'")
+        self._check(f"fence {fence}", word.offset, 8, 8)
+        return Fence(self._memory, word.offset)
+
+    def _check(self, name: str, offset: int, size: int, alignment: int) -> None:
+        if offset % alignment or offset + size > self._manifest.size:
+            raise ManifestError(f"{name}: bytes {offset} to {offset + size} of {self._manifest.size}")
+
+
+def _map(manifest: pb.Manifest) -> mmap.mmap:
+    path = Path(manifest.path)
+    if manifest.kind != "file" or path.parent != Path("/dev/shm"):
+        raise ManifestError(f"arena {manifest.kind} {manifest.path}: this drafter maps files of /dev/shm")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"arena {manifest.path}: {error}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != manifest.size:
+            raise ManifestError(f"arena {manifest.path}: not a file of this user with {manifest.size} bytes")
+        return mmap.mmap(descriptor, manifest.size)
+    finally:
+        os.close(descriptor)

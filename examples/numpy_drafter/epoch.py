@@ -1,0 +1,116 @@
+"""An epoch: the steps from an Attach to the end of its Execute, carried out in order by a thread of their own."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+from arena import Arena
+from ngram import Continuation, History
+from noise import choose
+
+from slipstream.protos import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+
+class Epoch:
+    """The stream of an epoch. `enqueue` returns at once; the thread does the work."""
+
+    def __init__(self, request: pb.AttachRequest, vocab_size: int, on_failure: Callable[[], None]) -> None:
+        """Maps the arena and starts the thread. Raises ManifestError."""
+        self.number = request.epoch
+        slots, width, ring = request.num_slots, request.num_draft_tokens, request.run_ahead + 2
+        arena = Arena(request.manifest)
+        self._seq_lens = arena.array("seq_lens", (slots,))
+        self._num_new = arena.array("num_new", (slots,))
+        self._last_tokens = arena.array("last_tokens", (slots, width + 1))
+        self._draft_tokens = arena.array("draft_tokens", (slots, width))
+        self._stamps = arena.array("draft_stamps", (ring, 2))
+        fences = (pb.FENCE_DRAFT_DONE, pb.FENCE_VERIFY_PUBLISH, pb.FENCE_VERIFY_STASH)
+        self._fences = {fence: arena.fence(fence) for fence in fences}
+        self._vocab_size = vocab_size
+        self._histories = [History() for _ in range(slots)]
+        self._sampling = [pb.SlotSampling() for _ in range(slots)]
+        self._last_step = 0
+        self._on_failure = on_failure
+        self._is_over = threading.Event()
+        self._commands: queue.SimpleQueue[pb.StepCommand | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, command: pb.StepCommand) -> None:
+        """Takes a step and returns. Raises ValueError if it makes no sense."""
+        self._check(command)
+        self._last_step = command.step
+        self._commands.put(command)
+
+    def finish(self) -> None:
+        """Waits for everything enqueued."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Ends without the rest: what its fences wait for may never come."""
+        self._is_over.set()
+        self.finish()
+
+    def _check(self, command: pb.StepCommand) -> None:
+        slots = [*command.slots, *(chunk.slot for chunk in command.chunks), *(each.slot for each in command.updates)]
+        if command.step <= self._last_step or command.kind not in (pb.STEP_KIND_PREFILL, pb.STEP_KIND_DECODE):
+            raise ValueError(f"step {command.step} of kind {command.kind} after step {self._last_step}")
+        if not all(0 < slot < len(self._histories) for slot in slots):
+            raise ValueError(f"step {command.step}: a slot that is not there")
+        # Each word has one writer: a drafter that signals another's fence would break the order of everybody.
+        if any(point.fence != pb.FENCE_DRAFT_DONE for point in command.signals):
+            raise ValueError(f"step {command.step}: a draft signals DRAFT_DONE alone")
+        if any(point.fence not in self._fences for point in command.waits):
+            raise ValueError(f"step {command.step}: a fence that is not there")
+
+    def _run(self) -> None:
+        try:
+            while (command := self._commands.get()) is not None and not self._is_over.is_set():
+                self._carry_out(command)
+        except Exception:
+            logger.exception("the stream is broken")
+            self._on_failure()
+
+    def _carry_out(self, command: pb.StepCommand) -> None:
+        for update in command.updates:
+            if update.HasField("sampling"):
+                self._sampling[update.slot] = update.sampling
+        for point in command.waits:
+            if not self._fences[point.fence].wait(point.value, self._is_over.is_set):
+                return
+        stamps = self._stamps[command.step % len(self._stamps)]
+        stamps[0] = time.monotonic_ns()
+        for chunk in command.chunks:
+            self._histories[chunk.slot].put(chunk.start, chunk.tokens)
+        if command.kind == pb.STEP_KIND_DECODE:
+            for slot in command.slots:
+                self._draft_tokens[slot] = self._propose(slot)
+        stamps[1] = time.monotonic_ns()
+        for point in command.signals:
+            self._fences[point.fence].signal(point.value)
+
+    def _propose(self, slot: int) -> list[int]:
+        """The K tokens that the slot's sequence may go on with."""
+        history, num_guesses = self._histories[slot], self._draft_tokens.shape[1]
+        # Clamped: whatever is in the memory, a length must not become a bad index, nor a token a bad id.
+        num_new = min(max(int(self._num_new[slot]), 1), num_guesses + 1)
+        tokens = np.clip(self._last_tokens[slot, :num_new], 0, self._vocab_size - 1)
+        history.put(max(int(self._seq_lens[slot]) + 1 - num_new, 0), tokens.tolist())
+        continuation = Continuation(history.tokens())
+        guesses = []
+        for position in range(history.end, history.end + num_guesses):
+            index = choose(continuation.token_ids, continuation.probabilities(), self._sampling[slot], position)
+            continuation.append(index)
+            guesses.append(int(continuation.token_ids[index]))
+        return guesses

@@ -1,0 +1,111 @@
+"""`slipstream.v1.Worker`, served by a drafter."""
+
+# ruff: noqa: N802 - a servicer's methods are named as in its proto
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from arena import ManifestError
+from epoch import Epoch
+
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_MUST_AGREE = ("protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype")
+
+
+class DraftServicer(pb_grpc.WorkerServicer):
+    """One scheduler at a time, one epoch at a time."""
+
+    def __init__(self, description: pb.DescribeResponse, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called when a step failed for which there is no excuse."""
+        self._description = description
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._epoch: Epoch | None = None
+        self._last_epoch = 0
+        self._has_stream = False
+
+    def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
+        """See worker.proto."""
+        return self._description
+
+    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachResponse:
+        """See worker.proto."""
+        with self._lock:
+            if misfit := self._misfit(request):
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, misfit)
+            if self._epoch is not None:  # without a stream: its scheduler was lost between Attach and Execute
+                self._epoch.abandon()
+                self._epoch = None
+            try:
+                self._epoch = Epoch(request, self._description.vocab_size, self._on_failure)
+            except ManifestError as error:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            self._last_epoch = request.epoch
+        return pb.AttachResponse()
+
+    def Execute(self, requests: Iterator[pb.StepCommand], context: grpc.ServicerContext) -> Iterator[pb.StepAck]:
+        """See worker.proto."""
+        with self._lock:
+            epoch = self._epoch
+            if epoch is None or self._has_stream:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "not attached, or another scheduler has the stream")
+            self._has_stream = True
+        assert epoch is not None, "abort raises"
+        try:
+            for command in requests:
+                self._enqueue(epoch, command, context)
+                if command.acknowledge:
+                    yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
+        finally:
+            epoch.abandon()
+            with self._lock:
+                self._has_stream = False
+                if self._epoch is epoch:
+                    self._epoch = None
+
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
+        """See worker.proto."""
+        with self._lock:
+            epoch = self._epoch
+            if epoch is None or request.epoch not in (0, epoch.number):
+                return pb.DrainResponse()
+            self._epoch = None
+        # Without the lock: if the scheduler is lost meanwhile, the end of its stream must be able to abandon it.
+        epoch.finish()
+        return pb.DrainResponse()
+
+    def _enqueue(self, epoch: Epoch, command: pb.StepCommand, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            if self._epoch is not epoch or command.epoch != epoch.number:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch {command.epoch} is not open")
+            try:
+                epoch.enqueue(command)
+            except ValueError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _misfit(self, request: pb.AttachRequest) -> str:
+        """What stands against an attachment; empty if nothing does."""
+        own, peer = self._description, request.peer
+        if self._has_stream:
+            return "another scheduler has the Execute stream of this worker"
+        if request.protocol_version != own.protocol_version:
+            return f"protocol version {request.protocol_version}: this drafter speaks {own.protocol_version}"
+        if request.epoch <= self._last_epoch:
+            return f"epoch {request.epoch}: this drafter was attached to {self._last_epoch} before"
+        if not (1 <= request.num_draft_tokens <= 64 and 2 <= request.num_slots <= 2**16 and request.run_ahead <= 64):
+            return "sizes that are out of range"
+        differing = [name for name in _MUST_AGREE if _value(own, name) != _value(peer, name)]
+        return "; ".join(f"{name}: draft {_value(own, name)}, verify {_value(peer, name)}" for name in differing)
+
+
+def _value(description: pb.DescribeResponse, name: str) -> Any:
+    return getattr(description, name)

@@ -1,0 +1,149 @@
+"""The NumPy drafter as a process beside the real verify service: the same tokens, some of them guessed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from slipstream.bundled import target_dir
+from slipstream.common.errors import UnavailableError
+from slipstream.common.sampling import SamplingParams
+from slipstream.common.step import Role
+from slipstream.scheduler.jobs import Job, JobSpec
+from tests.checkpoints import write_checkpoint
+from tests.waiting import until
+from tests.worker_processes import WorkerProcesses, conducting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEED = 5
+DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
+REPETITIVE = "import unittest\n\n" + "".join(
+    f"    def test_{name}(self):\n        self.assertEqual(self.{name}, 1)\n\n" for name in ("one", "two", "six", "ten")
+)
+
+
+class NumpyDrafted(WorkerProcesses):
+    """Verify, and the example in draft's place."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        super().__init__(folder, {Role.VERIFY: target, Role.DRAFT: target})
+
+    def start(self, *roles: Role) -> None:
+        """See `WorkerProcesses.start`."""
+        super().start(*(role for role in roles if role is Role.VERIFY))
+        if Role.DRAFT in roles:
+            tokenizer, address = str(self._models[Role.DRAFT]), self.address(Role.DRAFT)
+            command = [sys.executable, str(DRAFTER), "--tokenizer", tokenizer, "--listen", address]
+            self._running[Role.DRAFT] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """A small random target and the drafter."""
+    folder = tmp_path_factory.mktemp("drafter")
+    with NumpyDrafted(folder, write_checkpoint(folder / "target", seed=SEED)) as made:
+        made.start(*Role)
+        yield made
+
+
+def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Job]:
+    """Greedy, sampled, and sampled with filters; every prompt repeats itself."""
+    rng = random.Random(SEED)
+    jobs = []
+    for number in range(count):
+        sampling = SamplingParams(temperature=(0.0, 0.8, 1.2)[number % 3], top_p=(1.0, 0.9)[number % 2], seed=number)
+        prompt = tuple(rng.randrange(256) for _ in range(rng.randrange(1, 25))) * 2
+        jobs.append(make_job(str(number), prompt, sampling, max_new_tokens))
+    return jobs
+
+
+def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max_new_tokens: int) -> Job:
+    """A request that ends with its last token."""
+    return Job(
+        JobSpec(
+            job_id=job_id,
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_token_ids=frozenset(),
+        )
+    )
+
+
+def settings(**changes: object) -> dict[str, Any]:
+    """Of the scheduler: small, and with everything checked."""
+    sizes = {"num_draft_tokens": 3, "slots": 3, "context_tokens": 480, "chunk_tokens": 16}
+    return {**sizes, "page_tokens": 8, "kv_memory_mib": 8, "debug": True, **changes}
+
+
+async def serve(
+    processes: WorkerProcesses, jobs: list[Job], *, has_draft: bool = True, **changes: object
+) -> list[list[int]]:
+    """The tokens of jobs, by a conductor of their own."""
+    with conducting(processes, has_draft=has_draft, **settings(**changes)) as client:
+        await client.attached.wait()
+        if has_draft:
+            assert client.epoch is not None
+            assert client.epoch.workers.algorithm == "ngram"
+        outputs = await client.run(*jobs)
+    assert client.errors == client.reasons == []
+    return outputs
+
+
+async def test_the_same_tokens_as_without_a_draft(processes: WorkerProcesses) -> None:
+    """More jobs than slots, so that slots change hands; by every run-ahead, and by both ways to send."""
+    expected = await serve(processes, make_jobs(9), has_draft=False)
+    assert all(len(set(output)) > 10 for output in expected)
+    for run_ahead in (0, 1, 2):
+        assert await serve(processes, make_jobs(9), run_ahead=run_ahead) == expected
+        for job in make_jobs(3):
+            assert await serve(processes, [job], run_ahead=run_ahead) == [expected[int(job.spec.job_id)]]
+    assert await serve(processes, make_jobs(9), dispatch="acknowledged", num_draft_tokens=7) == expected
+
+
+async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
+    """With the bundled model, greedy and sampled: more than one token a step, and the same ones."""
+    prompt = tuple(Tokenizer.from_file(str(target_dir() / "tokenizer.json")).encode(REPETITIVE).ids)
+    samplings = (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.95, seed=SEED))
+    with NumpyDrafted(tmp_path, target_dir()) as processes:
+        processes.start(*Role)
+        outputs = []
+        for has_draft in (True, False):
+            jobs = [make_job(str(number), prompt, sampling, 96) for number, sampling in enumerate(samplings)]
+            outputs.append(await serve(processes, jobs, has_draft=has_draft, kv_memory_mib=64, num_draft_tokens=4))
+            if has_draft:
+                lengths = [job.counts.mean_accept_length for job in jobs]
+        assert outputs[0] == outputs[1]
+        print("accept lengths", lengths)
+        assert min(lengths) > 1.3
+        assert processes.end() == [0, 0]
+
+
+async def test_a_killed_drafter_is_lost_and_taken_back_like_any_other(processes: WorkerProcesses) -> None:
+    expected = await serve(processes, make_jobs(3))
+    with conducting(processes, **settings(run_ahead=1)) as client:
+        await client.attached.wait()
+        jobs = make_jobs(3, max_new_tokens=400)
+        running = [asyncio.create_task(client.run(job)) for job in jobs]
+        await until(lambda: jobs[0].counts.num_output_tokens > 10)
+        processes.send_signal(Role.DRAFT, signal.SIGKILL)
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(end, UnavailableError) for end in ends), ends
+        assert "draft" in str(ends[0])
+        await until(lambda: bool(client.reasons))
+        assert processes.wait(Role.DRAFT) == -signal.SIGKILL
+        processes.start(Role.DRAFT)
+        await client.attached.wait()
+        assert await client.run(*make_jobs(3)) == expected
+    assert client.errors == []

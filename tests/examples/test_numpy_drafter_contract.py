@@ -1,0 +1,193 @@
+"""The NumPy drafter alone, told by a scheduler what a real one would not tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from slipstream.common.step import FenceName
+from slipstream.common.wire import attachment_to_pb
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from tests.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
+from tests.workers import SHAPE, attachment_to, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from slipstream.common.device.host_arena import HostArena
+
+DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
+EPOCHS = itertools.count(1)
+"""The drafter takes each once."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A drafter of its own."""
+    folder = tmp_path_factory.mktemp("drafter")
+    write_tokenizer(folder)
+    write_json(folder / "config.json", {"vocab_size": VOCAB_SIZE})
+    address = f"unix:{folder}/draft.sock"
+    process = subprocess.Popen([sys.executable, str(DRAFTER), "--tokenizer", str(folder), "--listen", address])
+    yield address
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+
+
+@pytest.fixture
+async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """To the drafter, which is ready."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        yield channel
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    """A scheduler's."""
+    made = make_arena()
+    yield made
+    made.close()
+
+
+async def attach(worker: pb_grpc.WorkerStub, arena: HostArena) -> int:
+    """Begins an epoch, beside a verify service that fits; returns its number."""
+    epoch = next(EPOCHS)
+    request = attachment_to_pb(attachment_to(arena, epoch))
+    request.peer.CopyFrom(await worker.Describe(pb.DescribeRequest()))
+    await worker.Attach(request)
+    return epoch
+
+
+async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channel, arena: HostArena) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "slipstream.v1.Worker"):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    worker = pb_grpc.WorkerStub(channel)
+    description = await worker.Describe(pb.DescribeRequest())
+    assert (description.role, description.vocab_size, description.kv_bytes_per_token) == ("draft", VOCAB_SIZE, 0)
+    epoch = await attach(worker, arena)
+    for changes, reason in (
+        ({"protocol_version": 2}, "protocol version 2"),
+        ({"epoch": epoch}, "was attached to"),
+        ({"num_draft_tokens": 0}, "out of range"),
+        ({"peer": pb.DescribeResponse(vocab_size=3)}, f"vocab_size: draft {VOCAB_SIZE}, verify 3"),
+        ({"peer": description}, "arena"),
+    ):
+        fields = {"protocol_version": 1, "epoch": epoch + 1, "num_draft_tokens": 2, "num_slots": 2} | changes
+        with pytest.raises(grpc.aio.AioRpcError, match=reason) as refusal:
+            await worker.Attach(pb.AttachRequest(**fields))
+        assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_step_by_hand(channel: grpc.aio.Channel, arena: HostArena) -> None:
+    """A prompt in two chunks, and a step behind it: acknowledged at once, done when its wait is over."""
+    worker = pb_grpc.WorkerStub(channel)
+    epoch = await attach(worker, arena)
+    stream = worker.Execute()
+    for step, start, tokens in ((1, 0, [7, 8, 9, 4]), (2, 4, [7, 8])):
+        command = pb.StepCommand(epoch=epoch, step=step, kind=pb.STEP_KIND_PREFILL, slots=[2])
+        command.chunks.add(slot=2, start=start, tokens=tokens, is_last=start > 0)
+        command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=step)
+        await stream.write(command)
+    command = pb.StepCommand(epoch=epoch, step=3, kind=pb.STEP_KIND_DECODE, slots=[2], acknowledge=True)
+    command.waits.add(fence=pb.FENCE_VERIFY_STASH, value=2)
+    command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=3)
+    await stream.write(command)
+    assert (await stream.read()).step == 3
+    done = arena.fence(FenceName.DRAFT_DONE)
+    assert done.wait_on_host(2, 10.0)
+    assert not done.wait_on_host(3, 0.3)
+    arena.tensor("seq_lens")[2], arena.tensor("num_new")[2] = 6, 1
+    arena.tensor("last_tokens")[2, 0] = 9
+    arena.fence(FenceName.VERIFY_STASH).release(2)
+    assert done.wait_on_host(3, 10.0)
+    assert arena.tensor("draft_tokens")[2].tolist() == [4, 7]
+    start, end = arena.tensor("draft_stamps")[3 % SHAPE.ring].tolist()
+    assert 0 < start <= end
+    await worker.Drain(pb.DrainRequest(epoch=epoch))
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+
+
+async def test_whatever_is_in_the_memory_it_goes_on(channel: grpc.aio.Channel, arena: HostArena) -> None:
+    worker = pb_grpc.WorkerStub(channel)
+    epoch = await attach(worker, arena)
+    stream = worker.Execute()
+    for step, value in enumerate((-1, 2**62, -(2**63), 2**63 - 1), start=1):
+        for name in ("seq_lens", "num_new", "last_tokens"):
+            arena.tensor(name).fill_(value)
+        command = pb.StepCommand(epoch=epoch, step=step, kind=pb.STEP_KIND_DECODE, slots=[1, 3])
+        command.updates.add(slot=3, sampling=pb.SlotSampling(temperature=1.0, top_p=0.9, seed=1))
+        command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=step)
+        await stream.write(command)
+        assert arena.fence(FenceName.DRAFT_DONE).wait_on_host(step, 10.0)
+        assert all(0 <= token < VOCAB_SIZE for token in arena.tensor("draft_tokens")[[1, 3]].flatten().tolist())
+    stream.cancel()
+    await until_free(worker)
+
+
+async def test_a_drafter_that_lost_its_scheduler_can_be_attached_anew(
+    channel: grpc.aio.Channel, arena: HostArena
+) -> None:
+    """The scheduler goes while the drafter waits for a fence that nobody will signal."""
+    worker = pb_grpc.WorkerStub(channel)
+    for _ in range(2):
+        epoch = await attach(worker, arena)
+        stream = worker.Execute()
+        command = pb.StepCommand(epoch=epoch, step=1, kind=pb.STEP_KIND_DECODE, slots=[1], acknowledge=True)
+        command.waits.add(fence=pb.FENCE_VERIFY_STASH, value=7)
+        command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=1)
+        await stream.write(command)
+        assert (await stream.read()).step == 1
+        with pytest.raises(grpc.aio.AioRpcError, match="another scheduler"):
+            await attach(worker, arena)
+        stream.cancel()
+        await until_free(worker)
+        assert arena.fence(FenceName.DRAFT_DONE).poll() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"epoch": 2**40}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"step": 0}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"kind": pb.STEP_KIND_PLAIN}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"slots": [4]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"chunks": [pb.PromptChunk(slot=0)]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"signals": [pb.FencePoint(fence=pb.FENCE_VERIFY_STASH, value=1)]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"waits": [pb.FencePoint(value=1)]}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_a_command_that_makes_no_sense_ends_the_stream(
+    channel: grpc.aio.Channel, arena: HostArena, changes: dict[str, Any], code: grpc.StatusCode
+) -> None:
+    worker = pb_grpc.WorkerStub(channel)
+    epoch = await attach(worker, arena)
+    stream = worker.Execute()
+    await stream.write(pb.StepCommand(**{"epoch": epoch, "step": 1, "kind": pb.STEP_KIND_DECODE} | changes))
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await stream.read()
+    assert refusal.value.code() is code
+    await until_free(worker)
+
+
+async def until_free(worker: pb_grpc.WorkerStub) -> None:
+    """Returns when the end of a stream has reached the drafter."""
+    for _ in range(1000):
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await worker.Attach(pb.AttachRequest())
+        if "another scheduler" not in refusal.value.details():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the stream is still there")

@@ -1,0 +1,191 @@
+"""What the NumPy drafter computes by itself, against the project's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from examples.numpy_drafter.arena import Arena, ManifestError
+from examples.numpy_drafter.fingerprint import tokenizer_fingerprint
+from examples.numpy_drafter.ngram import Continuation, History
+from examples.numpy_drafter.noise import choose, gumbel_noise, random_words
+from slipstream.bundled import target_dir
+from slipstream.common.noise import gumbel_noise_of
+from slipstream.common.sampling import SamplingParams
+from slipstream.common.step import FenceName
+from slipstream.common.wire import manifest_to_pb
+from slipstream.protos import worker_pb2 as pb
+from slipstream.services.models import checkpoint
+from slipstream.services.models.sampler import SamplingRows, sample
+from tests.checkpoints import write_json, write_tokenizer
+from tests.tokenizers_by_kind import KINDS, make_tokenizer
+from tests.workers import SHAPE, make_arena
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "numpy_drafter"
+PAGE = (ROOT / "docs" / "noise.md").read_text(encoding="utf-8")
+VECTORS = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| 0x(\w{8}) \| \S+ \| 0x(\w{8}) \|$", PAGE, re.MULTILINE)
+SEED = 11
+
+
+@pytest.mark.parametrize(("seed", "position", "token_id", "word", "bits"), VECTORS)
+def test_noise_vector(seed: str, position: str, token_id: str, word: str, bits: str) -> None:
+    ids = np.array([int(token_id)])
+    assert random_words(int(seed), int(position), ids).tolist() == [int(word, 16)]
+    assert gumbel_noise(int(seed), int(position), ids).view(np.uint32).tolist() == [int(bits, 16)]
+
+
+def test_noise_is_that_of_the_target() -> None:
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    ids = rng.integers(0, 2**17, (20, 5000))
+    seeds, positions = rng.integers(-(2**63), 2**63, 20), rng.integers(0, 2**32, 20)
+    expected = gumbel_noise_of(torch.from_numpy(ids), torch.from_numpy(seeds), torch.from_numpy(positions)).numpy()
+    for row in range(20):
+        noise = gumbel_noise(int(seeds[row]) % 2**64, int(positions[row]), ids[row])
+        assert noise.dtype == np.float32
+        np.testing.assert_array_max_ulp(noise, expected[row])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=1.0, top_p=0.6),
+        SamplingParams(temperature=0.9, min_p=0.2),
+        SamplingParams(temperature=1.1, top_k=20, top_p=0.8, min_p=0.05),
+    ],
+)
+def test_a_choice_is_that_of_the_target(sampling: SamplingParams) -> None:
+    """Of the same distribution, over the whole vocabulary."""
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    for position in range(200):
+        logits = rng.normal(0.0, 2.0, 50).astype(np.float32)
+        message = pb.SlotSampling(seed=2**64 - 1 - position, **{name: getattr(sampling, name) for name in names})
+        params = SamplingParams(seed=message.seed, **{name: getattr(sampling, name) for name in names})
+        expected = sample(torch.from_numpy(logits)[None], SamplingRows.of([params]), torch.tensor([position]))
+        probabilities = np.exp(logits.astype(np.float64))
+        assert choose(np.arange(50), probabilities, message, position) == expected.item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fingerprint_is_that_of_the_target(kind: str, tmp_path: Path) -> None:
+    make_tokenizer(kind).backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_fingerprint(tmp_path) == checkpoint.tokenizer_fingerprint(tmp_path)
+
+
+def test_fingerprint_of_the_bundled_one_and_of_older_files(tmp_path: Path) -> None:
+    assert tokenizer_fingerprint(target_dir()) == checkpoint.tokenizer_fingerprint(target_dir())
+    write_tokenizer(tmp_path)
+    expected = tokenizer_fingerprint(tmp_path)
+    assert expected == checkpoint.tokenizer_fingerprint(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    document["model"]["merges"] = [" ".join(merge) for merge in document["model"]["merges"]]
+    write_json(tmp_path / "tokenizer.json", document)
+    assert tokenizer_fingerprint(tmp_path) == expected
+    write_json(tmp_path / "tokenizer.json", {"model": {"type": "Unigram", "vocab": [["<s>", 0.0], ["é", -1.5]]}})
+    assert tokenizer_fingerprint(tmp_path) == checkpoint.tokenizer_fingerprint(tmp_path)
+
+
+def test_a_history_is_put_together_and_forgets_what_lies_before_a_gap() -> None:
+    history = History()
+    history.put(0, [1, 2, 3, 4])
+    history.put(4, [5])
+    assert (history.tokens().tolist(), history.end) == ([1, 2, 3, 4, 5], 5)
+    history.put(3, [9, 8])
+    assert (history.tokens().tolist(), history.end) == ([1, 2, 3, 9, 8], 5)
+    history.put(7, [6, 7])
+    assert (history.tokens().tolist(), history.end) == ([6, 7], 9)
+    history.put(0, [1])
+    assert (history.tokens().tolist(), history.end) == ([1], 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([7], [7, 7, 7]),
+        ([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1]),
+        ([9, 5, 1, 9, 5, 1, 8, 5, 2, 9, 5], [1, 9, 5]),  # the longer match, though 5 is as often before 2
+        ([3, 3, 3, 6], [3, 3, 3]),  # nothing has followed the last token yet
+    ],
+)
+def test_the_longest_match_goes_on(tokens: list[int], expected: list[int]) -> None:
+    continuation = Continuation(np.array(tokens))
+    guesses = []
+    for _ in expected:
+        probabilities = continuation.probabilities()
+        assert probabilities.min() > 0.0
+        assert probabilities.sum() == pytest.approx(1.0)
+        index = choose(continuation.token_ids, probabilities, pb.SlotSampling(), 0)
+        continuation.append(index)
+        guesses.append(int(continuation.token_ids[index]))
+    assert guesses == expected
+
+
+def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
+    owner = make_arena()
+    arena = Arena(manifest_to_pb(owner.manifest))
+    tokens = arena.array("draft_tokens", (SHAPE.num_slots, SHAPE.num_draft_tokens))
+    tokens[2] = 5
+    assert owner.tensor("draft_tokens")[2].tolist() == [5] * SHAPE.num_draft_tokens
+    fence = arena.fence(pb.FENCE_DRAFT_DONE)
+    fence.signal(2**32 + 3)
+    assert owner.fence(FenceName.DRAFT_DONE).wait_on_host(2**32 + 3, 0.0)
+    assert fence.wait(2**32, lambda: False)
+    assert not fence.wait(2**32 + 4, lambda: True)
+    owner.close()
+
+
+@pytest.mark.parametrize("fault", ["kind", "path", "size", "shape", "offset", "missing", "fence kind", "fence offset"])
+def test_a_manifest_that_cannot_be_is_refused(fault: str) -> None:
+    owner = make_arena()
+    manifest = manifest_to_pb(owner.manifest)
+    buffer = next(buffer for buffer in manifest.buffers if buffer.name == "seq_lens")
+    match fault:
+        case "kind":
+            manifest.kind = "cuda_ipc"
+        case "path":
+            manifest.path = "/etc/passwd"
+        case "size":
+            manifest.size += 1
+        case "shape":
+            buffer.shape[0] += 1
+        case "offset":
+            buffer.offset = manifest.size // 256 * 256
+        case "missing":
+            buffer.name = "other"
+        case "fence kind":
+            manifest.fences[0].kind = "event"
+        case _:
+            manifest.fences[0].offset = manifest.size
+    with pytest.raises(ManifestError):
+        _use(manifest)
+    owner.close()
+
+
+def _use(manifest: pb.Manifest) -> None:
+    arena = Arena(manifest)
+    arena.array("seq_lens", (SHAPE.num_slots,))
+    arena.fence(manifest.fences[0].fence)
+
+
+def test_it_is_made_of_the_contract_alone() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import main; "
+        "print(*sorted(name for name in sys.modules if name.split('.')[0] in ('torch', 'transformers', 'slipstream')))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = process.stdout.split()
+    assert "slipstream.protos.worker_pb2" in loaded
+    assert all(name == "slipstream" or name.startswith("slipstream.protos") for name in loaded)
