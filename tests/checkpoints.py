@@ -44,10 +44,25 @@ LLAMA: dict[str, Any] = {
 }
 """`config.json` of a small Llama with grouped-query attention."""
 
+_SHARED = {name: value for name, value in LLAMA.items() if name not in ("attention_bias", "mlp_bias")}
+_NO_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": _SHARED
+    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "head_dim": 24, "sliding_window": None},
+    "qwen2": {name: value for name, value in _SHARED.items() if name != "head_dim"}
+    | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **_NO_WINDOW},
+    "qwen3": _SHARED
+    | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False}
+    | _NO_WINDOW,
+}
+"""`config.json` of a small model of each family, by its `model_type`."""
+
 
 def write_checkpoint(
     path: Path,
     *,
+    family: str = "llama",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     num_files: int = 1,
@@ -56,7 +71,7 @@ def write_checkpoint(
 ) -> Path:
     """Writes a checkpoint into `path`, which it makes; `changes` go into `config.json`. Returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    config = LLAMA | {"dtype": str(dtype).removeprefix("torch.")} | changes
+    config = FAMILIES[family] | {"dtype": str(dtype).removeprefix("torch.")} | changes
     write_json(path / "config.json", config)
     write_json(path / "generation_config.json", {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID]})
     write_weights(path, random_weights(config, seed=seed, dtype=dtype), num_files=num_files)
@@ -66,7 +81,7 @@ def write_checkpoint(
 
 
 def random_weights(config: dict[str, Any], *, seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of a Llama checkpoint by name."""
+    """The tensors of a checkpoint by name."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in _shapes(config).items():
@@ -110,27 +125,34 @@ def write_json(path: Path, value: object) -> None:
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
-    q = config["num_attention_heads"] * config["head_dim"]
-    kv = config["num_key_value_heads"] * config["head_dim"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
     gated = {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden), "down_proj": (hidden, mlp)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        for block, projections, has_bias in (
-            ("self_attn", attention, config["attention_bias"]),
-            ("mlp", gated, config["mlp_bias"]),
-        ):
+        for block, projections in (("self_attn", attention), ("mlp", gated)):
             for name, shape in projections.items():
                 shapes[f"{layer}.{block}.{name}.weight"] = shape
-                if has_bias:
+                if name in _biased(config):
                     shapes[f"{layer}.{block}.{name}.bias"] = shape[:1]
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{layer}.self_attn.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _biased(config: dict[str, Any]) -> tuple[str, ...]:
+    """The projections with a bias."""
+    if config["model_type"] == "qwen2":
+        return ("q_proj", "k_proj", "v_proj")
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
+    return attention + (("gate_proj", "up_proj", "down_proj") if config.get("mlp_bias") else ())
 
 
 def _byte_characters() -> list[str]:

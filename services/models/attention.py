@@ -25,7 +25,7 @@ class LayerAttention(Protocol):
 
 
 class Attention(Protocol):
-    """An implementation of attention, chosen once for a model."""
+    """An implementation of attention, chosen once for a model. It honours each layer's sliding window."""
 
     def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
         """Turns the batch into whatever all layers share. Reads nothing back from the device."""
@@ -41,9 +41,10 @@ class TorchAttention:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
+        self._windows = set(config.sliding_windows) or {None}
 
     def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
-        """Computes where keys and values go, which ones each row gathers, and the mask."""
+        """Computes where keys and values go, which ones each row gathers, and a mask for each size of window."""
         page_size = cache.page_size
         capacity = batch.page_table.shape[1] * page_size
         num_keys = capacity if batch.max_kv_len is None else min(capacity, max(1, batch.max_kv_len))
@@ -62,9 +63,17 @@ class TorchAttention:
             assert bool((row_last < num_keys).all()), f"a query sees past max_kv_len = {batch.max_kv_len}"
         keys = offsets[:num_keys]
         read_rows = torch.where(keys <= row_last, table[:, :num_keys], table[:, :1])
-        mask = torch.zeros(1, dtype=cache.rows[0].dtype, device=keys.device)
-        mask = mask.masked_fill(keys > last_seen[..., None], float("-inf"))  # [B, W, num_keys]
-        return _GatheredAttention(self._config, cache, write_rows, read_rows, mask)
+        last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
+        masks = {window: _mask(keys, last_seen, window, cache.rows[0].dtype) for window in self._windows}
+        return _GatheredAttention(self._config, cache, write_rows, read_rows, masks)
+
+
+def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores: [B, W, num_keys]."""
+    is_hidden = keys > last_seen
+    if window is not None:
+        is_hidden |= keys <= last_seen - window
+    return torch.zeros(1, dtype=dtype, device=keys.device).masked_fill(is_hidden, float("-inf"))
 
 
 class _GatheredAttention:
@@ -74,7 +83,7 @@ class _GatheredAttention:
         cache: PagedKV,
         write_rows: torch.Tensor,
         read_rows: torch.Tensor,
-        mask: torch.Tensor,
+        masks: dict[int | None, torch.Tensor],
     ) -> None:
         self._cache = cache
         self._q_size = config.q_size
@@ -87,7 +96,8 @@ class _GatheredAttention:
         self._stacked_shape = (num_rows, config.num_kv_heads, group * width, config.head_dim)
         self._split_shape = (num_rows, config.num_kv_heads, group, width, config.head_dim)
         self._kv_shape = (*read_rows.shape, 2, config.num_kv_heads, config.head_dim)
-        self._mask = mask.repeat(1, group, 1)[:, None]
+        self._window_of = config.sliding_window
+        self._masks = {window: mask.repeat(1, group, 1)[:, None] for window, mask in masks.items()}
         # One buffer for all layers: fresh memory of this size costs a CPU as much as filling it.
         self._gathered = cache.rows[0].new_empty(read_rows.numel(), 2 * config.kv_size)
 
@@ -97,5 +107,6 @@ class _GatheredAttention:
         torch.index_select(rows, 0, self._read_rows, out=self._gathered)
         kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
-        output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=self._mask)
+        mask = self._masks[self._window_of(layer)]
+        output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask)
         return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)

@@ -117,6 +117,9 @@ def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
         theirs, ours = f"model.layers.{index}", f"layers.{index}"
         yield f"{theirs}.input_layernorm.weight", _Slot(f"{ours}.attention_norm.weight", 0, (hidden,))
         yield f"{theirs}.post_attention_layernorm.weight", _Slot(f"{ours}.mlp_norm.weight", 0, (hidden,))
+        if config.has_qk_norms:
+            yield f"{theirs}.self_attn.q_norm.weight", _Slot(f"{ours}.query_norm.weight", 0, (config.head_dim,))
+            yield f"{theirs}.self_attn.k_norm.weight", _Slot(f"{ours}.key_norm.weight", 0, (config.head_dim,))
         for name, parameter, start, rows, columns, has_bias in projections:
             yield f"{theirs}.{name}.weight", _Slot(f"{ours}.{parameter}.weight", start, (rows, columns))
             if has_bias:

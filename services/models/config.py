@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
+from slipstream.services.models.families import FAMILIES, Windows
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURES = tuple(FAMILIES)
 """Names in `architectures` of `config.json` that the decoder can run."""
 
 RopeType = Literal["default", "linear", "llama3"]
@@ -55,6 +56,10 @@ class ModelConfig:
     """Whether attention's last projection has a bias."""
     has_mlp_bias: bool = False
     """Whether the three projections of the MLP have a bias."""
+    has_qk_norms: bool = False
+    """Whether each head's queries and keys are normalised before they are rotated."""
+    sliding_windows: tuple[int | None, ...] = ()
+    """By layer, how many tokens a query sees, its own included; None is all. Empty where no layer has a window."""
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     dtype: torch.dtype | None = None
@@ -68,22 +73,26 @@ class ModelConfig:
         """
         path = Path(path)
         fields = _Fields(path, _read_config(path))
+        architecture = _architecture(fields)
+        family = FAMILIES[architecture]
         config = cls(
-            architecture=_architecture(fields),
+            architecture=architecture,
             vocab_size=fields.count("vocab_size"),
             hidden_size=fields.count("hidden_size"),
             num_layers=fields.count("num_hidden_layers"),
             num_heads=fields.count("num_attention_heads"),
             num_kv_heads=fields.count("num_key_value_heads"),
-            head_dim=fields.count("head_dim"),
+            head_dim=_head_dim(fields),
             intermediate_size=fields.count("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps"),
             max_position_embeddings=fields.count("max_position_embeddings"),
             rope=_rope(fields),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
-            has_qkv_bias=bool(fields.get("attention_bias")),
-            has_output_bias=bool(fields.get("attention_bias")),
-            has_mlp_bias=bool(fields.get("mlp_bias")),
+            has_qkv_bias=fields.flag(family.qkv_bias),
+            has_output_bias=fields.flag(family.output_bias),
+            has_mlp_bias=fields.flag(family.mlp_bias),
+            has_qk_norms=family.has_qk_norms,
+            sliding_windows=_sliding_windows(fields, family.windows),
             bos_token_id=fields.get("bos_token_id"),
             eos_token_ids=_eos_token_ids(path, fields),
             dtype=_dtype(fields),
@@ -109,6 +118,10 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes in all layers."""
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
+
+    def sliding_window(self, layer: int) -> int | None:
+        """How many tokens a query of the layer sees, its own included; None is all."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
 
 
 class _Fields:
@@ -139,6 +152,9 @@ class _Fields:
             raise self.error(name, "a positive number")
         return float(value)
 
+    def flag(self, name: str | bool) -> bool:
+        return name if isinstance(name, bool) else bool(self.get(name))
+
     def error(self, name: str, accepted: str) -> CheckpointError:
         given = self.get(name)
         return CheckpointError(f"{self.path}: config.json: {self._prefix}{name}: got {given!r}, supported: {accepted}")
@@ -162,7 +178,9 @@ def _read_config(path: Path) -> object:
         raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
     raw = read_json(path / "config.json")
     fields = _Fields(path, raw)
-    _architecture(fields)
+    model_type = FAMILIES[_architecture(fields)].model_type
+    if raw.get("model_type") in {family.model_type for family in FAMILIES.values()} - {model_type}:
+        raise fields.error("model_type", f"{model_type!r}, as architectures says")
     if raw.get("quantization_config") is not None:
         raise fields.error("quantization_config", "checkpoints that are not quantised")
     rope = fields.sub("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
@@ -177,7 +195,38 @@ def _architecture(fields: _Fields) -> str:
     given = fields.get("architectures")
     if isinstance(given, list) and len(given) == 1 and given[0] in ARCHITECTURES:
         return str(given[0])
-    raise fields.error("architectures", ", ".join(ARCHITECTURES))
+    raise fields.error("architectures", f"{', '.join(ARCHITECTURES)} (no mixtures of experts)")
+
+
+def _head_dim(fields: _Fields) -> int:
+    if fields.get("head_dim") is not None:
+        return fields.count("head_dim")
+    num_heads = fields.count("num_attention_heads")
+    if fields.count("hidden_size") % num_heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}")
+    return fields.count("hidden_size") // num_heads
+
+
+def _sliding_windows(fields: _Fields, windows: Windows) -> tuple[int | None, ...]:
+    num_layers = fields.count("num_hidden_layers")
+    layer_types = fields.get("layer_types")
+    if windows is Windows.BY_LAYER:
+        # transformers derives them from max_window_layers where the file does not have them.
+        if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+            raise fields.error("layer_types", "full_attention, sliding_attention")
+        if "sliding_attention" not in layer_types:
+            return ()
+        if not fields.get("use_sliding_window"):
+            raise fields.error("use_sliding_window", "true, as layer_types has sliding_attention")
+        window = fields.count("sliding_window")
+        return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+    if layer_types is not None:
+        raise fields.error("layer_types", "none; all layers of this architecture are alike")
+    if fields.get("sliding_window") is None:
+        return ()
+    if windows is Windows.NONE:
+        raise fields.error("sliding_window", "none with this architecture")
+    return (fields.count("sliding_window"),) * num_layers
 
 
 def _rope_type(fields: _Fields) -> RopeType:

@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._index = index
         self._head_dim = config.head_dim
-        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._num_heads = (config.num_heads, config.num_kv_heads)
         self._rotated_size = config.q_size + config.kv_size
         hidden, mlp_size = config.hidden_size, config.intermediate_size
 
@@ -63,20 +63,27 @@ class DecoderLayer(nn.Module):
             bias = empty_parameter(out_features, device=device, dtype=dtype) if has_bias else None
             return Linear(weight, bias)
 
-        def norm() -> RMSNorm:
-            return RMSNorm(empty_parameter(hidden, device=device, dtype=dtype), config.rms_norm_eps)
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(empty_parameter(size, device=device, dtype=dtype), config.rms_norm_eps)
 
-        self.attention_norm = norm()
+        self.attention_norm = norm(hidden)
         self.qkv = linear(hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
+        self.query_norm = norm(config.head_dim) if config.has_qk_norms else None
+        self.key_norm = norm(config.head_dim) if config.has_qk_norms else None
         self.output = linear(config.q_size, hidden, config.has_output_bias)
-        self.mlp_norm = norm()
+        self.mlp_norm = norm(hidden)
         self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias)
         self.down = linear(mlp_size, hidden, config.has_mlp_bias)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, attend: LayerAttention) -> torch.Tensor:
         """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
         qkv = self.qkv(self.attention_norm(x))
-        rotation.apply_(qkv[:, : self._rotated_size].view(len(x), self._num_rotated, self._head_dim))
+        heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = heads.split(self._num_heads, dim=1)
+            queries.copy_(self.query_norm(queries))
+            keys.copy_(self.key_norm(keys))
+        rotation.apply_(heads)
         x = x + self.output(attend(self._index, qkv))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         output: torch.Tensor = self.down(F.silu(gate).mul_(up))

@@ -65,16 +65,27 @@ class PagedModel:
         output: DecoderOutput = self.decoder(batch, self.cache, aux_layers=aux_layers)
         return output
 
-    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Prefills all prompts in one batch, then decodes them together."""
-        logits = self.run(self.batch([(0, prompt) for prompt in prompts]))
-        outputs = [[int(logits[row, len(prompt) - 1].argmax())] for row, prompt in enumerate(prompts)]
+    def prefill(self, prompt: Sequence[int], *, chunk: int, row: int = 0) -> torch.Tensor:
+        """Logits [len(prompt), V] of a prompt that is fed in chunks."""
+        starts = range(0, len(prompt), chunk)
+        parts = [self.run(self.batch([(start, prompt[start : start + chunk])], first_row=row)) for start in starts]
+        return torch.cat(parts, dim=1)[0]
+
+    def greedy(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int = CAPACITY_TOKENS
+    ) -> list[list[int]]:
+        """Prefills all prompts, in one batch where they fit into a chunk, then decodes them together."""
+        if max(map(len, prompts)) <= chunk:
+            logits = list(self.run(self.batch([(0, prompt) for prompt in prompts])))
+        else:
+            logits = [self.prefill(prompt, chunk=chunk, row=row) for row, prompt in enumerate(prompts)]
+        outputs = [[int(logits[row][len(prompt) - 1].argmax())] for row, prompt in enumerate(prompts)]
         while len(outputs[0]) < num_tokens:
             starts = [len(prompt) + len(output) - 1 for prompt, output in zip(prompts, outputs, strict=True)]
             bound = max(starts) + 1
             steps = [(start, output[-1:]) for start, output in zip(starts, outputs, strict=True)]
-            logits = self.run(self.batch(steps, max_kv_len=bound))
-            for output, row in zip(outputs, logits, strict=True):
+            step_logits = self.run(self.batch(steps, max_kv_len=bound))
+            for output, row in zip(outputs, step_logits, strict=True):
                 output.append(int(row[0].argmax()))
         return outputs
 
