@@ -116,10 +116,12 @@ def _claim_path(path: Path, field: str) -> Iterator[None]:
     lock = _lock(lock_path, path, field)
     try:
         _remove_stale(path, field)
-        yield
-        # The process that holds the lock is the only one whose socket this can be.
-        path.unlink(missing_ok=True)
-        lock_path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            # The process that holds the lock is the only one whose socket this can be.
+            path.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
     finally:
         os.close(lock)
 

@@ -41,6 +41,7 @@ _SAME_FIELDS = (
     "tokenizer_path",
     "pid",
     "metrics_port",
+    "last_epoch",
 )
 
 

@@ -37,6 +37,8 @@ class WorkerDescription:
     algorithm: str = ""
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str = ""
+    last_epoch: int = 0
+    """The largest epoch that it was attached to."""
 
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises MismatchError that says everything in which the two differ and must not."""

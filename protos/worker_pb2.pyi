@@ -34,7 +34,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port")
+    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class DescribeResponse(_message.Message):
     TOKENIZER_PATH_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     role: str
     protocol_version: int
     device: str
@@ -65,7 +66,8 @@ class DescribeResponse(_message.Message):
     tokenizer_path: str
     pid: int
     metrics_port: int
-    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
+    last_epoch: int
+    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug")

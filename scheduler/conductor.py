@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
+    CheckpointError,
+    ConfigError,
+    ManifestError,
     MismatchError,
     SlipstreamError,
-    StaleEpochError,
     UnavailableError,
 )
 from slipstream.common.step import Role
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FINAL = (MismatchError, ConfigError, CheckpointError, ManifestError)
+"""What another try would only repeat."""
 RETRY_S = 0.2
 """Between two looks whether the workers are there."""
 
@@ -76,6 +77,7 @@ class Conductor:
         self._links = LinkThread()
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_epoch = 0
+        self._last_cause = ""
 
     def start(self) -> None:
         """Starts the thread."""
@@ -104,64 +106,71 @@ class Conductor:
         return links
 
     def _conduct(self, links: dict[Role, WorkerLink]) -> None:
-        """One epoch, if the workers are there."""
+        """One epoch, if the workers are there. Raises what no other try would change."""
         try:
-            workers = Workers(
-                verify=links[Role.VERIFY].describe(),
-                draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None,
-            )
-        except (UnavailableError, DeadlineExceededError) as error:
-            logger.debug("waiting for the workers: %s", error)
+            epoch = self._epoch_with(links)
+        except SlipstreamError as error:
             _close(links)
+            if isinstance(error, _FINAL):
+                raise
+            logger.debug("waiting for the workers: %s", error)
             self._queue.wait_for_stop(RETRY_S)
             return
-        epoch = Epoch(
-            self._next_epoch(),
+        reason = None
+        try:
+            self._run_epoch(epoch)
+        except _FINAL as error:
+            reason = str(error)
+            raise
+        except SlipstreamError as error:
+            reason = f"epoch {epoch.number} is over: {error}"
+            self._lose(reason)
+        finally:
+            self._queue.close(reason or "the scheduler is not attached to its workers")
+            self._end_jobs(epoch, UnavailableError(reason or "the server is shutting down"))
+            epoch.close(drain=reason is None)
+        self._queue.wait_for_stop(RETRY_S)
+
+    def _epoch_with(self, links: dict[Role, WorkerLink]) -> Epoch:
+        verify = links[Role.VERIFY].describe()
+        workers = Workers(verify=verify, draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None)
+        labels = {"fence": self._device.fence_kind, "mps": "off", "algorithm": workers.algorithm}
+        return Epoch(
+            self._next_epoch(workers),
             self._config,
             workers,
             EpochSizes.decide(self._config, workers),
             device=self._device,
             links=links,
             queue=self._queue,
-            metrics=StepMetrics(
-                self._metric_families, fence=self._device.fence_kind, mps="off", algorithm=workers.algorithm
-            ),
+            metrics=StepMetrics(self._metric_families, **labels),
             deliver=self._deliver,
         )
-        is_lost = False
-        try:
-            loop = epoch.open()
-            self._queue.open()
-            self._audience.attached(epoch)
-            loop.run()
-            loop.finish()
-        except (MismatchError, StaleEpochError):
-            is_lost = True
-            raise
-        except (UnavailableError, DeadlineExceededError, FailedPreconditionError) as error:
-            is_lost = True
-            self._lose(epoch, error)
-        finally:
-            self._queue.close("the scheduler is not attached to its workers")
-            self._end_jobs(epoch, UnavailableError("the server is shutting down"))
-            epoch.close(drain=not is_lost)
 
-    def _lose(self, epoch: Epoch, error: SlipstreamError) -> None:
-        reason = f"epoch {epoch.number} is over: {error}"
-        logger.error("%s", reason)
+    def _run_epoch(self, epoch: Epoch) -> None:
+        loop = epoch.open()
+        self._queue.open()
+        self._audience.attached(epoch)
+        loop.run()
+        loop.finish()
+
+    def _lose(self, reason: str) -> None:
+        # The same trouble again and again is worth a line once.
+        cause = reason.partition(": ")[2]
+        logger.log(logging.DEBUG if cause == self._last_cause else logging.ERROR, "%s", reason)
+        self._last_cause = cause
         self._queue.close(reason)
         self._audience.detached(reason)
-        self._end_jobs(epoch, UnavailableError(reason))
-        self._queue.wait_for_stop(RETRY_S)
 
     def _end_jobs(self, epoch: Epoch, error: UnavailableError) -> None:
         deliveries = epoch.batch.fail(error, waiting=self._queue.take_all())
         if deliveries:
             self._deliver(deliveries)
 
-    def _next_epoch(self) -> int:
-        # Grows over restarts of the scheduler, too: a worker refuses an epoch that is not larger than its last.
-        self._last_epoch = max(self._last_epoch + 1, time.time_ns() // 1_000_000)
+    def _next_epoch(self, workers: Workers) -> int:
+        """One more than any that the workers or this process have seen."""
+        seen = [worker.last_epoch for worker in (workers.verify, workers.draft) if worker is not None]
+        self._last_epoch = max(self._last_epoch, *seen) + 1
         return self._last_epoch
 
 

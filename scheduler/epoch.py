@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -131,6 +132,6 @@ class Epoch:
         directory = self._config.access_log_dir
         if directory is None:
             return NullAccessLog()
-        log = JsonLinesAccessLog(directory / f"scheduler-{self.number}.jsonl", StreamName.SCHEDULER)
+        log = JsonLinesAccessLog(directory / f"scheduler-{self.number}-{time.time_ns()}.jsonl", StreamName.SCHEDULER)
         self._held.callback(log.close)
         return log

@@ -87,7 +87,8 @@ class Engine:
         self._state: EpochState | None = None
         self._arena: Arena | None = None
         self._fences: dict[FenceName, Fence] = {}
-        self._last_epoch = 0
+        self.last_epoch = 0
+        """The largest epoch that was attached."""
         self._last_step = 0
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
@@ -119,7 +120,7 @@ class Engine:
             self._role.close()
             arena.close()
             raise
-        self._last_epoch, self._last_step = attachment.epoch, 0
+        self.last_epoch, self._last_step = attachment.epoch, 0
         self._is_ending = False
         self._arena, self._fences, self._state = arena, fences, state
 
@@ -207,8 +208,8 @@ class Engine:
         if attachment.protocol_version != PROTOCOL_VERSION:
             given = attachment.protocol_version
             raise MismatchError([f"protocol version: scheduler has {given}, this worker has {PROTOCOL_VERSION}"])
-        if attachment.epoch <= self._last_epoch:
-            raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {self._last_epoch} before")
+        if attachment.epoch <= self.last_epoch:
+            raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {self.last_epoch} before")
         if attachment.peer is not None:
             self.description.check_fits(attachment.peer)
         if self.description.role is Role.DRAFT and not attachment.shape.num_draft_tokens:

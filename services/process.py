@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 0.2
+"""An Execute call never ends by itself; what it was sent is finished after it, by the engine."""
 SWITCH_INTERVAL_S = 0.0005
 """The stream's thread computes in Python too; a command must not wait 5 ms for its turn."""
 

@@ -165,7 +165,7 @@ def test_an_epoch_leaves_nothing() -> None:
     with workers() as both:
         make_epoch(both).run([make_job()])
         for worker in both:
-            worker.engine._last_epoch = 0
+            worker.engine.last_epoch = 0
         with nothing_left():
             make_epoch(both).run([make_job(), make_job(), make_job()], [make_job()])
 
