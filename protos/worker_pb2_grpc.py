@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Served alike by draft and verify. One scheduler at a time.
+    """Served alike by draft and verify, beside grpc.health.v1.Health, which says SERVING for "" and for this service as
+    soon as the worker can be attached. One scheduler at a time. The scheduler pings every 2 seconds, also when no call
+    is open, and takes a worker for lost that does not answer: a server must allow that (in gRPC's core,
+    grpc.http2.min_ping_interval_without_data_ms).
     """
 
     def __init__(self, channel):
@@ -58,7 +61,10 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served alike by draft and verify. One scheduler at a time.
+    """Served alike by draft and verify, beside grpc.health.v1.Health, which says SERVING for "" and for this service as
+    soon as the worker can be attached. One scheduler at a time. The scheduler pings every 2 seconds, also when no call
+    is open, and takes a worker for lost that does not answer: a server must allow that (in gRPC's core,
+    grpc.http2.min_ping_interval_without_data_ms).
     """
 
     def Describe(self, request, context):
@@ -69,22 +75,28 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Opens an epoch: maps the arena, allocates KV pages, warms up. FAILED_PRECONDITION says what does not fit.
+        """Opens an epoch: maps the arena, allocates KV pages, warms up. The arena's file has its name only until all have
+        attached: map it before answering. FAILED_PRECONDITION says what does not fit, also that another epoch has its
+        stream; an epoch that has none is over with this. Execute follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """The steps of the epoch, in order. An acknowledgement returns when a step that asks for one is enqueued, not when
-        it is done. Whoever ends the stream ends the epoch.
+        """The steps of the epoch, in order. Each is enqueued at once, for one stream (on a CPU, a thread) that carries them
+        out one after the other; commands come long before what they wait for. An acknowledgement returns when a step that
+        asks for one is enqueued, not when it is done. A command that makes no sense ends the stream with an error. Whoever
+        ends the stream ends the epoch: the worker then gives up what it waits for, since nobody may signal it any more,
+        drops the rest, and can be attached anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Finishes what is enqueued, unmaps the arena and ends the epoch.
+        """Finishes what is enqueued, unmaps the arena and ends the epoch; no effect on an epoch that is not open. Execute's
+        stream is ended by the scheduler afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +134,10 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served alike by draft and verify. One scheduler at a time.
+    """Served alike by draft and verify, beside grpc.health.v1.Health, which says SERVING for "" and for this service as
+    soon as the worker can be attached. One scheduler at a time. The scheduler pings every 2 seconds, also when no call
+    is open, and takes a worker for lost that does not answer: a server must allow that (in gRPC's core,
+    grpc.http2.min_ping_interval_without_data_ms).
     """
 
     @staticmethod
