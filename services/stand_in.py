@@ -67,8 +67,8 @@ class Kernel:
         return result
 
 
-class StandInVerify:
-    """Implements `RoleEngine` for verify."""
+class _StandIn:
+    """What both stand-ins are: a description, and a kernel in place of a model."""
 
     def __init__(self, description: WorkerDescription, length_ms: float) -> None:
         self._description = without_context_cost(description)
@@ -79,10 +79,14 @@ class StandInVerify:
         return self._description
 
     def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
+        """There is nothing to allocate."""
 
     def close(self) -> None:
-        """See `RoleEngine.close`."""
+        """There is nothing to free."""
+
+
+class StandInVerify(_StandIn):
+    """Implements `RoleEngine` for verify."""
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
@@ -112,22 +116,8 @@ class StandInVerify:
         return self._kernel.run(lambda: _verified(seq_lens, draft_tokens))
 
 
-class StandInDraft:
+class StandInDraft(_StandIn):
     """Implements `RoleEngine` for draft."""
-
-    def __init__(self, description: WorkerDescription, length_ms: float) -> None:
-        self._description = without_context_cost(description)
-        self._kernel = Kernel(length_ms)
-
-    def describe(self) -> WorkerDescription:
-        """See `RoleEngine.describe`."""
-        return self._description
-
-    def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
-
-    def close(self) -> None:
-        """See `RoleEngine.close`."""
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
