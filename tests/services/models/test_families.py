@@ -66,8 +66,14 @@ def test_greedy_tokens_are_those_of_transformers_in_batches_of_different_lengths
     theirs = reference(variant)
     expected = []
     for prompt in prompts:
+        tokens = torch.tensor([prompt])
         output = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         expected.append(output[0, len(prompt) :].tolist())
     assert all(len(set(tokens)) >= 20 for tokens in expected), "the reference repeats itself, which proves little"

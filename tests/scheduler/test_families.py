@@ -1,0 +1,108 @@
+"""Each family of decoders through the real loop and engines: transformers' greedy tokens, with and without a draft."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.sampling import SamplingParams
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.services.config import WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.checkpoints import write_checkpoint, write_weights
+from tests.scheduler.local_epoch import LocalEpoch
+from tests.workers import LocalWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.services.engine import RoleEngine
+
+SEED = 11
+NUM_TOKENS = 48
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": WINDOWS,
+    "qwen3": WINDOWS,
+}
+
+
+@pytest.mark.parametrize("family", CHANGES)
+def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    target = write_checkpoint(tmp_path / "target", family=family, seed=SEED, **CHANGES[family])
+    guesser = write_checkpoint(tmp_path / "draft", family=family, seed=SEED, **CHANGES[family])
+    weights = load_file(guesser / "model.safetensors")
+    generator = torch.Generator().manual_seed(SEED)
+    noisy = {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    write_weights(guesser, noisy)
+    rng = random.Random(SEED)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 7, 19, 40)]  # chunks have 8 tokens
+    expected = _transformers(target, prompts)
+    assert sum(len(set(tokens)) for tokens in expected) >= 60, "the reference repeats itself, which proves little"
+    verify = make_verify(WorkerConfig(model=target), HostDevice(), 0)
+    draft = make_draft(WorkerConfig(model=guesser), HostDevice(), 0)
+    assert _serve(prompts, verify)[0] == expected
+    tokens, accept_length = _serve(prompts, verify, draft)
+    assert tokens == expected
+    assert 1.1 < accept_length < 4, "some drafts are right, not all"
+
+
+def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]], float]:
+    """The tokens of all prompts, served together, and their mean accept length."""
+    config = SchedulerConfig(
+        verify="unix:/none",
+        num_draft_tokens=3,
+        slots=len(prompts),
+        context_tokens=96,
+        chunk_tokens=8,
+        page_tokens=4,
+        debug=True,
+    )
+    jobs = [
+        Job(
+            JobSpec(
+                job_id=str(number),
+                prompt=tuple(prompt),
+                max_new_tokens=NUM_TOKENS,
+                sampling=SamplingParams(),
+                stop_token_ids=frozenset(),
+            )
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    workers = [LocalWorker(role) for role in roles]
+    outputs = LocalEpoch(1, config, workers).run(jobs)
+    for worker in workers:
+        worker.close()
+        assert not worker.failures
+    accepted = sum(job.counts.total_accepted_tokens for job in jobs)
+    steps = sum(job.counts.num_verify_steps for job in jobs)
+    return [outputs[job] for job in jobs], 1 + accepted / max(1, steps)
+
+
+def _transformers(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        # Without a mask every token that equals the padding's would be hidden.
+        mask = torch.ones_like(tokens)
+        output = model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
