@@ -17,6 +17,8 @@ from examples.numpy_drafter.fingerprint import tokenizer_fingerprint
 from examples.numpy_drafter.ngram import Continuation, History
 from examples.numpy_drafter.noise import choose, gumbel_noise, random_words
 from slipstream.bundled import target_dir
+from slipstream.common.device.manifest import lay_out
+from slipstream.common.future_map import FutureMapShape
 from slipstream.common.noise import gumbel_noise_of
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import FenceName
@@ -178,6 +180,18 @@ def _use(manifest: pb.Manifest) -> None:
     arena = Arena(manifest)
     arena.array("seq_lens", (SHAPE.num_slots,))
     arena.fence(manifest.fences[0].fence)
+
+
+def test_the_bytes_of_the_page_are_those_of_its_arena() -> None:
+    shape = FutureMapShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
+    buffers, words, size = lay_out(shape.specs(), list(FenceName), "host")
+    page = (ROOT / "docs" / "write-a-drafter.md").read_text(encoding="utf-8")
+    offsets = {name: int(offset) for offset, name in re.findall(r"^\| (\d+) \| (?:fence )?`(\w+)`", page, re.MULTILINE)}
+    assert len(offsets) == 8
+    places = {placed.spec.name: placed.offset for placed in buffers}
+    places |= {pb.Fence.Name(word.fence): word.offset for word in words}
+    assert offsets.items() <= places.items()
+    assert f"has\n{size} bytes" in page
 
 
 def test_it_is_made_of_the_contract_alone() -> None:
