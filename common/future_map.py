@@ -165,6 +165,12 @@ class FutureMap:
             self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=True, step=step)
         self._buffers[BufferName.PREFILL_HIDDEN][: len(hidden)] = hidden
 
+    def gather_prefill(self, step: int, num_tokens: int) -> torch.Tensor:
+        """Draft: the hidden states of the chunks of a prefill, chunk after chunk: [num_tokens, width]."""
+        if self._log.is_enabled:
+            self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=False, step=step)
+        return self._buffers[BufferName.PREFILL_HIDDEN][:num_tokens].clone()
+
     def gather_ends(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads where the sequences of B slots end: their lengths and bonus tokens, each [B] int64.
 

@@ -48,6 +48,7 @@ _SAME_FIELDS = (
 def description_to_pb(description: WorkerDescription) -> pb.DescribeResponse:
     """Encodes a worker's description."""
     message = pb.DescribeResponse(role=description.role.value, eos_token_ids=description.eos_token_ids)
+    message.hidden_layers.extend(description.hidden_layers)
     for name in _SAME_FIELDS:
         setattr(message, name, getattr(description, name))
     return message
@@ -60,7 +61,8 @@ def description_from_pb(message: pb.DescribeResponse) -> WorkerDescription:
     except ValueError:
         raise InvalidArgumentError("role", message.role, "draft or verify") from None
     fields = {name: getattr(message, name) for name in _SAME_FIELDS}
-    return WorkerDescription(role=role, eos_token_ids=tuple(message.eos_token_ids), **fields)
+    layers = tuple(message.hidden_layers)
+    return WorkerDescription(role=role, eos_token_ids=tuple(message.eos_token_ids), hidden_layers=layers, **fields)
 
 
 def manifest_to_pb(manifest: Manifest) -> pb.Manifest:

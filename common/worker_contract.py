@@ -34,6 +34,8 @@ class WorkerDescription:
     protocol_version: int = PROTOCOL_VERSION
     metrics_port: int = 0
     hidden_width: int = 0
+    hidden_layers: tuple[int, ...] = ()
+    """The target's layers whose inputs a draft reads, side by side; empty where it leaves the choice to verify."""
     algorithm: str = ""
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str = ""

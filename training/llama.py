@@ -139,15 +139,20 @@ class Llama(nn.Module):
                 residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(weight, std=0.02 / depth**0.5 if residual else 0.02)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The last norm's output [batch, length, width] for ``tokens`` int64 [batch, length]."""
+    def states(self, tokens: Tensor) -> list[Tensor]:
+        """What each layer reads, and at last what the last one leaves: [batch, length, width] each."""
         x = self.model.dropout(self.model.embed_tokens(tokens))
         length = tokens.shape[1]
         # RoPE in the activations' own dtype would lose whole positions in bfloat16: the tables stay float32.
         cos, sin = self.cos[:length], self.sin[:length]
+        states = [x]
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
-        out: Tensor = self.model.norm(x)
+            states.append(layer(states[-1], cos, sin))
+        return states
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The last norm's output [batch, length, width] for ``tokens`` int64 [batch, length]."""
+        out: Tensor = self.model.norm(self.states(tokens)[-1])
         return out
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the embedding and the norms, and the learning rate's course."""
+"""Muon for matrices, AdamW for the embedding, an output of its own and the norms, and the learning rate's course."""
 
 import time
 from dataclasses import dataclass
@@ -22,8 +22,9 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         self._parameters = list(model.parameters())
-        matrices = [w for name, w in model.named_parameters() if w.ndim == 2 and "embed" not in name]
-        embeddings = [w for name, w in model.named_parameters() if "embed" in name]
+        tables = ("embed_tokens.weight", "lm_head.weight")
+        matrices = [w for name, w in model.named_parameters() if w.ndim == 2 and not name.endswith(tables)]
+        embeddings = [w for name, w in model.named_parameters() if name.endswith(tables)]
         norms = [w for w in self._parameters if w.ndim == 1]
         muon = torch.optim.Muon(
             matrices,

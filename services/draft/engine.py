@@ -39,8 +39,11 @@ class Drafter(Protocol):
         """[B] int64: positions from here on have no KV."""
         ...
 
-    def prefill(self, chunks: tuple[PromptChunk, ...]) -> None:
-        """Takes in parts of prompts."""
+    def prefill(self, chunks: tuple[PromptChunk, ...], hidden: torch.Tensor | None) -> None:
+        """Takes in parts of prompts; `hidden` has the target's states of their tokens, if the draft reads them.
+
+        [tokens, width], chunk after chunk.
+        """
         ...
 
     def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
@@ -73,10 +76,16 @@ class DraftEngine:
             raise InvalidArgumentError("kind", command.kind.name, "PREFILL or DECODE, for a draft")
         work: Callable[[], None] = _do_nothing
         if command.slots and command.kind is StepKind.PREFILL:
-            work = partial(self._drafter.prefill, command.chunks)
+            work = partial(self._prefill, state, command.step, command.chunks)
         elif command.slots:
             work = partial(self._propose, state, command.step, self._drafter.index(command.slots))
         return [Phase(work, FenceName.DRAFT_DONE)]
+
+    def _prefill(self, state: EpochState, step: int, chunks: tuple[PromptChunk, ...]) -> None:
+        hidden = None
+        if state.attachment.shape.hidden_width:
+            hidden = state.future_map.gather_prefill(step, sum(len(chunk.tokens) for chunk in chunks))
+        self._drafter.prefill(chunks, hidden)
 
     def _propose(self, state: EpochState, step: int, rows: torch.Tensor) -> None:
         stash = state.future_map.gather(step, rows, self._drafter.limits(rows))

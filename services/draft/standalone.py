@@ -37,8 +37,8 @@ class StandaloneDrafter:
         """See `Drafter.limits`."""
         return self._model.limits(rows)
 
-    def prefill(self, chunks: tuple[PromptChunk, ...]) -> None:
-        """See `Drafter.prefill`."""
+    def prefill(self, chunks: tuple[PromptChunk, ...], hidden: torch.Tensor | None) -> None:
+        """See `Drafter.prefill`. A language model reads no one's states."""
         self._model.prefill(chunks)
 
     def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:

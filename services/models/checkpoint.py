@@ -19,6 +19,8 @@ from slipstream.services.models.weight_files import WeightFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import nn
+
     from slipstream.services.models.attention import Attention
 
 _DTYPES = ("F32", "F16", "BF16")
@@ -27,7 +29,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """Where a tensor of the checkpoint belongs: rows `[start, start + shape[0])` of a parameter."""
 
     parameter: str
@@ -53,19 +55,9 @@ def load_decoder(
     config = ModelConfig.from_directory(path)
     slots = dict(_slots(config))
     with WeightFiles(path) as files:
-        _check_tensors(files, config, slots)
+        check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))
         decoder = Decoder(config, attention=attention, device=device, dtype=dtype)
-        total = sum(prod(slot.shape) for slot in slots.values())
-        done = 0
-        for name in files.tensors:
-            if name not in slots:
-                continue
-            slot = slots[name]
-            target = decoder.get_parameter(slot.parameter)[slot.start : slot.start + slot.shape[0]]
-            target.copy_(files.read(name))
-            done += prod(slot.shape)
-            if on_progress is not None:
-                on_progress(done / total)
+        fill(decoder, slots, files, on_progress)
         if config.tie_word_embeddings:
             _check_tied_head(files)
     decoder.pack()
@@ -94,47 +86,71 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
-def _slots(config: ModelConfig) -> Iterator[tuple[str, _Slot]]:
+def _slots(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
     """The tensors that a checkpoint must have, by name."""
-    hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    hidden = config.hidden_size
     vocab = (config.vocab_size, hidden)
-    yield "model.embed_tokens.weight", _Slot("embedding", 0, vocab)
-    yield "model.norm.weight", _Slot("norm.weight", 0, (hidden,))
+    yield "model.embed_tokens.weight", Slot("embedding", 0, vocab)
+    yield "model.norm.weight", Slot("norm.weight", 0, (hidden,))
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", _Slot("head.weight", 0, vocab)
+        yield "lm_head.weight", Slot("head.weight", 0, vocab)
+    for index in range(config.num_layers):
+        theirs, ours = f"model.layers.{index}", f"layers.{index}"
+        yield f"{theirs}.input_layernorm.weight", Slot(f"{ours}.attention_norm.weight", 0, (hidden,))
+        yield from layer_slots(config, theirs, ours, input_size=hidden)
+
+
+def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int) -> Iterator[tuple[str, Slot]]:
+    """Those of a layer, `theirs` in the checkpoint and `ours` in the model, but for the norms of its input."""
+    hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     has_qkv_bias, has_mlp_bias = config.has_qkv_bias, config.has_mlp_bias
     # name in the checkpoint, ours, first row, rows, columns, bias
     projections = (
-        ("self_attn.q_proj", "qkv", 0, q, hidden, has_qkv_bias),
-        ("self_attn.k_proj", "qkv", q, kv, hidden, has_qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, kv, hidden, has_qkv_bias),
+        ("self_attn.q_proj", "qkv", 0, q, input_size, has_qkv_bias),
+        ("self_attn.k_proj", "qkv", q, kv, input_size, has_qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, kv, input_size, has_qkv_bias),
         ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias),
         ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
         ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
         ("mlp.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
     )
-    for index in range(config.num_layers):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        yield f"{theirs}.input_layernorm.weight", _Slot(f"{ours}.attention_norm.weight", 0, (hidden,))
-        yield f"{theirs}.post_attention_layernorm.weight", _Slot(f"{ours}.mlp_norm.weight", 0, (hidden,))
-        if config.has_qk_norms:
-            yield f"{theirs}.self_attn.q_norm.weight", _Slot(f"{ours}.query_norm.weight", 0, (config.head_dim,))
-            yield f"{theirs}.self_attn.k_norm.weight", _Slot(f"{ours}.key_norm.weight", 0, (config.head_dim,))
-        for name, parameter, start, rows, columns, has_bias in projections:
-            yield f"{theirs}.{name}.weight", _Slot(f"{ours}.{parameter}.weight", start, (rows, columns))
-            if has_bias:
-                yield f"{theirs}.{name}.bias", _Slot(f"{ours}.{parameter}.bias", start, (rows,))
+    yield f"{theirs}.post_attention_layernorm.weight", Slot(f"{ours}.mlp_norm.weight", 0, (hidden,))
+    if config.has_qk_norms:
+        yield f"{theirs}.self_attn.q_norm.weight", Slot(f"{ours}.query_norm.weight", 0, (config.head_dim,))
+        yield f"{theirs}.self_attn.k_norm.weight", Slot(f"{ours}.key_norm.weight", 0, (config.head_dim,))
+    for name, parameter, start, rows, columns, has_bias in projections:
+        yield f"{theirs}.{name}.weight", Slot(f"{ours}.{parameter}.weight", start, (rows, columns))
+        if has_bias:
+            yield f"{theirs}.{name}.bias", Slot(f"{ours}.{parameter}.bias", start, (rows,))
 
 
-def _check_tensors(files: WeightFiles, config: ModelConfig, slots: dict[str, _Slot]) -> None:
+def fill(
+    module: nn.Module, slots: dict[str, Slot], files: WeightFiles, on_progress: Callable[[float], None] | None = None
+) -> None:
+    """Copies the tensors into the module's parameters; they were checked before."""
+    total = sum(prod(slot.shape) for slot in slots.values())
+    done = 0
+    for name in files.tensors:
+        if name not in slots:
+            continue
+        slot = slots[name]
+        target = module.get_parameter(slot.parameter)[slot.start : slot.start + slot.shape[0]]
+        target.copy_(files.read(name))
+        done += prod(slot.shape)
+        if on_progress is not None:
+            on_progress(done / total)
+
+
+def check_tensors(files: WeightFiles, slots: dict[str, Slot], what: str, is_ignored: Callable[[str], bool]) -> None:
+    """Raises `CheckpointError` unless the files hold these tensors and no others; `what` is what they make."""
     for name, info in files.tensors.items():
-        if info.dtype not in _DTYPES:
+        if info.dtype not in _DTYPES and not is_ignored(name):
             message = f"got dtype {info.dtype}, supported: {', '.join(_DTYPES)} (no quantised weights)"
             raise CheckpointError(f"{files.path}: {info.file}: tensor {name}: {message}")
     if missing := [name for name in slots if name not in files.tensors]:
         raise CheckpointError(f"{files.path}: missing tensors: {_some(missing)}; config.json asks for them")
-    if extra := [name for name in files.tensors if name not in slots and not _is_ignored(name, config)]:
-        message = f"the tensors of {config.architecture} by config.json"
+    if extra := [name for name in files.tensors if name not in slots and not is_ignored(name)]:
+        message = f"the tensors of {what} by config.json"
         raise CheckpointError(f"{files.path}: unknown tensors: {_some(extra)}; supported: {message}")
     for name, slot in slots.items():
         info = files.tensors[name]

@@ -73,7 +73,25 @@ class ModelConfig:
         """
         path = Path(path)
         fields = _Fields(path, _read_config(path))
-        architecture = _architecture(fields)
+        return cls._of(fields, _architecture(fields))
+
+    @classmethod
+    def from_values(cls, path: Path, values: dict[str, Any], architecture: str) -> ModelConfig:
+        """A decoder that a part of some other `config.json` describes, such as a draft head's; as `from_directory`."""
+        fields = _Fields(path, values)
+        model_type = FAMILIES[architecture].model_type
+        if values.get("model_type") != model_type:
+            raise fields.error("model_type", repr(model_type))
+        _check_values(fields)
+        others = {name: value for name, value in values.items() if name != "model_type"}
+        try:
+            config = AutoConfig.for_model(model_type, **others)
+        except Exception as error:  # what it raises depends on what is wrong with the values
+            raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
+        return cls._of(_Fields(path, config), architecture)
+
+    @classmethod
+    def _of(cls, fields: _Fields, architecture: str) -> ModelConfig:
         family = FAMILIES[architecture]
         config = cls(
             architecture=architecture,
@@ -94,7 +112,7 @@ class ModelConfig:
             has_qk_norms=family.has_qk_norms,
             sliding_windows=_sliding_windows(fields, family.windows),
             bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=_eos_token_ids(path, fields),
+            eos_token_ids=_eos_token_ids(fields.path, fields),
             dtype=_dtype(fields),
         )
         if config.num_heads % config.num_kv_heads:
@@ -179,16 +197,20 @@ def _read_config(path: Path) -> object:
     raw = read_json(path / "config.json")
     fields = _Fields(path, raw)
     model_type = FAMILIES[_architecture(fields)].model_type
-    if raw.get("model_type") in {family.model_type for family in FAMILIES.values()} - {model_type}:
+    if raw.get("model_type") != model_type:
         raise fields.error("model_type", f"{model_type!r}, as architectures says")
-    if raw.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "checkpoints that are not quantised")
-    rope = fields.sub("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
-    _rope_type(rope)
+    _check_values(fields)
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what is wrong with the file
         raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
+
+
+def _check_values(fields: _Fields) -> None:
+    """What is to be refused by its own name, before transformers looks at it."""
+    if fields.get("quantization_config") is not None:
+        raise fields.error("quantization_config", "checkpoints that are not quantised")
+    _rope_type(fields.sub("rope_parameters" if fields.get("rope_parameters") else "rope_scaling"))
 
 
 def _architecture(fields: _Fields) -> str:
@@ -208,7 +230,6 @@ def _head_dim(fields: _Fields) -> int:
 
 
 def _sliding_windows(fields: _Fields, windows: Windows) -> tuple[int | None, ...]:
-    num_layers = fields.count("num_hidden_layers")
     layer_types = fields.get("layer_types")
     if windows is Windows.BY_LAYER:
         # transformers derives them from max_window_layers where the file does not have them.
@@ -220,13 +241,13 @@ def _sliding_windows(fields: _Fields, windows: Windows) -> tuple[int | None, ...
             raise fields.error("use_sliding_window", "true, as layer_types has sliding_attention")
         window = fields.count("sliding_window")
         return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
-    if layer_types is not None:
-        raise fields.error("layer_types", "none; all layers of this architecture are alike")
-    if fields.get("sliding_window") is None:
-        return ()
-    if windows is Windows.NONE:
+    has_window = fields.get("sliding_window") is not None
+    if has_window and windows is Windows.NONE:
         raise fields.error("sliding_window", "none with this architecture")
-    return (fields.count("sliding_window"),) * num_layers
+    kind = "sliding_attention" if has_window else "full_attention"
+    if layer_types is not None and set(layer_types) != {kind}:
+        raise fields.error("layer_types", f"{kind}, the same for all layers of this architecture")
+    return (fields.count("sliding_window"),) * fields.count("num_hidden_layers") if has_window else ()
 
 
 def _rope_type(fields: _Fields) -> RopeType:

@@ -50,7 +50,16 @@ class RMSNorm(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then a gated MLP; the projections that read the same input are one matrix each."""
 
-    def __init__(self, config: ModelConfig, index: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        input_size: int | None = None,
+    ) -> None:
+        """`input_size`: what attention reads, where that is not the hidden size (see `mix`)."""
         super().__init__()
         self._index = index
         self._head_dim = config.head_dim
@@ -67,7 +76,7 @@ class DecoderLayer(nn.Module):
             return RMSNorm(empty_parameter(size, device=device, dtype=dtype), config.rms_norm_eps)
 
         self.attention_norm = norm(hidden)
-        self.qkv = linear(hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
+        self.qkv = linear(input_size or hidden, config.q_size + 2 * config.kv_size, config.has_qkv_bias)
         self.query_norm = norm(config.head_dim) if config.has_qk_norms else None
         self.key_norm = norm(config.head_dim) if config.has_qk_norms else None
         self.output = linear(config.q_size, hidden, config.has_output_bias)
@@ -77,7 +86,13 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotation: Rotation, attend: LayerAttention) -> torch.Tensor:
         """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
-        qkv = self.qkv(self.attention_norm(x))
+        return self.mix(x, self.attention_norm(x), rotation, attend)
+
+    def mix(
+        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: LayerAttention
+    ) -> torch.Tensor:
+        """`x`: [N, hidden_size], what both branches add to. `attention_input`: [N, input_size], normed."""
+        qkv = self.qkv(attention_input)
         heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = heads.split(self._num_heads, dim=1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.common.errors import MismatchError
 from slipstream.common.future_map import Outcome
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.step import PromptChunk, StepCommand
-    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.engine import EpochState
     from slipstream.services.language_model import LanguageModel
 
@@ -43,13 +44,26 @@ class VerifyEngine:
 
     def open(self, state: EpochState) -> None:
         """See `RoleEngine.open`."""
-        reads_hidden = bool(state.attachment.shape.hidden_width)
-        self._aux_layers = fused_layers(self._model.decoder.config.num_layers) if reads_hidden else ()
+        self._aux_layers = self._layers_to_fuse(state.attachment)
         self._model.open(state)
 
     def close(self) -> None:
         """See `RoleEngine.close`."""
         self._model.close()
+
+    def _layers_to_fuse(self, attachment: Attachment) -> tuple[int, ...]:
+        """The layers whose inputs the draft reads: those it names, or the paper's."""
+        width, config = attachment.shape.hidden_width, self._model.decoder.config
+        if not width:
+            return ()
+        named = () if attachment.peer is None else attachment.peer.hidden_layers
+        layers = named or fused_layers(config.num_layers)
+        if max(layers) > config.num_layers:
+            raise MismatchError([f"layers to fuse: draft asks for {list(layers)}, verify has {config.num_layers}"])
+        if len(layers) * config.hidden_size != width:
+            widths = f"{len(layers)} of {config.hidden_size} are not the {width} that draft reads"
+            raise MismatchError([f"width of the hidden states: {widths}"])
+        return layers
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`: the work up to publish, then the stash."""

@@ -276,8 +276,10 @@ class HiddenDrafter:
         assert self._state is not None
         return self._state.slots.limits[rows]
 
-    def prefill(self, chunks: tuple[PromptChunk, ...]) -> None:
+    def prefill(self, chunks: tuple[PromptChunk, ...], hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`."""
+        assert hidden is not None
+        assert len(hidden) == sum(len(chunk.tokens) for chunk in chunks)
 
     def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
         """See `Drafter.propose`."""
