@@ -19,6 +19,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import Role
 from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.ordering.replay import Replay
 from tests.checkpoints import write_checkpoint
 from tests.waiting import until
 from tests.worker_processes import WorkerProcesses, conducting
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SEED = 5
 DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
+LOGGED = Path(__file__).with_name("logged_drafter.py")
 REPETITIVE = "import unittest\n\n" + "".join(
     f"    def test_{name}(self):\n        self.assertEqual(self.{name}, 1)\n\n" for name in ("one", "two", "six", "ten")
 )
@@ -36,15 +38,17 @@ REPETITIVE = "import unittest\n\n" + "".join(
 class NumpyDrafted(WorkerProcesses):
     """Verify, and the example in draft's place."""
 
-    def __init__(self, folder: Path, target: Path) -> None:
-        super().__init__(folder, {Role.VERIFY: target, Role.DRAFT: target})
+    def __init__(self, folder: Path, target: Path, log_dir: Path | None = None) -> None:
+        logging = () if log_dir is None else ("--access-log-dir", str(log_dir))
+        super().__init__(folder, {Role.VERIFY: target, Role.DRAFT: target}, *logging)
+        self._program = [str(DRAFTER)] if log_dir is None else [str(LOGGED), str(log_dir / "draft.jsonl")]
 
     def start(self, *roles: Role) -> None:
         """See `WorkerProcesses.start`."""
         super().start(*(role for role in roles if role is Role.VERIFY))
         if Role.DRAFT in roles:
             tokenizer, address = str(self._models[Role.DRAFT]), self.address(Role.DRAFT)
-            command = [sys.executable, str(DRAFTER), "--tokenizer", tokenizer, "--listen", address]
+            command = [sys.executable, *self._program, "--tokenizer", tokenizer, "--listen", address]
             self._running[Role.DRAFT] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
@@ -110,6 +114,22 @@ async def test_the_same_tokens_as_without_a_draft(processes: WorkerProcesses) ->
         for job in make_jobs(3):
             assert await serve(processes, [job], run_ahead=run_ahead) == [expected[int(job.spec.job_id)]]
     assert await serve(processes, make_jobs(9), dispatch="acknowledged", num_draft_tokens=7) == expected
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+async def test_everything_it_reads_and_writes_is_in_order(tmp_path: Path, run_ahead: int) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    target = write_checkpoint(tmp_path / "target", seed=SEED)
+    with NumpyDrafted(tmp_path, target, logs) as processes:
+        processes.start(*Role)
+        await serve(processes, make_jobs(9), run_ahead=run_ahead, access_log_dir=logs)
+        assert processes.end() == [0, 0]
+    report = Replay(logs).report()
+    assert report.num_logs == 3
+    assert report.num_ordered > 500
+    assert not report.races
+    assert not report.stuck
 
 
 async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
