@@ -1,5 +1,6 @@
-"""The Python client: `from slipstream.client import AsyncClient`."""
+"""The Python client: `from slipstream.client import AsyncClient`, or `Client` where there is no event loop."""
 
 from slipstream.client.client import AsyncClient
+from slipstream.client.plain_client import Client
 
-__all__ = ["AsyncClient"]
+__all__ = ["AsyncClient", "Client"]

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import asyncio
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc.aio
 
-from slipstream.common.chunk import Chunk
-from slipstream.common.errors import InternalError, InvalidArgumentError, UnavailableError
-from slipstream.common.keepalive import Keepalive
+from slipstream.client.requests import (
+    RECONNECT_S,
+    RETRIED,
+    OutputReader,
+    Reconnection,
+    build,
+    channel_options,
+    job_request,
+    new_job_id,
+    our_errors,
+)
+from slipstream.common.errors import ConnectionLostError
+from slipstream.common.job_info import JobInfo, JobPage
 from slipstream.common.server_state import ServerState
-from slipstream.common.status import error_from_rpc
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
     from types import TracebackType
+    from typing import Unpack
+
+    from slipstream.client.requests import SamplingOptions
+    from slipstream.common.chunk import Chunk
+    from slipstream.common.keepalive import Keepalive
 
 
 class AsyncClient:
@@ -25,12 +39,17 @@ class AsyncClient:
     >>> async with AsyncClient("127.0.0.1:50051") as client:
     ...     async for chunk in client.generate("Once upon a time", max_new_tokens=64):
     ...         print(chunk.text, end="")
+
+    A job that outlives its connection, and the client:
+
+    >>>     job = await client.create_job("Once upon a time", job_id="tale")
+    ...     async for chunk in client.watch_job("tale"):
+    ...         print(chunk.text, end="")
     """
 
     def __init__(self, address: str, *, keepalive: Keepalive | None = None) -> None:
         """`address`: HOST:PORT or unix:PATH. Connects with the first call; make it on the event loop."""
-        options = [*(keepalive or Keepalive()).options(), ("grpc.max_receive_message_length", -1)]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(keepalive))
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -50,82 +69,91 @@ class AsyncClient:
         prompt: str | Sequence[int],
         *,
         job_id: str = "",
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
         timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """Continues a text, or token ids, and yields the output as it comes; closing the generator cancels the job.
 
         Parameters are those of generation.proto; None takes the server's default. `timeout_s` bounds the whole
-        call, then DeadlineExceededError is raised. Raises InternalError when the server left out or repeated tokens.
+        call: then the job ends and DeadlineExceededError is raised. Raises ConnectionLostError when the connection
+        breaks, which ends the job too, and InternalError when the server left out or repeated tokens.
         """
-        params = _build(
-            generation_pb2.SamplingParams,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-        )
-        if isinstance(prompt, str):
-            request = _build(generation_pb2.GenerateRequest, job_id=job_id, text=prompt, sampling_params=params)
-        else:
-            ids = _build(generation_pb2.TokenIds, ids=prompt)
-            request = _build(generation_pb2.GenerateRequest, job_id=job_id, input_ids=ids, sampling_params=params)
-        return self._chunks(request, timeout_s)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, sampling)
+        return self._chunks(self._stub.Generate, request, OutputReader(), timeout_s)
+
+    async def create_job(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        job_id: str = "",
+        timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+        **sampling: Unpack[SamplingOptions],
+    ) -> JobInfo:
+        """Creates a job that goes on without this client. `timeout_s` is for the call.
+
+        Sent again when the connection breaks, for `reconnect_s`: the job's name, given or drawn here, makes that safe.
+        Raises AlreadyExistsError when another request has made a job of this name.
+        """
+        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), sampling)
+        retry = Reconnection(reconnect_s, timeout_s)
+        while True:
+            try:
+                with our_errors():
+                    return JobInfo.from_pb((await self._stub.CreateJob(request, timeout=retry.time_left_s)).job)
+            except ConnectionLostError as error:
+                await asyncio.sleep(retry.pause_after(error))
+
+    async def watch_job(
+        self, job_id: str, from_token: int = 0, *, timeout_s: float | None = None, reconnect_s: float = RECONNECT_S
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yields a job's output from a token on, up to its end; closing the generator leaves the job as it is.
+
+        A lost connection is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s`
+        bounds the whole. Raises NotFoundError, and the error that ended the job.
+        """
+        reader, retry = OutputReader(from_token), Reconnection(reconnect_s, timeout_s)
+        while not reader.is_over:
+            request = build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=reader.num_tokens)
+            chunks = self._chunks(self._stub.WatchJob, request, reader, retry.time_left_s)
+            try:
+                async for chunk in chunks:
+                    retry.came_through()
+                    yield chunk
+            except RETRIED as error:
+                await asyncio.sleep(retry.pause_after(error))
+            finally:
+                await chunks.aclose()
+
+    async def get_job(self, job_id: str) -> JobInfo:
+        """How far a job is. Raises NotFoundError if there never was one, or it ended too long ago."""
+        with our_errors():
+            return JobInfo.from_pb((await self._stub.GetJob(build(generation_pb2.GetJobRequest, job_id=job_id))).job)
+
+    async def list_jobs(self, *, page_size: int = 0, page_token: str = "") -> JobPage:
+        """Some of the jobs that wait, run, or ended not long ago, the latest first."""
+        request = build(generation_pb2.ListJobsRequest, page_size=page_size, page_token=page_token)
+        with our_errors():
+            return JobPage.from_pb(await self._stub.ListJobs(request))
 
     async def cancel_job(self, job_id: str) -> None:
-        """Ends a job; its stream then ends with the reason "abort". Raises NotFoundError if it is not alive."""
-        with _our_errors():
-            await self._stub.CancelJob(_build(generation_pb2.CancelJobRequest, job_id=job_id))
+        """Ends a job; its streams then end with the reason "abort". Raises NotFoundError if it is not alive."""
+        with our_errors():
+            await self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
 
     async def server_info(self) -> ServerState:
         """What the server runs, and how full it is."""
-        with _our_errors():
+        with our_errors():
             return ServerState.from_pb(await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
 
     async def _chunks(
-        self, request: generation_pb2.GenerateRequest, timeout_s: float | None
+        self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None
     ) -> AsyncGenerator[Chunk, None]:
-        num_tokens = 0
-        is_over = False
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = method(request, timeout=timeout_s)
         try:
-            with _our_errors():
+            with our_errors():
                 async for message in call:
-                    chunk = Chunk.from_pb(message)
-                    if chunk.token_offset != num_tokens:
-                        raise InternalError(f"token {num_tokens} was expected, token {chunk.token_offset} came")
-                    num_tokens += len(chunk.token_ids)
-                    is_over = chunk.finish_reason is not None
-                    yield chunk
-            if not is_over:
-                raise UnavailableError("the stream ended before the job did")
+                    yield reader.read(message)
+            reader.check_end()
         finally:
             call.cancel()
-
-
-def _build(kind: Any, **values: Any) -> Any:
-    """A message; what does not fit its field's type is refused as the server would, but for the name of the field."""
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        given = {name: value for name, value in values.items() if value is not None}
-        raise InvalidArgumentError(kind.__name__, given, f"what generation.proto says ({error})") from error
-
-
-@contextmanager
-def _our_errors() -> Iterator[None]:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from error

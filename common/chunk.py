@@ -18,6 +18,16 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     """Cancelled."""
 
+    @staticmethod
+    def to_pb(reason: FinishReason | None) -> generation_pb2.FinishReason:
+        """The reason as it travels; None is a job that has not ended."""
+        return _TO_PB[reason]
+
+    @staticmethod
+    def from_pb(number: int) -> FinishReason | None:
+        """The reason that `to_pb` was made of."""
+        return _FROM_PB.get(number)
+
 
 _TO_PB: dict[FinishReason | None, generation_pb2.FinishReason] = {
     None: generation_pb2.FINISH_REASON_UNSPECIFIED,
@@ -49,6 +59,15 @@ class Usage:
     time_to_first_token_seconds: float
     end_to_end_seconds: float
 
+    def to_pb(self) -> generation_pb2.Usage:
+        """The usage as it travels."""
+        return generation_pb2.Usage(**{name: getattr(self, name) for name in Usage.__slots__})
+
+    @classmethod
+    def from_pb(cls, message: generation_pb2.Usage) -> Usage:
+        """The usage that `to_pb` was made of."""
+        return cls(**{name: getattr(message, name) for name in Usage.__slots__})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -64,7 +83,7 @@ class Chunk:
     is_draft: tuple[bool, ...] = ()
     """For each token, whether the draft proposed it."""
     text_lengths: tuple[int, ...] = ()
-    """For each token, how many code points of `text` became certain with it."""
+    """For each token, how many code points of `text` became certain with it; a cancelled job may end with more."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk."""
     usage: Usage | None = None
@@ -80,7 +99,7 @@ class Chunk:
             is_draft=self.is_draft,
             text_lengths=self.text_lengths,
             finish_reason=_TO_PB[self.finish_reason],
-            usage=None if self.usage is None else _usage_to_pb(self.usage),
+            usage=None if self.usage is None else self.usage.to_pb(),
         )
 
     @classmethod
@@ -93,14 +112,6 @@ class Chunk:
             text=message.text,
             is_draft=tuple(message.is_draft),
             text_lengths=tuple(message.text_lengths),
-            finish_reason=_FROM_PB.get(message.finish_reason),
-            usage=_usage_from_pb(message.usage) if message.HasField("usage") else None,
+            finish_reason=FinishReason.from_pb(message.finish_reason),
+            usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
         )
-
-
-def _usage_to_pb(usage: Usage) -> generation_pb2.Usage:
-    return generation_pb2.Usage(**{name: getattr(usage, name) for name in Usage.__slots__})
-
-
-def _usage_from_pb(message: generation_pb2.Usage) -> Usage:
-    return Usage(**{name: getattr(message, name) for name in Usage.__slots__})

@@ -6,6 +6,7 @@
     ├── AlreadyExistsError          a job of this name is alive
     ├── ResourceExhaustedError      the queue is full; try again later
     ├── UnavailableError            a service needed for this is not there (any more)
+    │   └── ConnectionLostError       ... nor says so itself; what was asked of it may still go on
     ├── DeadlineExceededError       something did not happen in the time it was given
     ├── CancelledError              the caller, or the server on its way down, ended it
     ├── FailedPreconditionError     two parts do not fit each other
@@ -69,6 +70,10 @@ class ResourceExhaustedError(SlipstreamError):
 
 class UnavailableError(SlipstreamError):
     """A service that is needed is not there."""
+
+
+class ConnectionLostError(UnavailableError):
+    """No answer came, or no end of one: a job that was created may still go on."""
 
 
 class DeadlineExceededError(SlipstreamError):

@@ -65,6 +65,9 @@ def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
     if status is not None and _unpack(status, info) and info.domain == DOMAIN and info.reason in _FROM_REASON:
         return _FROM_REASON[info.reason](message, status)
     kind = _FROM_CODE.get(code)
+    if kind is errors.UnavailableError and info.domain != DOMAIN:
+        # The server's own errors say so.
+        kind = errors.ConnectionLostError
     if kind is None:
         return errors.InternalError(f"{code.name}: {message}")
     return _build(kind, message, status or status_pb2.Status())
@@ -153,6 +156,7 @@ def _builder(kind: type[errors.SlipstreamError]) -> Callable[[str, status_pb2.St
 # A ConfigError cannot be put together from a message, and is about the server's settings, not the client's.
 _REBUILT = (
     *(kind for kind in CODES if not issubclass(kind, errors.ConfigError)),
+    errors.ConnectionLostError,
     errors.MismatchError,
     errors.StaleEpochError,
     errors.PendingLengthError,

@@ -22,37 +22,56 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"slipstream/protos/generation.proto\x12\rslipstream.v1\"\xa1\x01\n\x0fGenerateRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\tinput_ids\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.TokenIdsH\x00\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParamsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8c\x02\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\xda\x01\n\x10GenerateResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08is_draft\x18\x05 \x03(\x08\x12\x14\n\x0ctext_lengths\x18\x06 \x03(\r\x12\x32\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12#\n\x05usage\x18\x08 \x01(\x0b\x32\x14.slipstream.v1.Usage\"\x90\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1a\n\x12total_draft_tokens\x18\x03 \x01(\r\x12\x1d\n\x15total_accepted_tokens\x18\x04 \x01(\r\x12\x18\n\x10num_verify_steps\x18\x05 \x01(\r\x12\x1a\n\x12mean_accept_length\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\t \x01(\x01\x12\x1a\n\x12\x65nd_to_end_seconds\x18\n \x01(\x01\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\x13\n\x11\x43\x61ncelJobResponse\"\x16\n\x14GetServerInfoRequest\"\x84\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x11\n\talgorithm\x18\x05 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x11\n\trun_ahead\x18\x07 \x01(\r\x12\x11\n\tnum_slots\x18\x08 \x01(\r\x12\x13\n\x0bpage_tokens\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x16\n\x0enum_free_pages\x18\x0b \x01(\r\x12\x16\n\x0equeue_capacity\x18\x0c \x01(\r\x12\x13\n\x0bnum_waiting\x18\r \x01(\r\x12\x13\n\x0bnum_running\x18\x0e \x01(\r\x12\r\n\x05\x65poch\x18\x0f \x01(\x04\x12,\n\x08services\x18\x10 \x03(\x0b\x32\x1a.slipstream.v1.ServiceInfo\x12\r\n\x05\x66\x65nce\x18\x11 \x01(\t\"n\n\x0bServiceInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cmetrics_port\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x87\x02\n\nGeneration\x12M\n\x08Generate\x12\x1e.slipstream.v1.GenerateRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x12N\n\tCancelJob\x12\x1f.slipstream.v1.CancelJobRequest\x1a .slipstream.v1.CancelJobResponse\x12Z\n\rGetServerInfo\x12#.slipstream.v1.GetServerInfoRequest\x1a$.slipstream.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"slipstream/protos/generation.proto\x12\rslipstream.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa1\x01\n\x0fGenerateRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\tinput_ids\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.TokenIdsH\x00\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParamsB\x08\n\x06prompt\"\xa2\x01\n\x10\x43reateJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\tinput_ids\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.TokenIdsH\x00\x12\x36\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParamsB\x08\n\x06prompt\"4\n\x11\x43reateJobResponse\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.slipstream.v1.Job\"5\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\x04\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"1\n\x0eGetJobResponse\x12\x1f\n\x03job\x18\x01 \x01(\x0b\x32\x12.slipstream.v1.Job\"8\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"M\n\x10ListJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.slipstream.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xea\x01\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.slipstream.v1.JobState\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.slipstream.v1.Usage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8c\x02\n\x0eSamplingParams\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\xda\x01\n\x10GenerateResponse\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x10\n\x08is_draft\x18\x05 \x03(\x08\x12\x14\n\x0ctext_lengths\x18\x06 \x03(\r\x12\x32\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12#\n\x05usage\x18\x08 \x01(\x0b\x32\x14.slipstream.v1.Usage\"\x90\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1a\n\x12total_draft_tokens\x18\x03 \x01(\r\x12\x1d\n\x15total_accepted_tokens\x18\x04 \x01(\r\x12\x18\n\x10num_verify_steps\x18\x05 \x01(\r\x12\x1a\n\x12mean_accept_length\x18\x06 \x01(\x01\x12\x0c\n\x04seed\x18\x07 \x01(\x04\x12\x15\n\rqueue_seconds\x18\x08 \x01(\x01\x12#\n\x1btime_to_first_token_seconds\x18\t \x01(\x01\x12\x1a\n\x12\x65nd_to_end_seconds\x18\n \x01(\x01\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\x13\n\x11\x43\x61ncelJobResponse\"\x16\n\x14GetServerInfoRequest\"\x84\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x04 \x01(\r\x12\x11\n\talgorithm\x18\x05 \x01(\t\x12\x18\n\x10num_draft_tokens\x18\x06 \x01(\r\x12\x11\n\trun_ahead\x18\x07 \x01(\r\x12\x11\n\tnum_slots\x18\x08 \x01(\r\x12\x13\n\x0bpage_tokens\x18\t \x01(\r\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x16\n\x0enum_free_pages\x18\x0b \x01(\r\x12\x16\n\x0equeue_capacity\x18\x0c \x01(\r\x12\x13\n\x0bnum_waiting\x18\r \x01(\r\x12\x13\n\x0bnum_running\x18\x0e \x01(\r\x12\r\n\x05\x65poch\x18\x0f \x01(\x04\x12,\n\x08services\x18\x10 \x03(\x0b\x32\x1a.slipstream.v1.ServiceInfo\x12\r\n\x05\x66\x65nce\x18\x11 \x01(\t\"n\n\x0bServiceInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cmetrics_port\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t*h\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOB_STATE_WAITING\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x13\n\x0fJOB_STATE_ENDED\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xba\x04\n\nGeneration\x12M\n\x08Generate\x12\x1e.slipstream.v1.GenerateRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x12N\n\tCreateJob\x12\x1f.slipstream.v1.CreateJobRequest\x1a .slipstream.v1.CreateJobResponse\x12M\n\x08WatchJob\x12\x1e.slipstream.v1.WatchJobRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x12\x45\n\x06GetJob\x12\x1c.slipstream.v1.GetJobRequest\x1a\x1d.slipstream.v1.GetJobResponse\x12K\n\x08ListJobs\x12\x1e.slipstream.v1.ListJobsRequest\x1a\x1f.slipstream.v1.ListJobsResponse\x12N\n\tCancelJob\x12\x1f.slipstream.v1.CancelJobRequest\x1a .slipstream.v1.CancelJobResponse\x12Z\n\rGetServerInfo\x12#.slipstream.v1.GetServerInfoRequest\x1a$.slipstream.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.protos.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1593
-  _globals['_FINISHREASON']._serialized_end=1713
-  _globals['_GENERATEREQUEST']._serialized_start=54
-  _globals['_GENERATEREQUEST']._serialized_end=215
-  _globals['_TOKENIDS']._serialized_start=217
-  _globals['_TOKENIDS']._serialized_end=240
-  _globals['_SAMPLINGPARAMS']._serialized_start=243
-  _globals['_SAMPLINGPARAMS']._serialized_end=511
-  _globals['_GENERATERESPONSE']._serialized_start=514
-  _globals['_GENERATERESPONSE']._serialized_end=732
-  _globals['_USAGE']._serialized_start=735
-  _globals['_USAGE']._serialized_end=1007
-  _globals['_CANCELJOBREQUEST']._serialized_start=1009
-  _globals['_CANCELJOBREQUEST']._serialized_end=1043
-  _globals['_CANCELJOBRESPONSE']._serialized_start=1045
-  _globals['_CANCELJOBRESPONSE']._serialized_end=1064
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1066
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1088
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1091
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1479
-  _globals['_SERVICEINFO']._serialized_start=1481
-  _globals['_SERVICEINFO']._serialized_end=1591
-  _globals['_GENERATION']._serialized_start=1716
-  _globals['_GENERATION']._serialized_end=1979
+  _globals['_JOBSTATE']._serialized_start=2358
+  _globals['_JOBSTATE']._serialized_end=2462
+  _globals['_FINISHREASON']._serialized_start=2464
+  _globals['_FINISHREASON']._serialized_end=2584
+  _globals['_GENERATEREQUEST']._serialized_start=87
+  _globals['_GENERATEREQUEST']._serialized_end=248
+  _globals['_CREATEJOBREQUEST']._serialized_start=251
+  _globals['_CREATEJOBREQUEST']._serialized_end=413
+  _globals['_CREATEJOBRESPONSE']._serialized_start=415
+  _globals['_CREATEJOBRESPONSE']._serialized_end=467
+  _globals['_WATCHJOBREQUEST']._serialized_start=469
+  _globals['_WATCHJOBREQUEST']._serialized_end=522
+  _globals['_GETJOBREQUEST']._serialized_start=524
+  _globals['_GETJOBREQUEST']._serialized_end=555
+  _globals['_GETJOBRESPONSE']._serialized_start=557
+  _globals['_GETJOBRESPONSE']._serialized_end=606
+  _globals['_LISTJOBSREQUEST']._serialized_start=608
+  _globals['_LISTJOBSREQUEST']._serialized_end=664
+  _globals['_LISTJOBSRESPONSE']._serialized_start=666
+  _globals['_LISTJOBSRESPONSE']._serialized_end=743
+  _globals['_JOB']._serialized_start=746
+  _globals['_JOB']._serialized_end=980
+  _globals['_TOKENIDS']._serialized_start=982
+  _globals['_TOKENIDS']._serialized_end=1005
+  _globals['_SAMPLINGPARAMS']._serialized_start=1008
+  _globals['_SAMPLINGPARAMS']._serialized_end=1276
+  _globals['_GENERATERESPONSE']._serialized_start=1279
+  _globals['_GENERATERESPONSE']._serialized_end=1497
+  _globals['_USAGE']._serialized_start=1500
+  _globals['_USAGE']._serialized_end=1772
+  _globals['_CANCELJOBREQUEST']._serialized_start=1774
+  _globals['_CANCELJOBREQUEST']._serialized_end=1808
+  _globals['_CANCELJOBRESPONSE']._serialized_start=1810
+  _globals['_CANCELJOBRESPONSE']._serialized_end=1829
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1831
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1853
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1856
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2244
+  _globals['_SERVICEINFO']._serialized_start=2246
+  _globals['_SERVICEINFO']._serialized_end=2356
+  _globals['_GENERATION']._serialized_start=2587
+  _globals['_GENERATION']._serialized_end=3157
 # @@protoc_insertion_point(module_scope)

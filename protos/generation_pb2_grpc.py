@@ -40,6 +40,26 @@ class GenerationStub:
                 request_serializer=slipstream_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.CreateJob = channel.unary_unary(
+                '/slipstream.v1.Generation/CreateJob',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.CreateJobRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.CreateJobResponse.FromString,
+                _registered_method=True)
+        self.WatchJob = channel.unary_stream(
+                '/slipstream.v1.Generation/WatchJob',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.WatchJobRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.GetJob = channel.unary_unary(
+                '/slipstream.v1.Generation/GetJob',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.GetJobRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.GetJobResponse.FromString,
+                _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/slipstream.v1.Generation/ListJobs',
+                request_serializer=slipstream_dot_protos_dot_generation__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_generation__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
         self.CancelJob = channel.unary_unary(
                 '/slipstream.v1.Generation/CancelJob',
                 request_serializer=slipstream_dot_protos_dot_generation__pb2.CancelJobRequest.SerializeToString,
@@ -57,14 +77,44 @@ class GenerationServicer:
     """
 
     def Generate(self, request, context):
-        """Runs one job and streams its tokens. Ending the call cancels the job.
+        """Creates a job and streams its output. Ending the call, or its deadline, cancels the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateJob(self, request, context):
+        """Creates a job that goes on without a connection, until it ends or is cancelled. The same request again, under the
+        job id of the first, is answered with the same job; another request under that id is ALREADY_EXISTS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchJob(self, request, context):
+        """Streams a job's output from any token on, as often and to as many as ask; a call that ends changes nothing about
+        the job. RESOURCE_EXHAUSTED cuts off a client that does not read; it may come again for the rest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetJob(self, request, context):
+        """How far a job is. NOT_FOUND if there never was one, or it ended too long ago.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListJobs(self, request, context):
+        """The jobs that wait, run, or ended not long ago, the latest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends a job, wherever it is; its stream ends with finish reason ABORT. NOT_FOUND if no such job is waiting or running.
+        """Ends a job, wherever it is; its streams end with finish reason ABORT. NOT_FOUND if no such job is waiting or running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +134,26 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=slipstream_dot_protos_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'CreateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateJob,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.CreateJobRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.CreateJobResponse.SerializeToString,
+            ),
+            'WatchJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchJob,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.WatchJobRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetJob,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.GetJobRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.GetJobResponse.SerializeToString,
+            ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=slipstream_dot_protos_dot_generation__pb2.ListJobsRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_generation__pb2.ListJobsResponse.SerializeToString,
             ),
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
@@ -124,6 +194,114 @@ class Generation:
             '/slipstream.v1.Generation/Generate',
             slipstream_dot_protos_dot_generation__pb2.GenerateRequest.SerializeToString,
             slipstream_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Generation/CreateJob',
+            slipstream_dot_protos_dot_generation__pb2.CreateJobRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.CreateJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.Generation/WatchJob',
+            slipstream_dot_protos_dot_generation__pb2.WatchJobRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Generation/GetJob',
+            slipstream_dot_protos_dot_generation__pb2.GetJobRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.GetJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Generation/ListJobs',
+            slipstream_dot_protos_dot_generation__pb2.ListJobsRequest.SerializeToString,
+            slipstream_dot_protos_dot_generation__pb2.ListJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,12 @@ class SchedulerConfig:
     """Requests that may wait for a slot."""
     stream_interval_ms: float = 5.0
     """A client gets a message at most this often; steps that are faster share one."""
+    kept_jobs: int = 1000
+    """Jobs that are kept after their end, so that they can still be watched and asked after."""
+    job_ttl_s: float = 600.0
+    """... and for how long."""
+    read_timeout_s: float = 30.0
+    """A stream is cut off when its client reads nothing for so long."""
     step_timeout_s: float = 60.0
     """A step that takes longer means that a worker hangs."""
     grace_s: float = 30.0
@@ -62,10 +68,16 @@ class SchedulerConfig:
             ("page_tokens", self.page_tokens, 1, 4096),
             ("chunk_tokens", self.chunk_tokens, 1, 2**16),
             ("queue", self.queue, 1, 2**20),
+            ("kept_jobs", self.kept_jobs, 0, 2**20),
         ):
             if not low <= value <= high:
                 raise ConfigError(name, value, f"{low} to {high}")
-        for name, seconds in (("step_timeout_s", self.step_timeout_s), ("grace_s", self.grace_s)):
+        for name, seconds in (
+            ("job_ttl_s", self.job_ttl_s),
+            ("read_timeout_s", self.read_timeout_s),
+            ("step_timeout_s", self.step_timeout_s),
+            ("grace_s", self.grace_s),
+        ):
             if not 0 < seconds < 86_400:
                 raise ConfigError(name, seconds, "above 0, less than a day")
         if not 0 <= self.stream_interval_ms <= 10_000:

@@ -6,19 +6,22 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.errors import ResourceExhaustedError
 from slipstream.common.unknown_fields import reject_unknown_fields
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from slipstream.scheduler.detokenizer import Vocabulary
-from slipstream.scheduler.validation import check_job_id, parse_request
+from slipstream.scheduler.validation import check_job_id, digest_of, parse_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from concurrent.futures import Executor
 
+    from slipstream.common.chunk import Chunk
     from slipstream.common.server_state import ServerState
     from slipstream.scheduler.front_desk import FrontDesk
     from slipstream.scheduler.jobs import JobSpec
-    from slipstream.scheduler.validation import RequestLimits
+    from slipstream.scheduler.kept_job import KeptJob
+    from slipstream.scheduler.validation import JobRequest, RequestLimits
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -48,22 +51,49 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         model: Callable[[], ServedModel],
         state: Callable[[], ServerState],
         executor: Executor,
+        read_timeout_s: float,
     ) -> None:
-        """`model` and `state` tell what is so now, and may raise UnavailableError; `executor` tokenises long texts."""
+        """`model` and `state` tell what is so now, and may raise UnavailableError; `executor` tokenises long texts.
+
+        A stream is cut off when its client reads nothing for `read_timeout_s`.
+        """
         self._desk = desk
         self._model = model
         self._state = state
         self._executor = executor
+        self._read_timeout_s = read_timeout_s
 
-    async def Generate(
-        self, request: generation_pb2.GenerateRequest, context: Any
-    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
-        model = self._model()
-        spec = await self._parse(request, model)
-        async with aclosing(self._desk.run(spec, model.vocabulary.new_detokenizer())) as chunks:
-            async for chunk in chunks:
-                yield chunk.to_pb()
+        kept = await self._admit(request)
+        self._desk.enter(kept)
+        try:
+            await self._send(context, self._desk.watch(kept, timeout_s=context.time_remaining()))
+        finally:
+            self._desk.leave(kept, context.time_remaining())
+
+    async def CreateJob(
+        self, request: generation_pb2.CreateJobRequest, context: Any
+    ) -> generation_pb2.CreateJobResponse:
+        """See generation.proto."""
+        kept = await self._admit(request)
+        kept.is_detached = True
+        return generation_pb2.CreateJobResponse(job=kept.info().to_pb())
+
+    async def WatchJob(self, request: generation_pb2.WatchJobRequest, context: Any) -> None:
+        """See generation.proto."""
+        kept = self._named(request)
+        chunks = self._desk.watch(kept, request.from_token, timeout_s=context.time_remaining())
+        await self._send(context, chunks)
+
+    async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
+        """See generation.proto."""
+        return generation_pb2.GetJobResponse(job=self._named(request).info().to_pb())
+
+    async def ListJobs(self, request: generation_pb2.ListJobsRequest, context: Any) -> generation_pb2.ListJobsResponse:
+        """See generation.proto."""
+        reject_unknown_fields(request)
+        return self._desk.page(request.page_size, request.page_token).to_pb()
 
     async def CancelJob(
         self, request: generation_pb2.CancelJobRequest, context: Any
@@ -81,8 +111,34 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         reject_unknown_fields(request)
         return self._state().to_pb()
 
-    async def _parse(self, request: generation_pb2.GenerateRequest, model: ServedModel) -> JobSpec:
+    def _named(self, request: generation_pb2.WatchJobRequest | generation_pb2.GetJobRequest) -> KeptJob:
+        reject_unknown_fields(request)
+        check_job_id(request.job_id)
+        return self._desk.get(request.job_id)
+
+    async def _admit(self, request: JobRequest) -> KeptJob:
+        # A request that comes again needs no model, nor room in the queue.
+        reject_unknown_fields(request)
+        kept = self._desk.find(request.job_id, digest_of(request)) if request.job_id else None
+        if kept is not None:
+            return kept
+        model = self._model()
+        spec = await self._parse(request, model)
+        return self._desk.create(spec, model.vocabulary.new_detokenizer())
+
+    async def _parse(self, request: JobRequest, model: ServedModel) -> JobSpec:
         if len(request.text) <= LONG_TEXT_CHARACTERS:
             return parse_request(request, model.limits, model.tokenizer)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, parse_request, request, model.limits, model.tokenizer)
+
+    async def _send(self, context: Any, chunks: AsyncGenerator[Chunk, None]) -> None:
+        """Sends a stream, and gives up on a client that reads nothing: gRPC holds a few MiB of it by then."""
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                try:
+                    async with asyncio.timeout(self._read_timeout_s):
+                        await context.write(chunk.to_pb())
+                except TimeoutError:
+                    message = f"the client read nothing for {self._read_timeout_s:g} s"
+                    raise ResourceExhaustedError(message, retry_after_ms=0) from None

@@ -1,94 +1,106 @@
-"""What a client is told of its job: progress in tokens becomes chunks with text."""
+"""What came of a job: its tokens and their text, kept once and read by any number of watchers."""
 
 from __future__ import annotations
 
-import time
+import io
+from array import array
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from slipstream.common.chunk import Chunk, FinishReason, Usage
+from slipstream.common.chunk import Chunk, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from slipstream.common.chunk import Usage
     from slipstream.scheduler.detokenizer import Detokenizer
-    from slipstream.scheduler.jobs import Job, Progress
-    from slipstream.scheduler.request_metrics import RequestMetrics
+    from slipstream.scheduler.jobs import Progress
+
+MAX_CHUNK_TOKENS = 4096
+"""A few milliseconds of the event loop's time, in which it serves nobody else."""
 
 
 class JobOutput:
-    """The output of one job, in order."""
+    """The output of one job. At most `max_new_tokens` tokens, at 20 to 30 bytes each with their text.
 
-    def __init__(self, job: Job, detokenizer: Detokenizer, metrics: RequestMetrics) -> None:
-        self._job = job
+    Tokens become text when they are read for the first time, so a job that nobody watches costs no such work.
+    """
+
+    def __init__(self, job_id: str, detokenizer: Detokenizer) -> None:
+        """`detokenizer` is this job's alone."""
+        self._job_id = job_id
         self._detokenizer = detokenizer
-        self._metrics = metrics
-        self._num_tokens = 0
-        self._last_tokens_at = 0.0
+        self._token_ids = array("I")
+        self._is_draft = bytearray()
+        self._text = io.StringIO()
+        self._text_ends = array("I")
+        """For each token that is text by now, how many code points there are up to and with its own."""
+        self._tail: str | None = None
+        """What is left at the end, when the end came without a token that it could belong to."""
+        self._finish_reason: FinishReason | None = None
+        self._usage: Usage | None = None
+        self._ends_with_token = False
 
-    def add(self, progress: Sequence[Progress]) -> Chunk | None:
-        """One chunk of everything in `progress`, which is not empty; None if a client need not hear of it."""
-        token_ids = tuple(token for part in progress for token in part.token_ids)
-        reason = progress[-1].finish_reason
-        if not token_ids and reason is None:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def num_spelled(self) -> int:
+        """Those of them that are text by now."""
+        return len(self._text_ends)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the job ended; None while it goes on, and for one that failed."""
+        return self._finish_reason
+
+    def add(self, progress: Progress) -> None:
+        """Adds what a step brought."""
+        self._token_ids.extend(progress.token_ids)
+        self._is_draft.extend(progress.is_draft)
+        self._finish_reason = progress.finish_reason
+        self._ends_with_token = bool(progress.token_ids)
+
+    def finish(self, usage: Usage) -> None:
+        """Says what the job took; the last chunk has it."""
+        self._usage = usage
+
+    def read(self, offset: int) -> Chunk | None:
+        """The tokens from `offset` on, many at most; None if there are none yet, and the job has not finished."""
+        end = min(self.num_tokens, offset + MAX_CHUNK_TOKENS)
+        is_last = self._finish_reason is not None and end == self.num_tokens
+        if offset == end and not is_last:
             return None
+        self.spell(end)
+        start_character = self._text_ends[offset - 1] if offset else 0
+        text_ends = self._text_ends[offset:end]
+        self._text.seek(start_character)
+        text = self._text.read(text_ends[-1] - start_character) if text_ends else ""
+        return Chunk(
+            job_id=self._job_id,
+            token_offset=offset,
+            token_ids=tuple(self._token_ids[offset:end]),
+            text=text + (self._tail or "") if is_last else text,
+            is_draft=tuple(map(bool, self._is_draft[offset:end])),
+            text_lengths=tuple(after - before for before, after in pairwise((start_character, *text_ends))),
+            finish_reason=self._finish_reason if is_last else None,
+            usage=self._usage if is_last else None,
+        )
+
+    def spell(self, end: int) -> None:
+        """Turns tokens into text, up to token `end`; those that are text already stay as they are."""
+        self._text.seek(0, io.SEEK_END)
+        for index in range(self.num_spelled, end):
+            text = self._spell_token(index)
+            before = self._text_ends[-1] if self._text_ends else 0
+            self._text.write(text)
+            self._text_ends.append(before + len(text))
+        if self._tail is None and self._finish_reason is not None and end == self.num_tokens:
+            self._tail = "" if self._ends_with_token else self._detokenizer.finish()
+
+    def _spell_token(self, index: int) -> str:
+        is_end = self._finish_reason is not None and self._ends_with_token and index == self.num_tokens - 1
         # A token that stops the output is no part of the text.
-        num_shown = len(token_ids) - (reason is FinishReason.STOP)
-        texts = [self._detokenizer.push(token) for token in token_ids[:num_shown]]
-        texts += [""] * (len(token_ids) - num_shown)
-        rest = self._detokenizer.finish() if reason is not None else ""
-        if texts:
-            texts[-1] += rest
-        chunk = Chunk(
-            job_id=self._job.spec.job_id,
-            token_offset=self._num_tokens,
-            token_ids=token_ids,
-            text="".join(texts) if texts else rest,
-            is_draft=tuple(is_draft for part in progress for is_draft in part.is_draft),
-            text_lengths=tuple(map(len, texts)),
-            finish_reason=reason,
-            usage=None if reason is None else self._usage(),
-        )
-        self._measure(chunk)
-        return chunk
-
-    def _measure(self, chunk: Chunk) -> None:
-        now = time.monotonic()
-        num_new = len(chunk.token_ids)
-        if num_new:
-            self._metrics.sent(num_new)
-            if self._num_tokens == 0:
-                self._measure_start(now)
-                num_new -= 1
-            if num_new:
-                self._metrics.went_on(num_new, now - self._last_tokens_at)
-            self._last_tokens_at = now
-        self._num_tokens += len(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            self._metrics.finished(chunk.finish_reason, now - self._job.arrived_at)
-
-    def _measure_start(self, now: float) -> None:
-        counts, arrived_at = self._job.counts, self._job.arrived_at
-        self._last_tokens_at = now if counts.first_token_at is None else counts.first_token_at
-        self._metrics.started(
-            prompt_tokens=len(self._job.spec.prompt),
-            queue_seconds=(now if counts.admitted_at is None else counts.admitted_at) - arrived_at,
-            first_token_seconds=self._last_tokens_at - arrived_at,
-        )
-
-    def _usage(self) -> Usage:
-        job, counts = self._job, self._job.counts
-        ended_at = time.monotonic() if counts.finished_at is None else counts.finished_at
-        admitted_at = ended_at if counts.admitted_at is None else counts.admitted_at
-        first_token_at = job.arrived_at if counts.first_token_at is None else counts.first_token_at
-        return Usage(
-            prompt_tokens=len(job.spec.prompt),
-            completion_tokens=counts.num_output_tokens,
-            total_draft_tokens=counts.total_draft_tokens,
-            total_accepted_tokens=counts.total_accepted_tokens,
-            num_verify_steps=counts.num_verify_steps,
-            mean_accept_length=counts.mean_accept_length,
-            seed=job.spec.sampling.seed,
-            queue_seconds=admitted_at - job.arrived_at,
-            time_to_first_token_seconds=first_token_at - job.arrived_at,
-            end_to_end_seconds=ended_at - job.arrived_at,
-        )
+        is_shown = not (is_end and self._finish_reason is FinishReason.STOP)
+        text = self._detokenizer.push(self._token_ids[index]) if is_shown else ""
+        return text + self._detokenizer.finish() if is_end else text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from slipstream.common.chunk import Usage
 
 if TYPE_CHECKING:
     from slipstream.common.chunk import FinishReason
@@ -24,6 +25,8 @@ class JobSpec:
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     """Every token that ends the output: the request's own and, unless ignored, the model's."""
+    digest: bytes = b""
+    """Of the request as it came, before anything was drawn for it: the same request has the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +67,27 @@ class JobCounts:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job on its way: the loop's thread delivers progress, the client's handler takes it.
-
-    `deliver` and `take` run on the event loop; the loop's thread gets there with `call_soon_threadsafe`.
-    """
+    """A job on its way through the scheduler's loop, which delivers its progress."""
 
     spec: JobSpec
     arrived_at: float = field(default_factory=time.monotonic)
     counts: JobCounts = field(default_factory=JobCounts)
-    _pending: list[Progress] = field(default_factory=list)
-    _has_progress: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def deliver(self, progress: Progress) -> None:
-        """Adds progress; a client that reads slowly finds several steps' worth at once."""
-        self._pending.append(progress)
-        self._has_progress.set()
-
-    async def take(self) -> list[Progress]:
-        """Waits for progress and takes all there is, oldest first."""
-        await self._has_progress.wait()
-        self._has_progress.clear()
-        taken, self._pending = self._pending, []
-        return taken
+    def usage(self) -> Usage:
+        """What the job took; for one that has come to its end."""
+        counts = self.counts
+        ended_at = time.monotonic() if counts.finished_at is None else counts.finished_at
+        admitted_at = ended_at if counts.admitted_at is None else counts.admitted_at
+        first_token_at = self.arrived_at if counts.first_token_at is None else counts.first_token_at
+        return Usage(
+            prompt_tokens=len(self.spec.prompt),
+            completion_tokens=counts.num_output_tokens,
+            total_draft_tokens=counts.total_draft_tokens,
+            total_accepted_tokens=counts.total_accepted_tokens,
+            num_verify_steps=counts.num_verify_steps,
+            mean_accept_length=counts.mean_accept_length,
+            seed=self.spec.sampling.seed,
+            queue_seconds=admitted_at - self.arrived_at,
+            time_to_first_token_seconds=first_token_at - self.arrived_at,
+            end_to_end_seconds=ended_at - self.arrived_at,
+        )

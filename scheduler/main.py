@@ -49,6 +49,13 @@ def scheduler(
     stream_interval_ms: Annotated[
         float, typer.Option(help="A client gets a message at most this often.")
     ] = SchedulerConfig.stream_interval_ms,
+    kept_jobs: Annotated[
+        int, typer.Option(help="Jobs that are kept after their end, to be watched and asked after.")
+    ] = SchedulerConfig.kept_jobs,
+    job_ttl_s: Annotated[float, typer.Option(help="How long they are kept.")] = SchedulerConfig.job_ttl_s,
+    read_timeout_s: Annotated[
+        float, typer.Option(help="A stream whose client reads nothing for so long is cut off.")
+    ] = SchedulerConfig.read_timeout_s,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port on loopback; 0 is any free one.")] = 0,
     grace_s: Annotated[
         float, typer.Option(help="After the first SIGTERM, running jobs may take this long.")
@@ -77,6 +84,9 @@ def scheduler(
             chunk_tokens=chunk_tokens,
             queue=queue,
             stream_interval_ms=stream_interval_ms,
+            kept_jobs=kept_jobs,
+            job_ttl_s=job_ttl_s,
+            read_timeout_s=read_timeout_s,
             grace_s=grace_s,
             dispatch=dispatch,
             debug=debug,

@@ -25,6 +25,7 @@ from slipstream.scheduler.delivery import DeliveryBox
 from slipstream.scheduler.front_desk import FrontDesk
 from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, ServedModel
 from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.validation import RequestLimits
 
@@ -59,9 +60,16 @@ async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_por
         serving = _Serving(config, server, queue, signals, auto_tokenizer, metrics_port=port)
         desk = FrontDesk(
             queue,
+            JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s),
             RequestMetrics(registry, num_running=lambda: serving.num_running, num_waiting=lambda: len(queue)),
         )
-        servicer = GenerationServicer(desk, model=serving.model, state=serving.state, executor=executor)
+        servicer = GenerationServicer(
+            desk,
+            model=serving.model,
+            state=serving.state,
+            executor=executor,
+            read_timeout_s=config.read_timeout_s,
+        )
         server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
         await server.start()
         conductor = Conductor(

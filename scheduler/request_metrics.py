@@ -18,7 +18,8 @@ TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025
 FAILED = "error"
 REFUSED = "refused"
 DISCONNECTED = "disconnected"
-OUTCOMES = ("stop", "length", "abort", FAILED, REFUSED, DISCONNECTED)
+DEADLINE = "deadline"
+OUTCOMES = ("stop", "length", "abort", FAILED, REFUSED, DISCONNECTED, DEADLINE)
 """How a request ends: the finish reasons, and the ways without one."""
 
 
@@ -57,12 +58,12 @@ class RequestMetrics:
             "slipstream_prompt_tokens_total", "Tokens of the prompts of requests that began.", registry=registry
         )
         self._generation_tokens = Counter(
-            "slipstream_generation_tokens_total", "Tokens sent to clients.", registry=registry
+            "slipstream_generation_tokens_total", "Tokens generated for clients.", registry=registry
         )
         requests = Counter(
             "slipstream_requests_total",
             "Requests by how they ended: at a stop token, at their length, cancelled by a call, with an error, "
-            "refused because the queue is full or closed, or because the client went away.",
+            "refused because the queue is full or closed, because the client went away, or at its call's deadline.",
             ("outcome",),
             registry=registry,
         )
@@ -81,8 +82,8 @@ class RequestMetrics:
         for _ in range(num_tokens):
             self._inter_token.observe(seconds / num_tokens)
 
-    def sent(self, num_tokens: int) -> None:
-        """Tokens go out to a client."""
+    def generated(self, num_tokens: int) -> None:
+        """So many more tokens of a request are there."""
         self._generation_tokens.inc(num_tokens)
 
     def finished(self, reason: str, seconds: float) -> None:
@@ -91,7 +92,7 @@ class RequestMetrics:
         self._end_to_end.observe(seconds)
 
     def lost(self, outcome: str) -> None:
-        """A request is over before its end: FAILED, REFUSED or DISCONNECTED."""
+        """A request is over before its end: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
         self._outcomes[outcome].inc()
 
     @staticmethod

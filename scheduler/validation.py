@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.protos import generation_pb2
+
+    JobRequest = generation_pb2.GenerateRequest | generation_pb2.CreateJobRequest
 
 JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -42,7 +45,7 @@ class RequestLimits:
     """For a request that does not say; less where the context has no room for as many."""
 
 
-def parse_request(request: generation_pb2.GenerateRequest, limits: RequestLimits, tokenizer: Tokenizer) -> JobSpec:
+def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> JobSpec:
     """Turns a request into a job. Raises InvalidArgumentError naming the field that cannot be honoured.
 
     An unset job id or seed is drawn here, so that the job can be told, and repeated, from then on.
@@ -60,7 +63,13 @@ def parse_request(request: generation_pb2.GenerateRequest, limits: RequestLimits
         max_new_tokens=_max_new_tokens(request, len(prompt), limits),
         sampling=sampling,
         stop_token_ids=stop_token_ids,
+        digest=digest_of(request),
     )
+
+
+def digest_of(request: JobRequest) -> bytes:
+    """The same for the same request, whichever of the two it came by: their fields have the same numbers."""
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
 
 
 def check_job_id(job_id: str) -> None:
@@ -100,7 +109,7 @@ def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits
     return given
 
 
-def _prompt(request: generation_pb2.GenerateRequest, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _prompt(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[int, ...]:
     field = request.WhichOneof("prompt")
     if field is None:
         raise InvalidArgumentError("prompt", None, "one of text and input_ids")
@@ -134,7 +143,7 @@ def _check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
         raise InvalidArgumentError(f"{field}[{index}]", ids[index], f"token ids of 0 to {vocab_size - 1}")
 
 
-def _max_new_tokens(request: generation_pb2.GenerateRequest, prompt_tokens: int, limits: RequestLimits) -> int:
+def _max_new_tokens(request: JobRequest, prompt_tokens: int, limits: RequestLimits) -> int:
     room = limits.context_tokens - prompt_tokens
     if not request.sampling_params.HasField("max_new_tokens"):
         return min(limits.default_max_new_tokens, room)

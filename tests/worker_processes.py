@@ -89,11 +89,12 @@ class Client:
         self.errors: list[SlipstreamError] = []
         """Why there will be no other."""
         self.epoch: Epoch | None = None
+        self._inboxes: dict[Job, asyncio.Queue[Progress]] = {}
         self._loop = asyncio.get_running_loop()
 
     def deliver(self, deliveries: list[Delivery]) -> None:
         """Called on the loop's thread."""
-        self._loop.call_soon_threadsafe(_hand_out, deliveries)
+        self._loop.call_soon_threadsafe(self._take_in, deliveries)
 
     def audience(self) -> _Audience:
         """To be told what happens."""
@@ -109,12 +110,19 @@ class Client:
         """All tokens of a job that was submitted."""
         tokens: list[int] = []
         while True:
-            for progress in await job.take():
-                tokens += progress.token_ids
-                if progress.error is not None:
-                    raise progress.error
-                if progress.is_last:
-                    return tokens
+            progress = await self._inbox(job).get()
+            tokens += progress.token_ids
+            if progress.error is not None:
+                raise progress.error
+            if progress.is_last:
+                return tokens
+
+    def _inbox(self, job: Job) -> asyncio.Queue[Progress]:
+        return self._inboxes.setdefault(job, asyncio.Queue())
+
+    def _take_in(self, deliveries: list[Delivery]) -> None:
+        for job, progress in deliveries:
+            self._inbox(job).put_nowait(progress)
 
 
 class _Audience:
@@ -170,8 +178,3 @@ def conducting(processes: WorkerProcesses, *, has_draft: bool = True, **settings
     finally:
         client.queue.stop()
         conductor.join()
-
-
-def _hand_out(deliveries: list[tuple[Job, Progress]]) -> None:
-    for job, progress in deliveries:
-        job.deliver(progress)

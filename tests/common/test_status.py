@@ -18,6 +18,7 @@ EXAMPLES: list[errors.SlipstreamError] = [
     errors.AlreadyExistsError("a job 'a' is alive"),
     errors.ResourceExhaustedError("the queue is full", retry_after_ms=1234),
     errors.UnavailableError("gone"),
+    errors.ConnectionLostError("the connection broke"),
     errors.DeadlineExceededError("too long"),
     errors.CancelledError("on the way down"),
     errors.FailedPreconditionError("not attached"),

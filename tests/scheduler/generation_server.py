@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from slipstream.protos import generation_pb2_grpc
 from slipstream.scheduler.front_desk import FrontDesk
 from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, ServedModel
 from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.validation import RequestLimits
 from tests.grpc_server import FREE_PORT, running_server
@@ -22,11 +24,12 @@ from tests.scheduler.fake_loop import FakeLoop
 from tests.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 VOCAB_SIZE = 350
 CONTEXT_TOKENS = 4096
 EOS_ID = 1
+TTL_S = 600.0
 
 STATE = ServerState(
     version="1.2.3",
@@ -58,6 +61,7 @@ class GenerationServer:
 
     address: str
     desk: FrontDesk
+    store: JobStore
     queue: JobQueue
     loop: FakeLoop
     model: ServedModel
@@ -70,19 +74,36 @@ class GenerationServer:
 
 @asynccontextmanager
 async def generation_server(
-    *, kind: str = "byte level", capacity: int = 1000, slots: int = 64, address: str = FREE_PORT
+    *,
+    kind: str = "byte level",
+    capacity: int = 1000,
+    slots: int = 64,
+    address: str = FREE_PORT,
+    context_tokens: int = CONTEXT_TOKENS,
+    kept_jobs: int = 1000,
+    read_timeout_s: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[GenerationServer]:
     """Serves a model with a tokenizer of `kind`."""
-    limits = RequestLimits(vocab_size=VOCAB_SIZE, context_tokens=CONTEXT_TOKENS, eos_token_ids=frozenset({EOS_ID}))
+    limits = RequestLimits(vocab_size=VOCAB_SIZE, context_tokens=context_tokens, eos_token_ids=frozenset({EOS_ID}))
     model = ServedModel(make_tokenizer(kind), limits)
     queue, registry = JobQueue(capacity), CollectorRegistry()
     metrics = RequestMetrics(registry, num_running=lambda: len(loop.running), num_waiting=lambda: len(queue))
-    desk = FrontDesk(queue, metrics)
+    store = JobStore(capacity=kept_jobs, ttl_s=TTL_S, clock=clock)
+    desk = FrontDesk(queue, store, metrics)
     loop = FakeLoop(queue, desk, asyncio.get_running_loop(), slots=slots)
     with ThreadPoolExecutor(1) as executor, loop:
-        servicer = GenerationServicer(desk, model=lambda: model, state=lambda: STATE, executor=executor)
+        servicer = GenerationServicer(
+            desk, model=lambda: model, state=lambda: STATE, executor=executor, read_timeout_s=read_timeout_s
+        )
         add = generation_pb2_grpc.add_GenerationServicer_to_server
         async with running_server((SERVICE_NAME, add, servicer), address=address) as server:
             yield GenerationServer(
-                address=server.address, desk=desk, queue=queue, loop=loop, model=model, registry=registry
+                address=server.address,
+                desk=desk,
+                store=store,
+                queue=queue,
+                loop=loop,
+                model=model,
+                registry=registry,
             )

@@ -184,8 +184,8 @@ async def test_a_running_name_cannot_be_taken(server: GenerationServer, client: 
         await collect(client.generate([7], job_id="mine"))
     server.loop.may_step.set()
     assert tokens_of(await first) == [5, 6, 5, 6]
-    again = await collect(client.generate([7], job_id="mine", max_new_tokens=2))
-    assert tokens_of(again) == [7, 7]
+    with pytest.raises(AlreadyExistsError, match="'mine'"):
+        await collect(client.generate([7], job_id="mine", max_new_tokens=2))
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
