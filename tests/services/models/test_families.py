@@ -160,7 +160,7 @@ def test_what_no_family_may_have(tmp_path: Path, family: str, changes: dict[str,
         (
             "mistral",
             {"layer_types": LAYER_TYPES},
-            f"layer_types: got {LAYER_TYPES}, supported: none; all layers of this architecture are alike",
+            f"layer_types: got {LAYER_TYPES}, supported: full_attention, the same for all layers of this architecture",
         ),
         (
             "qwen2",
@@ -172,7 +172,11 @@ def test_what_no_family_may_have(tmp_path: Path, family: str, changes: dict[str,
             {"layer_types": ["full_attention", "chunked_attention"]},
             "layer_types: got ['full_attention', 'chunked_attention'], supported: full_attention, sliding_attention",
         ),
-        ("qwen3", {"model_type": "qwen2"}, "model_type: got 'qwen2', supported: 'qwen3', as architectures says"),
+        (
+            "qwen3",
+            {"model_type": "qwen3_moe"},
+            "model_type: got 'qwen3_moe', supported: 'qwen3', as architectures says",
+        ),
         (
             "qwen2",
             {"num_attention_heads": 6, "num_key_value_heads": 6},
