@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
+from slipstream.services.models.config_fields import ConfigFields
 from slipstream.services.models.families import FAMILIES, Windows
 
 ARCHITECTURES = tuple(FAMILIES)
@@ -72,13 +73,13 @@ class ModelConfig:
         Raises `CheckpointError` when the directory is no checkpoint of a supported decoder.
         """
         path = Path(path)
-        fields = _Fields(path, _read_config(path))
+        fields = ConfigFields(path, _read_config(path))
         return cls._of(fields, _architecture(fields))
 
     @classmethod
     def from_values(cls, path: Path, values: dict[str, Any], architecture: str) -> ModelConfig:
         """A decoder that a part of some other `config.json` describes, such as a draft head's; as `from_directory`."""
-        fields = _Fields(path, values)
+        fields = ConfigFields(path, values)
         model_type = FAMILIES[architecture].model_type
         if values.get("model_type") != model_type:
             raise fields.error("model_type", repr(model_type))
@@ -88,10 +89,10 @@ class ModelConfig:
             config = AutoConfig.for_model(model_type, **others)
         except Exception as error:  # what it raises depends on what is wrong with the values
             raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
-        return cls._of(_Fields(path, config), architecture)
+        return cls._of(ConfigFields(path, config), architecture)
 
     @classmethod
-    def _of(cls, fields: _Fields, architecture: str) -> ModelConfig:
+    def _of(cls, fields: ConfigFields, architecture: str) -> ModelConfig:
         family = FAMILIES[architecture]
         config = cls(
             architecture=architecture,
@@ -142,42 +143,6 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 
-class _Fields:
-    """Fields of `config.json`, with errors that name the one at fault."""
-
-    def __init__(self, path: Path, values: object, prefix: str = "") -> None:
-        self.path = path
-        self._values = values
-        self._prefix = prefix
-
-    def get(self, name: str) -> Any:
-        if isinstance(self._values, dict):
-            return self._values.get(name)
-        return getattr(self._values, name, None)
-
-    def sub(self, name: str) -> _Fields:
-        return _Fields(self.path, self.get(name) or {}, f"{self._prefix}{name}.")
-
-    def count(self, name: str) -> int:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(name, "a positive integer")
-        return value
-
-    def number(self, name: str) -> float:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.error(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str | bool) -> bool:
-        return name if isinstance(name, bool) else bool(self.get(name))
-
-    def error(self, name: str, accepted: str) -> CheckpointError:
-        given = self.get(name)
-        return CheckpointError(f"{self.path}: config.json: {self._prefix}{name}: got {given!r}, supported: {accepted}")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a checkpoint; raises `CheckpointError` when it holds none."""
     try:
@@ -195,7 +160,7 @@ def _read_config(path: Path) -> object:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
     raw = read_json(path / "config.json")
-    fields = _Fields(path, raw)
+    fields = ConfigFields(path, raw)
     model_type = FAMILIES[_architecture(fields)].model_type
     if raw.get("model_type") != model_type:
         raise fields.error("model_type", f"{model_type!r}, as architectures says")
@@ -206,21 +171,21 @@ def _read_config(path: Path) -> object:
         raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
 
 
-def _check_values(fields: _Fields) -> None:
+def _check_values(fields: ConfigFields) -> None:
     """What is to be refused by its own name, before transformers looks at it."""
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config", "checkpoints that are not quantised")
     _rope_type(fields.sub("rope_parameters" if fields.get("rope_parameters") else "rope_scaling"))
 
 
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: ConfigFields) -> str:
     given = fields.get("architectures")
     if isinstance(given, list) and len(given) == 1 and given[0] in ARCHITECTURES:
         return str(given[0])
     raise fields.error("architectures", f"{', '.join(ARCHITECTURES)} (no mixtures of experts)")
 
 
-def _head_dim(fields: _Fields) -> int:
+def _head_dim(fields: ConfigFields) -> int:
     if fields.get("head_dim") is not None:
         return fields.count("head_dim")
     num_heads = fields.count("num_attention_heads")
@@ -229,7 +194,7 @@ def _head_dim(fields: _Fields) -> int:
     return fields.count("hidden_size") // num_heads
 
 
-def _sliding_windows(fields: _Fields, windows: Windows) -> tuple[int | None, ...]:
+def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None, ...]:
     layer_types = fields.get("layer_types")
     if windows is Windows.BY_LAYER:
         # transformers derives them from max_window_layers where the file does not have them.
@@ -250,7 +215,7 @@ def _sliding_windows(fields: _Fields, windows: Windows) -> tuple[int | None, ...
     return (fields.count("sliding_window"),) * fields.count("num_hidden_layers") if has_window else ()
 
 
-def _rope_type(fields: _Fields) -> RopeType:
+def _rope_type(fields: ConfigFields) -> RopeType:
     name = "rope_type" if fields.get("rope_type") is not None else "type"
     given = fields.get(name)
     if given is None:
@@ -261,7 +226,7 @@ def _rope_type(fields: _Fields) -> RopeType:
     raise fields.error(name, ", ".join(ROPE_TYPES))
 
 
-def _rope(fields: _Fields) -> RopeConfig:
+def _rope(fields: ConfigFields) -> RopeConfig:
     rope = fields.sub("rope_parameters")
     rope_type = _rope_type(rope)
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -283,7 +248,7 @@ def _rope(fields: _Fields) -> RopeConfig:
     )
 
 
-def _eos_token_ids(path: Path, fields: _Fields) -> frozenset[int]:
+def _eos_token_ids(path: Path, fields: ConfigFields) -> frozenset[int]:
     # As in transformers' generate: generation_config.json has the last word, where it is there and says anything.
     name, given = "config.json", fields.get("eos_token_id")
     if (path / "generation_config.json").is_file():
@@ -298,7 +263,7 @@ def _eos_token_ids(path: Path, fields: _Fields) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _dtype(fields: _Fields) -> torch.dtype | None:
+def _dtype(fields: ConfigFields) -> torch.dtype | None:
     given = fields.get("dtype")
     return given if isinstance(given, torch.dtype) else None
 
