@@ -151,6 +151,10 @@ class FrontDesk:
         kept.left_as = DEADLINE if is_late else DISCONNECTED
         self._queue.cancel(kept.job)
 
+    def cut_off(self) -> None:
+        """A stream is given up because its client reads nothing."""
+        self._metrics.cut_off()
+
     def deliver(self, deliveries: Iterable[tuple[Job, Progress]]) -> None:
         """Takes in what steps brought, for all jobs; for `call_soon_threadsafe`, once a step or less."""
         changed: dict[Job, KeptJob] = {}

@@ -140,5 +140,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                     async with asyncio.timeout(self._read_timeout_s):
                         await context.write(chunk.to_pb())
                 except TimeoutError:
+                    self._desk.cut_off()
                     message = f"the client read nothing for {self._read_timeout_s:g} s"
                     raise ResourceExhaustedError(message, retry_after_ms=0) from None

@@ -67,6 +67,9 @@ class RequestMetrics:
             ("outcome",),
             registry=registry,
         )
+        self._cut_off = Counter(
+            "slipstream_streams_cut_off_total", "Streams given up because their client read nothing.", registry=registry
+        )
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
         self._gauge("slipstream_num_requests_running", "Requests that have a slot.", num_running, registry)
         self._gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.", num_waiting, registry)
@@ -94,6 +97,10 @@ class RequestMetrics:
     def lost(self, outcome: str) -> None:
         """A request is over before its end: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
         self._outcomes[outcome].inc()
+
+    def cut_off(self) -> None:
+        """A stream is given up because its client reads nothing."""
+        self._cut_off.inc()
 
     @staticmethod
     def _gauge(name: str, documentation: str, value: Callable[[], int], registry: CollectorRegistry) -> None:

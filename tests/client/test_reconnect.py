@@ -1,0 +1,176 @@
+"""A client whose connection breaks, and one without an event loop, against the scheduler's clients' side."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from contextlib import asynccontextmanager, closing
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.client import AsyncClient, Client
+from slipstream.common.errors import (
+    AlreadyExistsError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+)
+from slipstream.common.job_info import JobState
+from tests.client.breaking_proxy import breaking_proxy
+from tests.scheduler.fake_loop import TOKENS_PER_STEP
+from tests.scheduler.generation_server import STATE, generation_server
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from slipstream.common.chunk import Chunk
+    from tests.client.breaking_proxy import BreakingProxy
+    from tests.scheduler.generation_server import GenerationServer
+
+
+@asynccontextmanager
+async def behind_a_proxy() -> AsyncIterator[tuple[GenerationServer, BreakingProxy, AsyncClient]]:
+    """A server, a way to it that breaks, and a client that goes that way."""
+    async with (
+        generation_server() as server,
+        breaking_proxy(server.address) as (address, proxy),
+        AsyncClient(address) as client,
+    ):
+        yield server, proxy, client
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    """The tokens of a job."""
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def test_a_watch_goes_on_where_the_connection_broke() -> None:
+    async with behind_a_proxy() as (server, proxy, client):
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        await client.create_job("Hello", job_id="mine", max_new_tokens=31)
+        chunks: list[Chunk] = []
+        async for chunk in client.watch_job("mine"):
+            chunks.append(chunk)
+            # Before, between and after tokens, wherever the stream is.
+            proxy.cut()
+            server.loop.pause_tokens += TOKENS_PER_STEP
+        assert proxy.num_connections > 5
+        prompt = server.model.tokenizer.encode("Hello")
+        assert tokens_of(chunks) == [prompt[number % len(prompt)] for number in range(31)]
+        text = server.model.tokenizer.decode(tokens_of(chunks), skip_special_tokens=True)
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert chunks[-1].finish_reason == "length"
+        assert not server.loop.cancelled
+
+
+async def test_a_create_whose_answer_was_lost_is_sent_again() -> None:
+    async with behind_a_proxy() as (server, proxy, client):
+        await client.server_info()
+        server.loop.may_step.clear()
+        proxy.lets_answers_through.clear()
+        created = asyncio.ensure_future(client.create_job([5, 6], max_new_tokens=4))
+        await until(lambda: server.desk.num_jobs == 1)
+        proxy.cut()
+        proxy.lets_answers_through.set()
+        job = await created
+        assert proxy.num_connections == 2
+        assert server.desk.num_jobs == 1
+        server.loop.may_step.set()
+        assert tokens_of([chunk async for chunk in client.watch_job(job.job_id)]) == [5, 6, 5, 6]
+
+
+async def test_a_generate_whose_connection_broke_ends() -> None:
+    async with behind_a_proxy() as (server, proxy, client):
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        chunks = client.generate([5], job_id="mine", max_new_tokens=9)
+        await anext(chunks)
+        proxy.cut()
+        with pytest.raises(ConnectionLostError):
+            await anext(chunks)
+        await server.desk.wait_idle()
+        assert (await client.get_job("mine")).finish_reason == "abort"
+
+
+async def test_not_for_ever() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with AsyncClient(f"127.0.0.1:{taken.getsockname()[1]}") as client:
+            with pytest.raises(ConnectionLostError):
+                await client.create_job("a", reconnect_s=0.1)
+            with pytest.raises(ConnectionLostError):
+                await anext(client.watch_job("a", reconnect_s=0.1))
+            with pytest.raises(DeadlineExceededError):
+                await anext(client.watch_job("a", timeout_s=0.1))
+
+
+async def test_the_plain_client_does_all_that(tmp_path: object) -> None:
+    async with generation_server(address=f"unix:{tmp_path}/a.sock") as server:
+
+        def use() -> None:
+            with Client(server.address) as client:
+                assert client.server_info() == STATE
+                assert tokens_of(list(client.generate([5, 6], max_new_tokens=6))) == [5, 6] * 3
+                job = client.create_job([5, 6], job_id="mine", max_new_tokens=6)
+                assert client.create_job([5, 6], job_id="mine", max_new_tokens=6).created_at == job.created_at
+                assert tokens_of(list(client.watch_job("mine", 1))) == [6, 5, 6, 5, 6]
+                assert client.get_job("mine").state is JobState.ENDED
+                assert client.list_jobs(page_size=1).jobs[0].job_id == "mine"
+                with pytest.raises(AlreadyExistsError):
+                    client.create_job([7], job_id="mine")
+                with pytest.raises(NotFoundError):
+                    client.cancel_job("mine")
+                with pytest.raises(InvalidArgumentError, match="temperature"):
+                    list(client.generate([5], temperature=-1.0))
+                with pytest.raises(InvalidArgumentError, match="top_k"):
+                    client.generate([5], top_k=-1)
+
+        await asyncio.to_thread(use)
+
+
+async def test_the_plain_client_cancels() -> None:
+    async with generation_server() as server:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+
+        def use() -> None:
+            with Client(server.address) as client:
+                # By leaving.
+                with closing(client.generate([5], job_id="left", max_new_tokens=9)) as chunks:
+                    assert next(chunks).token_ids == (5, 5, 5)
+                # By a call, from another thread.
+                chunks = client.generate([5], job_id="called", max_new_tokens=9)
+                next(chunks)
+                threading.Thread(target=client.cancel_job, args=("called",)).start()
+                assert [chunk.finish_reason for chunk in chunks] == ["abort"]
+                # By its deadline.
+                with pytest.raises(DeadlineExceededError):
+                    list(client.generate([5], job_id="late", max_new_tokens=9, timeout_s=0.1))
+
+        await asyncio.to_thread(use)
+        await server.desk.wait_idle()
+        assert [job.spec.job_id for job in server.loop.cancelled] == ["left", "called", "late"]
+
+
+async def test_the_plain_client_goes_on_where_the_connection_broke() -> None:
+    async with generation_server() as server, breaking_proxy(server.address) as (address, proxy):
+        loop = asyncio.get_running_loop()
+        server.loop.pause_tokens = TOKENS_PER_STEP
+
+        def cut() -> None:
+            proxy.cut()
+            server.loop.pause_tokens = None
+
+        def use() -> list[int]:
+            with Client(address) as client:
+                client.create_job([5, 6], job_id="mine", max_new_tokens=12)
+                chunks = client.watch_job("mine")
+                first = list(islice(chunks, 1))
+                loop.call_soon_threadsafe(cut)
+                return tokens_of([*first, *chunks])
+
+        assert await asyncio.to_thread(use) == [5, 6] * 6
+        assert proxy.num_connections >= 2

@@ -1,0 +1,388 @@
+"""CreateJob, WatchJob, GetJob and ListJobs over a real connection, with a fake loop behind the desk."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from slipstream.common.job_info import JobState
+from slipstream.common.status import error_from_rpc
+from slipstream.protos import generation_pb2, generation_pb2_grpc
+from slipstream.scheduler.job_output import MAX_CHUNK_TOKENS
+from slipstream.scheduler.validation import parse_request
+from tests.scheduler.fake_loop import TOKENS_PER_STEP
+from tests.scheduler.generation_server import EOS_ID, TTL_S, generation_server
+from tests.tokenizers_by_kind import TEXT
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, AsyncIterator
+
+    from slipstream.common.chunk import Chunk
+    from slipstream.common.job_info import JobInfo
+    from tests.scheduler.generation_server import GenerationServer
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[GenerationServer]:
+    async with generation_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(server.address) as connected:
+        yield connected
+
+
+async def collect(chunks: AsyncIterable[Chunk]) -> list[Chunk]:
+    """Everything that comes."""
+    return [chunk async for chunk in chunks]
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    """The tokens of a job."""
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def text_of(chunks: list[Chunk]) -> str:
+    """The text of a job."""
+    return "".join(chunk.text for chunk in chunks)
+
+
+async def state_of(client: AsyncClient, job_id: str, state: JobState) -> JobInfo:
+    """Waits until a job has come to a state."""
+    async with asyncio.timeout(30):
+        while (info := await client.get_job(job_id)).state is not state:
+            pass
+    return info
+
+
+async def test_a_job_goes_on_when_nobody_is_there(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        created = await client.create_job([5, 6], job_id="mine", max_new_tokens=50)
+        assert (created.job_id, created.state is JobState.ENDED, created.error) == ("mine", created.is_over, "")
+    async with AsyncClient(server.address) as client:
+        ended = await state_of(client, "mine", JobState.ENDED)
+        assert (ended.num_tokens, ended.finish_reason, ended.created_at) == (50, "length", created.created_at)
+        assert ended.usage is not None
+        assert ended.usage.completion_tokens == 50
+        chunks = await collect(client.watch_job("mine"))
+        assert tokens_of(chunks) == [5, 6] * 25
+        assert chunks[-1].usage == ended.usage
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+async def test_who_comes_back_misses_and_repeats_nothing(kind: str) -> None:
+    """At every offset, while the job runs and when it is over."""
+    async with generation_server(kind=kind) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = 60
+        await client.create_job(TEXT, job_id="mine", max_new_tokens=90)
+        first: list[Chunk] = []
+        async with aclosing(client.watch_job("mine")) as chunks:
+            async for chunk in chunks:
+                first.append(chunk)
+                if len(tokens_of(first)) == 60:
+                    break
+        running: list[tuple[int, list[Chunk]]] = []
+        for offset in range(60):
+            async with aclosing(client.watch_job("mine", offset)) as chunks:
+                running.append((offset, [await anext(chunks)]))
+        server.loop.pause_tokens = None
+        whole = await collect(client.watch_job("mine"))
+        expected = server.model.tokenizer.decode(tokens_of(whole), skip_special_tokens=True)
+        assert text_of(whole) == expected
+        assert len(tokens_of(whole)) == 90
+        lengths = [length for chunk in whole for length in chunk.text_lengths]
+        for offset, before in (*running, (60, [])):
+            seen = offset + len(tokens_of(before))
+            rest = [*before, *await collect(client.watch_job("mine", seen))]
+            assert tokens_of(rest) == tokens_of(whole)[offset:], offset
+            assert text_of(rest) == expected[sum(lengths[:offset]) :], offset
+        for offset in range(91):
+            rest = await collect(client.watch_job("mine", offset))
+            assert tokens_of(rest) == tokens_of(whole)[offset:]
+            assert text_of(rest) == expected[sum(lengths[:offset]) :], offset
+            assert (rest[0].token_offset, rest[-1].finish_reason) == (offset, "length")
+
+
+async def test_many_watch_one_job(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.may_step.clear()
+    await client.create_job([5, 6, 7], job_id="mine", max_new_tokens=300)
+    watchers = [asyncio.ensure_future(collect(client.watch_job("mine"))) for _ in range(10)]
+    leaver = asyncio.ensure_future(anext(client.watch_job("mine")))
+    server.loop.may_step.set()
+    await leaver
+    for chunks in await asyncio.gather(*watchers):
+        assert tokens_of(chunks) == [5, 6, 7] * 100
+
+
+async def test_a_long_output_comes_in_parts() -> None:
+    num_tokens = 2 * MAX_CHUNK_TOKENS + 5
+    async with generation_server(context_tokens=num_tokens + 10) as server, AsyncClient(server.address) as client:
+        await client.create_job([5, 6], job_id="mine", max_new_tokens=num_tokens)
+        await state_of(client, "mine", JobState.ENDED)
+        late = await collect(client.watch_job("mine", num_tokens - 1))
+        assert [chunk.token_ids for chunk in late] == [(5,)]
+        chunks = await collect(client.watch_job("mine"))
+        assert [len(chunk.token_ids) for chunk in chunks] == [MAX_CHUNK_TOKENS, MAX_CHUNK_TOKENS, 5]
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+
+
+async def test_the_same_request_makes_one_job(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.may_step.clear()
+    created = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
+    # A server that takes nobody in any more still knows its jobs.
+    server.queue.close("full")
+    again = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
+    assert again.created_at == created.created_at
+    assert server.desk.num_jobs == 1
+    server.loop.may_step.set()
+    streams = [collect(client.generate("Hello", job_id="mine", max_new_tokens=6)), collect(client.watch_job("mine"))]
+    generated, watched = await asyncio.gather(*streams)
+    assert tokens_of(generated) == tokens_of(watched)
+    # The seed was drawn once.
+    assert generated[-1].usage == watched[-1].usage
+    over = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
+    assert (over.state, over.created_at) == (JobState.ENDED, created.created_at)
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_new_tokens": 7}, {"max_new_tokens": 6, "seed": 1}, {"max_new_tokens": 6, "stop_token_ids": [9]}]
+)
+async def test_another_request_cannot_have_the_name(client: AsyncClient, other: dict[str, Any]) -> None:
+    await client.create_job([5], job_id="mine", max_new_tokens=6)
+    for prompt, params in (([5], other), ([6], {"max_new_tokens": 6})):
+        with pytest.raises(AlreadyExistsError, match="'mine'"):
+            await client.create_job(prompt, job_id="mine", **params)
+        with pytest.raises(AlreadyExistsError, match="'mine'"):
+            await collect(client.generate(prompt, job_id="mine", **params))
+
+
+async def test_a_job_that_was_left_or_failed_can_be_tried_again(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    async with aclosing(client.generate([5], job_id="mine", max_new_tokens=9)) as chunks:
+        await anext(chunks)
+    left = await state_of(client, "mine", JobState.ENDED)
+    assert (left.finish_reason, left.num_tokens) == ("abort", TOKENS_PER_STEP)
+    server.loop.error = UnavailableError("verify is gone")
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.generate([5], job_id="mine", max_new_tokens=9))
+    failed = await state_of(client, "mine", JobState.ENDED)
+    assert (failed.finish_reason, failed.error) == (None, "verify is gone")
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.watch_job("mine"))
+    server.loop.error = server.loop.pause_tokens = None
+    assert tokens_of(await collect(client.generate([5], job_id="mine", max_new_tokens=9))) == [5] * 9
+
+
+async def test_the_last_call_that_a_job_is_for_ends_it(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    calls = [client.generate([5], job_id="mine", max_new_tokens=9) for _ in range(2)]
+    watcher = client.watch_job("mine")
+    for call in calls:
+        await anext(call)
+    await anext(watcher)
+    await calls[0].aclose()
+    await client.get_job("mine")
+    assert not server.loop.cancelled
+    await calls[1].aclose()
+    assert (await anext(watcher)).finish_reason == "abort"
+    # Created, too: then it goes on.
+    await client.create_job([5], job_id="other", max_new_tokens=9)
+    call = client.generate([5], job_id="other", max_new_tokens=9)
+    await anext(call)
+    await call.aclose()
+    server.loop.pause_tokens = None
+    assert tokens_of(await collect(client.watch_job("other"))) == [5] * 9
+
+
+async def test_a_created_job_is_cancelled_by_its_name(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="mine", max_new_tokens=9)
+    chunks = client.watch_job("mine")
+    assert (await anext(chunks)).token_ids == (5, 6, 5)
+    await client.cancel_job("mine")
+    assert (await anext(chunks)).finish_reason == "abort"
+    with pytest.raises(NotFoundError):
+        await client.cancel_job("mine")
+    again = await collect(client.watch_job("mine"))
+    assert (tokens_of(again), again[-1].finish_reason) == ([5, 6, 5], "abort")
+
+
+async def test_half_a_character_at_a_cancelled_end(server: GenerationServer, client: AsyncClient) -> None:
+    half = next(t for t in range(350) if server.model.vocabulary.bytes_of(t) == "你".encode()[:1])
+    whole = server.model.tokenizer.encode("a")[0]
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([whole, whole, half], job_id="mine", max_new_tokens=9)
+    chunks = client.watch_job("mine")
+    first = await anext(chunks)
+    assert (first.text, first.text_lengths) == ("aa", (1, 1, 0))
+    await client.cancel_job("mine")
+    last = await anext(chunks)
+    assert (last.text, last.text_lengths, last.token_offset) == ("\ufffd", (), 3)
+    for offset in range(4):
+        assert text_of(await collect(client.watch_job("mine", offset))) == "aa\ufffd"[min(offset, 2) :]
+
+
+async def test_what_nobody_knows(server: GenerationServer, client: AsyncClient) -> None:
+    with pytest.raises(NotFoundError, match="'mine'"):
+        await client.get_job("mine")
+    with pytest.raises(NotFoundError, match="'mine'"):
+        await collect(client.watch_job("mine"))
+    with pytest.raises(InvalidArgumentError, match="job_id"):
+        await client.get_job("a b")
+    await client.create_job([5, EOS_ID], job_id="mine")
+    await state_of(client, "mine", JobState.ENDED)
+    with pytest.raises(InvalidArgumentError, match="0 to 2, the tokens") as caught:
+        await collect(client.watch_job("mine", 3))
+    assert caught.value.field == "from_token"
+
+
+async def test_jobs_are_kept_for_a_while() -> None:
+    now = [0.0]
+    async with generation_server(clock=lambda: now[0]) as server, AsyncClient(server.address) as client:
+        await client.create_job([5], job_id="old", max_new_tokens=3)
+        await state_of(client, "old", JobState.ENDED)
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        now[0] = TTL_S / 2
+        await client.create_job([5], job_id="old", max_new_tokens=3)
+        now[0] = TTL_S
+        # What runs stays, however long; the time of the others runs from their end.
+        assert [job.job_id for job in (await client.list_jobs()).jobs] == ["runs"]
+        with pytest.raises(NotFoundError):
+            await client.get_job("old")
+        server.loop.may_step.set()
+        await state_of(client, "runs", JobState.ENDED)
+        created = await client.create_job([6], job_id="old", max_new_tokens=3)
+        assert created.created_at > (await client.get_job("runs")).created_at
+
+
+async def test_not_many_jobs_are_kept() -> None:
+    async with generation_server(kept_jobs=3) as server, AsyncClient(server.address) as client:
+        for number in range(6):
+            await collect(client.generate([5], job_id=f"job-{number}", max_new_tokens=3))
+        await server.desk.wait_idle()
+        assert [job.job_id for job in (await client.list_jobs()).jobs] == ["job-5", "job-4", "job-3"]
+        assert len(server.store) == 3
+
+
+async def test_pages_hold_every_job_once(server: GenerationServer, client: AsyncClient) -> None:
+    names = [f"job-{number}" for number in range(25)]
+    for name in names[:20]:
+        await client.create_job([5], job_id=name, max_new_tokens=3)
+    for size in (1, 7, 20, 50):
+        found, token, is_first = [], "", True
+        while token or is_first:
+            page = await client.list_jobs(page_size=size, page_token=token)
+            assert 1 <= len(page.jobs) <= size
+            found += [job.job_id for job in page.jobs]
+            token, is_first = page.next_page_token, False
+        assert found == names[19::-1]
+    # What comes meanwhile moves nothing.
+    page = await client.list_jobs(page_size=15)
+    for name in names[20:]:
+        await client.create_job([5], job_id=name, max_new_tokens=3)
+    rest = await client.list_jobs(page_size=15, page_token=page.next_page_token)
+    assert [job.job_id for job in (*page.jobs, *rest.jobs)] == names[19::-1]
+    for field, params in (("page_size", {"page_size": 1001}), ("page_token", {"page_token": "x"})):
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.list_jobs(**params)  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+async def test_states_are_told(client: AsyncClient) -> None:
+    async with generation_server(slots=1) as server, AsyncClient(server.address) as client:
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        await state_of(client, "runs", JobState.RUNNING)
+        assert (await client.create_job([5], job_id="waits", max_new_tokens=3)).state is JobState.WAITING
+        states = {job.job_id: job.state for job in (await client.list_jobs()).jobs}
+        assert states == {"waits": JobState.WAITING, "runs": JobState.RUNNING}
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_deadline_ends_the_job(is_running: bool) -> None:
+    """In the queue and while it runs; what others asked for goes on."""
+    async with generation_server(slots=1 + is_running) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        await client.create_job([5], job_id="other", max_new_tokens=9)
+        await state_of(client, "other", JobState.RUNNING)
+        with pytest.raises(DeadlineExceededError):
+            await collect(client.generate([6], job_id="mine", max_new_tokens=9, timeout_s=0.2))
+        ended = await state_of(client, "mine", JobState.ENDED)
+        assert (ended.finish_reason, ended.num_tokens) == ("abort", TOKENS_PER_STEP * is_running)
+        assert [job.spec.job_id for job in server.loop.cancelled] == ["mine"]
+        assert not len(server.queue)
+        assert server.metric("requests_total", outcome="deadline") == 1
+        # The deadline of a watch is the watch's alone.
+        with pytest.raises(DeadlineExceededError):
+            await collect(client.watch_job("other", timeout_s=0.1))
+        server.loop.pause_tokens = None
+        assert tokens_of(await collect(client.watch_job("other"))) == [5] * 9
+
+
+async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
+    server.loop.may_step.clear()
+    spec = parse_request(
+        generation_pb2.GenerateRequest(job_id="mine", text="a"), server.model.limits, server.model.tokenizer
+    )
+    kept = server.desk.create(spec, server.model.vocabulary.new_detokenizer())
+    server.desk.enter(kept)
+    with pytest.raises(DeadlineExceededError, match="'mine' had 0 tokens"):
+        await collect(server.desk.watch(kept, timeout_s=0.01))
+    server.desk.leave(kept, 0.0)
+    await server.desk.wait_idle()
+    assert server.metric("requests_total", outcome="deadline") == 1
+
+
+async def test_who_does_not_read_is_cut_off_and_holds_nobody_up() -> None:
+    num_tokens = 40_000
+    async with generation_server(context_tokens=2 * num_tokens, read_timeout_s=0.3) as server:
+        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+        async with (
+            AsyncClient(server.address) as client,
+            grpc.aio.insecure_channel(server.address, options=options) as channel,
+        ):
+            stub: Any = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+            await client.create_job([300, 301], job_id="mine", max_new_tokens=num_tokens)
+            slow = aiter(stub.WatchJob(generation_pb2.WatchJobRequest(job_id="mine")))
+            seen = len((await anext(slow)).token_ids)
+            # The others have it all while it does not read.
+            assert len(tokens_of(await collect(client.watch_job("mine")))) == num_tokens
+            await until(lambda: server.metric("streams_cut_off_total") == 1)
+            error = None
+            while error is None:
+                try:
+                    seen += len((await anext(slow)).token_ids)
+                except grpc.aio.AioRpcError as failure:
+                    error = error_from_rpc(failure)
+            assert isinstance(error, ResourceExhaustedError)
+            assert "read nothing for 0.3 s" in str(error)
+            assert 0 < seen < num_tokens
+            rest = await collect(client.watch_job("mine", seen))
+            assert len(tokens_of(rest)) == num_tokens - seen
+
+
+async def test_unknown_fields_are_refused(server: GenerationServer) -> None:
+    unknown = b"\xf8\x07\x01"
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        for method in ("CreateJob", "GetJob", "ListJobs", "WatchJob"):
+            call: Any = channel.unary_unary(f"/slipstream.v1.Generation/{method}", None, None)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(unknown)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
