@@ -35,7 +35,10 @@ class DraftServicer(pb_grpc.WorkerServicer):
 
     def Describe(self, request: pb.DescribeRequest, context: grpc.ServicerContext) -> pb.DescribeResponse:
         """See worker.proto."""
-        return self._description
+        description = pb.DescribeResponse()
+        description.CopyFrom(self._description)
+        description.last_epoch = self._last_epoch
+        return description
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachResponse:
         """See worker.proto."""

@@ -77,6 +77,7 @@ async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channe
     description = await worker.Describe(pb.DescribeRequest())
     assert (description.role, description.vocab_size, description.kv_bytes_per_token) == ("draft", VOCAB_SIZE, 0)
     epoch = await attach(worker, arena)
+    assert (await worker.Describe(pb.DescribeRequest())).last_epoch == epoch
     for changes, reason in (
         ({"protocol_version": 2}, "protocol version 2"),
         ({"epoch": epoch}, "was attached to"),
