@@ -140,9 +140,10 @@ class FutureMap:
     def publish(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
         """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
         row = step % self._shape.ring
-        self._ring_write(BufferName.NEW_SEQ_LENS, row, step)[rows] = outcome.seq_lens
-        self._ring_write(BufferName.NUM_ACCEPTED, row, step)[rows] = outcome.num_accepted.to(torch.int32)
-        self._ring_write(BufferName.OUTPUT_TOKENS, row, step)[rows, : outcome.tokens.shape[1]] = outcome.tokens
+        num_accepted = outcome.num_accepted.to(torch.int32)
+        self._ring_write(BufferName.NEW_SEQ_LENS, row, step).index_copy_(0, rows, outcome.seq_lens)
+        self._ring_write(BufferName.NUM_ACCEPTED, row, step).index_copy_(0, rows, num_accepted)
+        _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, row, step), rows, outcome.tokens)
         if self._is_debug:
             # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
             spare = (step + 1) % self._shape.ring
@@ -151,13 +152,12 @@ class FutureMap:
     def stash(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
         """Verify: writes what the next forward on these slots needs. `rows`: [B] int64 slots."""
         bonus = outcome.tokens.gather(1, outcome.num_accepted[:, None])[:, 0]
-        self._slot_write(BufferName.SEQ_LENS, rows, step)[rows] = outcome.seq_lens
-        self._slot_write(BufferName.BONUS_TOKENS, rows, step)[rows] = bonus
-        self._slot_write(BufferName.NUM_NEW, rows, step)[rows] = outcome.num_accepted + 1
-        self._slot_write(BufferName.LAST_TOKENS, rows, step)[rows, : outcome.tokens.shape[1]] = outcome.tokens
+        self._slot_write(BufferName.SEQ_LENS, rows, step).index_copy_(0, rows, outcome.seq_lens)
+        self._slot_write(BufferName.BONUS_TOKENS, rows, step).index_copy_(0, rows, bonus)
+        self._slot_write(BufferName.NUM_NEW, rows, step).index_copy_(0, rows, outcome.num_accepted + 1)
+        _copy_rows(self._slot_write(BufferName.LAST_TOKENS, rows, step), rows, outcome.tokens)
         if outcome.hidden_states is not None:
-            width = outcome.hidden_states.shape[1]
-            self._slot_write(BufferName.HIDDEN_STATES, rows, step)[rows, :width] = outcome.hidden_states
+            _copy_rows(self._slot_write(BufferName.HIDDEN_STATES, rows, step), rows, outcome.hidden_states)
 
     def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
         """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""
@@ -201,7 +201,7 @@ class FutureMap:
 
     def propose(self, step: int, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
-        self._slot_write(BufferName.DRAFT_TOKENS, rows, step)[rows] = tokens
+        self._slot_write(BufferName.DRAFT_TOKENS, rows, step).index_copy_(0, rows, tokens)
 
     def copy_in(self, step: int, rows: torch.Tensor) -> torch.Tensor:
         """Verify: a private copy of the draft tokens, [B, K] int64, each a token whatever a draft wrote."""
@@ -224,3 +224,9 @@ class FutureMap:
         if self._log.is_enabled:
             self._log.access(name, [row], is_write=True, step=step)
         return self._ring_rows[name][row]
+
+
+def _copy_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Writes `values` ([B, W, ...]) into the first W columns of some rows of `target` ([slots, >= W, ...])."""
+    width = values.shape[1]
+    (target if width == target.shape[1] else target.narrow(1, 0, width)).index_copy_(0, rows, values)

@@ -45,6 +45,10 @@ class SlotTable:
             self._check_update(update)
         self._check_chunks(command)
 
+    def limits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Stream work: the limits of B slots, [B] int64."""
+        return self.limits.index_select(0, rows)
+
     def apply(self, updates: tuple[SlotUpdate, ...]) -> None:
         """Stream work: takes over what changed."""
         for update in updates:

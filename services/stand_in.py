@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import EpochState
 
-SPIN_S = 0.00004
+SPIN_S = 0.00006
 """A sleep may end late by so much."""
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class StandInVerify(_StandIn):
         return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
     def _decode(self, command: StepCommand, state: EpochState, rows: torch.Tensor) -> Outcome:
-        seq_lens, _ = state.future_map.gather_ends(command.step, rows, state.slots.limits[rows])
+        seq_lens, _ = state.future_map.gather_ends(command.step, rows, state.slots.limits_of(rows))
         if command.kind is StepKind.PLAIN:
             return self._kernel.run(lambda: _first_tokens(seq_lens + 1))
         draft_tokens = state.future_map.copy_in(command.step, rows)
@@ -125,8 +125,8 @@ class StandInDraft(_StandIn):
         num_tokens = state.attachment.shape.num_draft_tokens
 
         def propose() -> None:
-            stash = state.future_map.gather(command.step, rows, state.slots.limits[rows])
-            tokens = self._kernel.run(lambda: _guessed(stash.seq_lens, num_tokens))
+            seq_lens, _ = state.future_map.gather_ends(command.step, rows, state.slots.limits_of(rows))
+            tokens = self._kernel.run(lambda: _guessed(seq_lens, num_tokens))
             state.future_map.propose(command.step, rows, tokens)
 
         def prefill() -> None:
