@@ -28,8 +28,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	scripts/check-stubs $(BIN)/python
+	scripts/check-protos $(BIN)/python
 	scripts/link-types
-	$(BIN)/mypy build/types/slipstream/*
+	$(BIN)/mypy build/types/slipstream/* scripts/*.py
 	MYPYPATH=examples/numpy_drafter $(BIN)/mypy examples/numpy_drafter/*.py
 
 protos: $(STAMP)

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "bundled": set[str](),
     "training": {"bundled", "common", "services"},
     "examples": {"protos"},
+    "scripts": set[str](),
 }
 """For each folder, the folders that it may import beside itself. None may import `cli`, `benchmarks` or `training`."""
 
