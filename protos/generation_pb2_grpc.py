@@ -85,7 +85,8 @@ class GenerationServicer:
 
     def CreateJob(self, request, context):
         """Creates a job that goes on without a connection, until it ends or is cancelled. The same request again, under the
-        job id of the first, is answered with the same job; another request under that id is ALREADY_EXISTS.
+        job id of the first, is answered with the same job, or another try after a failure or a Generate that was left;
+        another request under that id is ALREADY_EXISTS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +115,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends a job, wherever it is; its streams end with finish reason ABORT. NOT_FOUND if no such job is waiting or running.
+        """Ends a job, wherever it is; its streams end with finish reason ABORT. NOT_FOUND if none such is waiting or running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
