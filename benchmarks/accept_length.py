@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.chunk import Chunk
 
+ALGORITHMS = ("standalone", "eagle3")
 NUM_DRAFT_TOKENS = 4
 CONCURRENCY = 8
 GRAM = 5
@@ -81,8 +82,8 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
 
 
 def main(json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None) -> None:
-    """Measures the standalone draft."""
-    results = asyncio.run(_measure_all("standalone"))
+    """Measures the standalone draft and the EAGLE-3 head."""
+    results = asyncio.run(_measure_all())
     for result in results:
         print(
             f"{result.algorithm}, K = {result.num_draft_tokens}, T = {result.temperature}, seed {result.seed}, first "
@@ -93,13 +94,17 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="Where to
         json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
-async def _measure_all(algorithm: str) -> list[AcceptLength]:
-    async with (
-        ServingStack.start(LOG_DIR) as stack,
-        stack.scheduler(algorithm, arguments=("--num-draft-tokens", str(NUM_DRAFT_TOKENS))) as address,
-        AsyncClient(address) as client,
-    ):
-        return [await _measure(client, algorithm, setting, seed) for setting in SETTINGS for seed in setting.seeds]
+async def _measure_all() -> list[AcceptLength]:
+    results = []
+    async with ServingStack.start(LOG_DIR) as stack:
+        for algorithm in ALGORITHMS:
+            async with (
+                stack.scheduler(algorithm, arguments=("--num-draft-tokens", str(NUM_DRAFT_TOKENS))) as address,
+                AsyncClient(address) as client,
+            ):
+                cases = [(setting, seed) for setting in SETTINGS for seed in setting.seeds]
+                results += [await _measure(client, algorithm, setting, seed) for setting, seed in cases]
+    return results
 
 
 async def _measure(client: AsyncClient, algorithm: str, setting: Setting, seed: int) -> AcceptLength:

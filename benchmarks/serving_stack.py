@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.stack import Stack
-from slipstream.bundled import standalone_dir, target_dir
+from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ServingStack:
-    """Verify and draft of the bundled model, which stay, and schedulers that come and go."""
+    """Verify and drafts of the bundled model, which stay, and schedulers that come and go."""
 
     def __init__(self, stack: Stack) -> None:
         """Use `start`."""
@@ -24,18 +24,21 @@ class ServingStack:
     @classmethod
     @asynccontextmanager
     async def start(cls, log_dir: Path) -> AsyncIterator[ServingStack]:
-        """Loads both models."""
+        """Loads all models."""
         async with Stack(log_dir) as stack:
             await stack.worker("verify", "--model", str(target_dir()))
             await stack.worker("draft", "--model", str(standalone_dir()))
+            head = ("--model", str(eagle3_dir()), "--target", str(target_dir()), "--algorithm", "eagle3")
+            await stack.worker("draft", *head, name="eagle3")
             yield cls(stack)
 
     @asynccontextmanager
     async def scheduler(
         self, algorithm: str, *, run_ahead: int = 1, metrics_port: int = 0, arguments: tuple[str, ...] = ()
     ) -> AsyncIterator[str]:
-        """A scheduler with "standalone" drafts or "none"; yields its address."""
-        draft = ("--draft", self._stack.socket("draft")) if algorithm == "standalone" else ()
+        """A scheduler with "standalone" or "eagle3" drafts or "none"; yields its address."""
+        name = {"standalone": "draft", "eagle3": "eagle3"}.get(algorithm)
+        draft = () if name is None else ("--draft", self._stack.socket(name))
         (port,) = free_ports(1)
         async with self._stack.scheduler(
             *("--verify", self._stack.socket("verify")),

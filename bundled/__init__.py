@@ -31,6 +31,11 @@ def standalone_dir() -> Path:
     return _HERE / "standalone"
 
 
+def eagle3_dir() -> Path:
+    """Folder of the EAGLE-3 head; embedding and tokenizer are the target's."""
+    return _HERE / "eagle3"
+
+
 def prompts() -> list[Prompt]:
     """The 64 held-out prompts, 48 to 96 tokens each."""
     lines = (_HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()

@@ -9,7 +9,7 @@ from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.config import STANDALONE
+from slipstream.services.config import EAGLE3, STANDALONE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,13 +27,15 @@ class ModelChoice:
     """Directory of the target model."""
     draft: Path | None
     """Directory of the draft model; None when nothing drafts."""
+    draft_algorithm: str = STANDALONE
+    """How the draft model drafts; unused when nothing drafts."""
     num_draft_tokens: int = SchedulerConfig.num_draft_tokens
     """Tokens drafted in a step; unused when nothing drafts."""
 
     @property
     def algorithm(self) -> str:
         """How drafts are made."""
-        return "none" if self.draft is None else STANDALONE
+        return "none" if self.draft is None else self.draft_algorithm
 
     @classmethod
     def choose(
@@ -55,14 +57,16 @@ class ModelChoice:
         elif draft is None:
             if target is not None:
                 raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm none")
-            draft = bundled.standalone_dir()
+            draft = bundled.eagle3_dir() if algorithm == EAGLE3 else bundled.standalone_dir()
         if num_draft_tokens is None:
             num_draft_tokens = cls.num_draft_tokens
         target = target or bundled.target_dir()
         _check_model("target", target)
         if draft is not None:
             _check_model("draft", draft)
-        return cls(target=target, draft=draft, num_draft_tokens=num_draft_tokens)
+        if draft is None:
+            return cls(target=target, draft=None, num_draft_tokens=num_draft_tokens)
+        return cls(target=target, draft=draft, draft_algorithm=algorithm, num_draft_tokens=num_draft_tokens)
 
 
 def _check_model(option: str, path: Path) -> None:

@@ -37,6 +37,8 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     options: dict[str, object] = {"--model": worker.model, "--listen": config.socket(name), "--device": worker.device}
     if name == "draft":
         options["--algorithm"] = worker.algorithm
+    if worker.target is not None:
+        options["--target"] = worker.target
     if worker.threads is not None:
         options["--threads"] = worker.threads
     return ServiceCommand(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from slipstream.common.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.errors import ConfigError
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import LISTEN
-from slipstream.services.config import WorkerConfig
+from slipstream.services.config import EAGLE3, WorkerConfig
 
 if TYPE_CHECKING:
     from slipstream.cli.model_choice import ModelChoice
@@ -76,7 +76,10 @@ class UpConfig:
         """Settings of the "verify" or the "draft" service."""
         model = self.models.draft if name == "draft" else self.models.target
         assert model is not None, "a draft service without a draft"
-        return WorkerConfig(model=model, device=self.device, threads=self.threads)
+        settings = WorkerConfig(model=model, device=self.device, threads=self.threads)
+        if name == "draft" and self.models.algorithm == EAGLE3:
+            return replace(settings, algorithm=EAGLE3, target=self.models.target)
+        return settings
 
     @property
     def scheduler(self) -> SchedulerConfig:

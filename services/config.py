@@ -8,7 +8,8 @@ from pathlib import Path  # noqa: TC003 - read at run time by the command line
 from slipstream.common.errors import ConfigError
 
 STANDALONE = "standalone"
-ALGORITHMS = (STANDALONE,)
+EAGLE3 = "eagle3"
+ALGORITHMS = (STANDALONE, EAGLE3)
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -20,6 +21,8 @@ class WorkerConfig:
     """A Hugging Face directory."""
     algorithm: str = STANDALONE
     """How a draft works; verify has no use for it."""
+    target: Path | None = None
+    """Directory of the target model, for what a draft head leaves to it: the embedding, the tokenizer."""
     device: str = "auto"
     """What to compute on: "auto", "cpu" or "cuda"."""
     threads: int | None = None
@@ -35,6 +38,8 @@ class WorkerConfig:
         """Raises ConfigError naming the field."""
         if not self.model.is_dir():
             raise ConfigError("model", str(self.model), "a directory with a checkpoint")
+        if self.target is not None and not self.target.is_dir():
+            raise ConfigError("target", str(self.target), "a directory with a checkpoint")
         if self.algorithm not in ALGORITHMS:
             raise ConfigError("algorithm", self.algorithm, ", ".join(ALGORITHMS))
         if self.device not in DEVICES:

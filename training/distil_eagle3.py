@@ -80,7 +80,7 @@ def train(
         optimizer.step(course.rate_factor(progress))
         step += 1
         if step % LOG_EVERY_STEPS == 0:
-            record = {"step": step, "seconds": time.monotonic() - began}
+            record: dict[str, Any] = {"step": step, "seconds": time.monotonic() - began}
             record |= {"text_loss": text_loss.item(), "text_overlap": text_overlaps.tolist()}
             record |= {"own_loss": own_loss.item(), "own_overlap": own_overlaps.tolist()}
             log.append(record)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from slipstream.training.llama import MLP, Llama, LlamaShape, RMSNorm, rope_tables, rotate
 
@@ -50,7 +49,9 @@ class ChainAttention(nn.Module):
         cache.append((rotate(key, cos, sin), value))
         first_keys, first_values = cache[0]
         # [batch, kv heads, query heads of each, length, head_dim]
-        query = rotate(query, cos, sin).unflatten(1, (first_keys.shape[1], -1)) * self.head_dim**-0.5
+        query = (
+            rotate(query, cos, sin).view(batch, first_keys.shape[1], -1, length, self.head_dim) * self.head_dim**-0.5
+        )
         scores = query @ first_keys[:, :, None].transpose(-1, -2)
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))

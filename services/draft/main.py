@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path  # noqa: TC003 - read at run time by the command line
 from typing import Annotated
 
 import typer
@@ -31,7 +32,13 @@ def main() -> None:
 def draft(
     model: ModelOption,
     listen: ListenOption,
-    algorithm: Annotated[str, typer.Option("--algorithm", help="How it drafts: standalone.")] = WorkerConfig.algorithm,
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", help="How it drafts: standalone or eagle3.")
+    ] = WorkerConfig.algorithm,
+    target: Annotated[
+        Path | None,
+        typer.Option("--target", help="The target's directory, for a head without embedding or tokenizer of its own."),
+    ] = WorkerConfig.target,
     device: DeviceOption = WorkerConfig.device,
     threads: ThreadsOption = WorkerConfig.threads,
     metrics_port: MetricsOption = 0,
@@ -53,6 +60,7 @@ def draft(
             acknowledge_done=acknowledge_done,
             access_log_dir=access_log_dir,
             algorithm=algorithm,
+            target=target,
         ),
     )
 

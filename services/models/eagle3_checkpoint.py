@@ -1,0 +1,109 @@
+"""Loads an EAGLE-3 head's checkpoint, in the layout of the paper's authors or of the `speculators` package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.errors import CheckpointError
+from slipstream.services.models.checkpoint import Slot, check_tensors, fill, layer_slots
+from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.eagle3 import Eagle3Head
+from slipstream.services.models.eagle3_config import Eagle3Config
+from slipstream.services.models.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_EMBEDDING = "embed_tokens.weight"
+_TARGET_EMBEDDING = "model.embed_tokens.weight"
+_IDS = "d2t"
+_TABLES = (_IDS, "t2d")
+
+
+def load_eagle3(
+    path: str | Path,
+    *,
+    target: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[float], None] | None = None,
+) -> Eagle3Head:
+    """Reads a head that computes in `dtype`, whatever the files hold.
+
+    `target` is the target's directory: its embedding serves a head that has none of its own. Raises `CheckpointError`
+    when the directory is not a whole head, or not one for this target.
+    """
+    path = Path(path)
+    config = Eagle3Config.from_directory(path)
+    if target is not None:
+        _check_target(path, config, target)
+    slots = dict(_slots(config))
+    with WeightFiles(path) as files:
+        if _EMBEDDING not in files.tensors:
+            del slots[_EMBEDDING]
+        check_tensors(files, slots, "an EAGLE-3 head", lambda name: name in _TABLES)
+        token_ids = _token_ids(files, config)
+        head = Eagle3Head(config, device=device, dtype=dtype)
+        head.token_ids.copy_(token_ids)
+        fill(head, slots, files, on_progress)
+        if _EMBEDDING not in slots:
+            head.embedding.copy_(_target_embedding(path, config, target))
+    head.pack()
+    return head.eval()
+
+
+def _slots(config: Eagle3Config) -> Iterator[tuple[str, Slot]]:
+    layer, name = config.layer, config.layer_name
+    hidden = layer.hidden_size
+    yield _EMBEDDING, Slot("embedding", 0, (layer.vocab_size, hidden))
+    yield "fc.weight", Slot("fc.weight", 0, (hidden, config.fused_width))
+    yield f"{name}.hidden_norm.weight", Slot("hidden_norm.weight", 0, (hidden,))
+    yield f"{name}.input_layernorm.weight", Slot("layer.attention_norm.weight", 0, (hidden,))
+    yield from layer_slots(layer, name, "layer", input_size=2 * hidden)
+    yield "norm.weight", Slot("norm.weight", 0, (hidden,))
+    yield "lm_head.weight", Slot("head.weight", 0, (config.draft_vocab_size, hidden))
+
+
+def _token_ids(files: WeightFiles, config: Eagle3Config) -> torch.Tensor:
+    """The target's ids of the draft's tokens: `d2t` has how far each is from the draft's own."""
+    size, vocab_size = config.draft_vocab_size, config.layer.vocab_size
+    own = torch.arange(size)
+    if _IDS not in files.tensors:
+        if size == vocab_size:
+            return own
+        raise CheckpointError(f"{files.path}: missing tensors: {_IDS}; draft_vocab_size asks for it")
+    info = files.tensors[_IDS]
+    if info.shape != (size,) or info.dtype not in ("I64", "I32"):
+        given = f"{info.dtype} {list(info.shape)}"
+        raise CheckpointError(f"{files.path}: {info.file}: tensor {_IDS}: got {given}, supported: I64 [{size}]")
+    ids = own + files.read(_IDS)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) < size:
+        message = f"some of its ids are not below {vocab_size}, or there twice; supported: target id - draft id"
+        raise CheckpointError(f"{files.path}: {info.file}: tensor {_IDS}: {message}")
+    return ids
+
+
+def _check_target(path: Path, config: Eagle3Config, target: Path) -> None:
+    model = ModelConfig.from_directory(target)
+    pairs = (
+        ("hidden size", config.target_hidden_size, model.hidden_size),
+        ("vocabulary size", config.layer.vocab_size, model.vocab_size),
+    )
+    for what, asked, given in pairs:
+        if asked != given:
+            raise CheckpointError(f"{path}: the head is for a target of {what} {asked}, that of {target} is {given}")
+
+
+def _target_embedding(path: Path, config: Eagle3Config, target: Path | None) -> torch.Tensor:
+    shape = (config.layer.vocab_size, config.layer.hidden_size)
+    if target is None:
+        raise CheckpointError(f"{path}: missing tensors: {_EMBEDDING}; it can be the target's, if that is named")
+    with WeightFiles(target) as files:
+        info = files.tensors.get(_TARGET_EMBEDDING)
+        if info is None or info.shape != shape:
+            given = "missing" if info is None else f"{list(info.shape)} in {target}"
+            raise CheckpointError(f"{path}: {_EMBEDDING} is the target's, which is {given}, not {list(shape)}")
+        return files.read(_TARGET_EMBEDDING)

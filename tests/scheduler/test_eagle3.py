@@ -1,0 +1,139 @@
+"""EAGLE-3 heads on real engines and streams: the target's tokens, whatever the head, and in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream import bundled
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.errors import MismatchError
+from slipstream.common.sampling import SamplingParams
+from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.ordering.replay import Replay
+from slipstream.services.config import EAGLE3, WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_weights
+from tests.eagle3_checkpoints import LAYOUTS, write_head
+from tests.scheduler.test_lossless import Models, Served, Way, make_jobs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slipstream.services.engine import RoleEngine
+
+SEED = 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two streams share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def verify(target: Path) -> RoleEngine:
+    """Loaded once."""
+    return make_verify(WorkerConfig(model=target), HostDevice(), 0)
+
+
+@pytest.fixture(scope="module")
+def reference(verify: RoleEngine) -> list[list[int]]:
+    """Plain decoding, one request at a time, nothing runs ahead."""
+    way = Way(run_ahead=0, slots=1, chunk_tokens=64)
+    return Served(Models(verify, verify, verify), way).run(*([job] for job in make_jobs()))
+
+
+def make_head(path: Path, target: Path, layout: str = LAYOUTS[0]) -> RoleEngine:
+    """A head that sees little of its states and much of the target's own first guess, so that it is right at times."""
+    write_head(path, layout=layout, has_embedding=False, has_tokenizer=False, draft_vocab_size=VOCAB_SIZE)
+    weights = load_file(path / "model.safetensors")
+    own = load_file(target / "model.safetensors")
+    hidden = weights["fc.weight"].shape[0]
+    weights["fc.weight"] = torch.cat((torch.zeros(hidden, 2 * hidden), torch.eye(hidden)), dim=1)
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] *= 0.02
+    weights["norm.weight"], weights["lm_head.weight"] = own["model.norm.weight"], own["lm_head.weight"]
+    write_weights(path, {name: tensor.contiguous() for name, tensor in weights.items()})
+    return make_draft(WorkerConfig(model=path, target=target, algorithm=EAGLE3), HostDevice(), 0)
+
+
+WAYS = [
+    Way(num_draft_tokens=4, run_ahead=0, chunk_tokens=3),
+    Way(num_draft_tokens=1, run_ahead=1, slots=2, chunk_tokens=1),
+    Way(num_draft_tokens=3, run_ahead=2, slots=3),
+    Way(num_draft_tokens=4, run_ahead=1, chunk_tokens=64, debug=False),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_tokens_are_the_targets_and_nothing_collides(
+    verify: RoleEngine, target: Path, reference: list[list[int]], tmp_path: Path, way: Way, layout: str
+) -> None:
+    head = make_head(tmp_path / "head", target, layout)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    together, alone = make_jobs(), make_jobs()
+    outputs = Served(Models(verify, head, head), way, log_dir=logs).run(together, *([job] for job in alone))
+    assert outputs == reference * 2
+    report = Replay(logs).report()
+    assert not report.races
+    assert not report.stuck
+    for one, other in zip(together, alone, strict=True):
+        # A head's guesses depend on its keys and values alone: not on the batch or how its prompt was cut.
+        assert one.counts.total_accepted_tokens == other.counts.total_accepted_tokens
+
+
+def test_how_a_prompt_is_cut_changes_no_guess(verify: RoleEngine, tmp_path: Path, target: Path) -> None:
+    head = make_head(tmp_path / "head", target)
+    counts = []
+    for chunk_tokens in (1, 3, 8, 64):
+        jobs = make_jobs(10)
+        Served(Models(verify, head, head), Way(num_draft_tokens=4, chunk_tokens=chunk_tokens)).run(jobs)
+        counts.append([(job.counts.num_verify_steps, job.counts.total_accepted_tokens) for job in jobs])
+    assert counts[0] == counts[1] == counts[2] == counts[3]
+
+
+def test_layers_that_the_target_does_not_have_are_refused(verify: RoleEngine, tmp_path: Path, target: Path) -> None:
+    path = write_head(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    head = make_draft(WorkerConfig(model=path, target=target, algorithm=EAGLE3), HostDevice(), 0)
+    served = Served(Models(verify, head, head), Way(num_draft_tokens=2))
+    with pytest.raises(MismatchError, match="layers to fuse"):
+        served.run(make_jobs(1))
+    served.close()
+
+
+def test_the_bundled_head_is_right_more_often_than_not() -> None:
+    device, target = HostDevice(), bundled.target_dir()
+    verify = make_verify(WorkerConfig(model=target), device, 0)
+    head = make_draft(WorkerConfig(model=bundled.eagle3_dir(), target=target, algorithm=EAGLE3), device, 0)
+    jobs = [
+        Job(
+            JobSpec(
+                job_id=str(number),
+                prompt=tuple(range(300 * number, 300 * number + 20)),
+                max_new_tokens=48,
+                sampling=SamplingParams(temperature=0.8, seed=number),
+                stop_token_ids=frozenset(),
+            )
+        )
+        for number in range(1, 5)
+    ]
+    Served(Models(verify, head, head), Way(num_draft_tokens=4, page_tokens=16)).run(jobs)
+    steps = sum(job.counts.num_verify_steps for job in jobs)
+    assert 1 + sum(job.counts.total_accepted_tokens for job in jobs) / steps > 2

@@ -1,0 +1,185 @@
+"""EAGLE-3 heads: their numbers against a plain reference, their layouts, and what is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.common.errors import CheckpointError
+from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.eagle3_checkpoint import load_eagle3
+from slipstream.services.models.eagle3_config import Eagle3Config
+from slipstream.services.models.kv_cache import PagedKV
+from tests.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json
+from tests.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, LAYOUTS, SPECULATORS, head_weights, write_head
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.services.models.eagle3 import Eagle3Head
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, SIZE = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
+HIDDEN, EPS = LLAMA["hidden_size"], LLAMA["rms_norm_eps"]
+
+
+def load(path: Path, target: Path | None = None) -> Eagle3Head:
+    """The head in float32."""
+    return load_eagle3(path, target=target, device=CPU, dtype=torch.float32)
+
+
+class Reference:
+    """The head as the paper's code has it, without a cache: all entries at once."""
+
+    def __init__(self, layout: str) -> None:
+        layer = "midlayer." if layout == AUTHORS else "layers.0."
+        weights = head_weights(layout, seed=0)
+        self.weights = {name.removeprefix(layer).removesuffix(".weight"): w for name, w in weights.items()}
+        self.has_normed_residual = layout == SPECULATORS
+
+    def states(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """[L] tokens and [L, hidden] states, of the entries 0 .. L-1, to the layer's states."""
+        w = self.weights
+        normed = self.norm("hidden_norm", states)
+        both = torch.cat((self.norm("input_layernorm", w["embed_tokens"][tokens]), normed), dim=-1)
+        query, key, value = (
+            (both @ w[f"self_attn.{name}_proj"].T).view(len(tokens), -1, SIZE).transpose(0, 1) for name in "qkv"
+        )
+        key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (rotate(key), value))
+        scores = rotate(query) @ key.transpose(1, 2) / SIZE**0.5
+        scores += torch.full(scores.shape[1:], float("-inf")).triu(1)
+        mixed = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+        x = (normed if self.has_normed_residual else states) + mixed @ w["self_attn.o_proj"].T
+        y = self.norm("post_attention_layernorm", x)
+        return x + (F.silu(y @ w["mlp.gate_proj"].T) * (y @ w["mlp.up_proj"].T)) @ w["mlp.down_proj"].T
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Root mean square norm."""
+        return x * (x.pow(2).mean(-1, keepdim=True) + EPS).rsqrt() * self.weights[name]
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """Over the draft's vocabulary."""
+        return self.norm("norm", state) @ self.weights["lm_head"].T
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """RoPE over [heads, L, size] at positions 0 .. L-1."""
+    theta = LLAMA["rope_parameters"]["rope_theta"]
+    frequencies = theta ** -(torch.arange(0, SIZE, 2) / SIZE)
+    angles = torch.outer(torch.arange(x.shape[1]).float(), frequencies).repeat(1, 2)
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chain_behind_fused_states_is_as_the_reference_has_it(tmp_path: Path, layout: str) -> None:
+    head, reference = load(write_head(tmp_path, layout=layout)), Reference(layout)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB_SIZE, (9,), generator=generator)
+    hidden = torch.randn(6, 3 * HIDDEN, generator=generator)
+    cache = PagedKV(head.config.layer, num_pages=5, page_size=4, device=CPU, dtype=torch.float32)
+
+    def run(start: int, states: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(start, start + len(states))[None]
+        batch = ForwardBatch(
+            tokens=tokens[positions],
+            positions=positions,
+            is_valid=torch.ones_like(positions, dtype=torch.bool),
+            page_table=torch.tensor([[3, 1, 4]]),
+            limits=torch.tensor([12]),
+        )
+        return head(batch, states[None], cache)[0]  # type: ignore[no-any-return]
+
+    given = head.fuse(hidden)
+    torch.testing.assert_close(given, hidden @ reference.weights["fc"].T)
+    own = torch.cat((run(0, given[:2]), run(2, given[2:])))
+    for depth in range(3):
+        expected = reference.states(tokens[: 6 + depth], given)
+        torch.testing.assert_close(own[-1], expected[-1], rtol=1e-4, atol=1e-4)
+        logits = head.logits(own[-1])
+        torch.testing.assert_close(logits[1 : 2 * DRAFT_VOCAB_SIZE : 2], reference.logits(own[-1]))
+        assert logits.isfinite().sum() == DRAFT_VOCAB_SIZE
+        given = torch.cat((given, own[-1:]))
+        own = torch.cat((own, run(6 + depth, own[-1:])))
+
+
+def test_the_targets_embedding_serves_a_head_without_one(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    path = write_head(tmp_path / "head", has_embedding=False)
+    assert torch.equal(load(path, target).embedding, load_embedding(target))
+    with pytest.raises(CheckpointError, match="embed_tokens.weight; it can be the target's"):
+        load(path)
+
+
+def load_embedding(target: Path) -> torch.Tensor:
+    """The target's."""
+    from slipstream.services.models.checkpoint import load_decoder
+
+    return load_decoder(target, device=CPU, dtype=torch.float32).embedding
+
+
+def test_layers_are_numbered_by_their_inputs(tmp_path: Path) -> None:
+    name = "eagle_aux_hidden_state_layer_ids"
+    assert Eagle3Config.from_directory(write_head(tmp_path)).fused_layers == ()
+    assert Eagle3Config.from_directory(write_head(tmp_path, **{name: [0, 1, 2]})).fused_layers == (0, 1, 2)
+    nested = write_head(tmp_path, eagle_config={name: [0, 1, 2]})
+    assert Eagle3Config.from_directory(nested).fused_layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": "fc.weight"}, "missing tensors: fc.weight"),
+        ({"drop": "midlayer.hidden_norm.weight"}, "missing tensors: midlayer.hidden_norm.weight"),
+        ({"drop": "d2t"}, "missing tensors: d2t"),
+        ({"target_hidden_size": 32}, r"tensor fc.weight: got shape \[64, 192\], config.json asks for \[64, 96\]"),
+        ({"hidden_size": 128}, "got shape"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers: got 2, supported: 1"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures: got"),
+        ({"speculators_model_type": "eagle"}, "speculators_model_type: got 'eagle', supported: 'eagle3'"),
+        ({"speculators_model_type": "eagle3"}, "transformer_layer_config: got None"),
+        ({"norm_before_fc": True}, "norm_before_fc: got True"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size: got 0"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"eagle_aux_hidden_state_layer_ids: got \[1, 2\]"),
+        ({"quantization_config": {}, "model_type": "qwen3"}, "model_type: got 'qwen3'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write_head(tmp_path, **changes)
+    if changes.get("draft_vocab_size") == 0:
+        path = write_head(tmp_path)
+        write_json(path / "config.json", raw_config(path) | {"draft_vocab_size": 0})
+    with pytest.raises(CheckpointError, match=message) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+def raw_config(path: Path) -> dict[str, Any]:
+    """`config.json` as it is."""
+    from slipstream.services.models.config import read_json
+
+    return read_json(path / "config.json")
+
+
+def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head")
+    with pytest.raises(CheckpointError, match=r"for a target of hidden size 64, that of .* is 128"):
+        load(path, write_checkpoint(tmp_path / "wide", hidden_size=128))
+    with pytest.raises(CheckpointError, match=r"for a target of vocabulary size 272, that of .* is 300"):
+        load(path, write_checkpoint(tmp_path / "wordy", vocab_size=300))
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    from tests.checkpoints import write_weights
+
+    path = write_head(tmp_path)
+    weights = head_weights(AUTHORS, seed=0)
+    for shift, place in ((VOCAB_SIZE, -1), (-1, 1)):
+        broken = weights["d2t"].clone()
+        broken[place] += shift
+        write_weights(path, weights | {"d2t": broken if shift > 0 else -torch.arange(DRAFT_VOCAB_SIZE)})
+        with pytest.raises(CheckpointError, match="d2t: some of its ids are not below 272, or there twice"):
+            load(path)
