@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.noise import gumbel_noise
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.sampling import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models.acceptance import accept
 from slipstream.services.models.sampler import SamplingRows, sample
 
@@ -208,7 +208,7 @@ def test_extreme_logits_choose_a_token_of_the_vocabulary() -> None:
         tokens = draw(logits, [params] * 4, [1, 2, 3, 4])
         assert tokens[:2] == [9, 4]
         assert all(0 <= token < 10 for token in tokens)
-    tiny = SamplingParams(temperature=1e-30)
+    tiny = SamplingParams(temperature=LEAST_TEMPERATURE)
     logits = np.array([[1.0, 1.5, 1.25, 1.5]], np.float32)
     assert draw(logits, [tiny], [0])[0] in (1, 3)
 
