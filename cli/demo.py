@@ -21,6 +21,8 @@ from slipstream.cli.service_command import free_address, scheduler_command, work
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import UpConfig
+from slipstream.common.errors import ConfigError
+from slipstream.services.config import ALGORITHMS
 
 if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun
@@ -32,15 +34,17 @@ TEMPERATURE = 0.8
 SEED = 1
 
 
-async def run_demo() -> int:
+async def run_demo(algorithm: str) -> int:
     """Runs it in a state directory of its own, on free ports; gives the exit status.
 
     That is 1 when drafting changed the tokens, and 130 when a signal ended it.
-    Raises SlipstreamError when a service dies.
+    Raises SlipstreamError when a service dies, and ConfigError for an algorithm that drafts nothing.
     """
+    if algorithm not in ALGORITHMS:
+        raise ConfigError("algorithm", algorithm, " or ".join(ALGORITHMS))
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        models = ModelChoice.choose(target=None, draft=None, algorithm=None, num_draft_tokens=None)
+        models = ModelChoice.choose(target=None, draft=None, algorithm=algorithm, num_draft_tokens=None)
         config = UpConfig(models=models, state_dir=Path(folder), listen="127.0.0.1:0")
         loading = LoadingDisplay(console, is_live=console.is_terminal)
         supervisor = Supervisor(

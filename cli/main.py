@@ -14,7 +14,8 @@ import typer
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
 from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, InvalidArgumentError, SlipstreamError
-from slipstream.services.config import DEVICES
+from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
+from slipstream.services.config import DEVICES, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -190,11 +191,15 @@ def status(
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    algorithm: Annotated[
+        str, typer.Option(metavar="|".join(WORKER_ALGORITHMS), help="How drafts are made.")
+    ] = WorkerConfig.algorithm,
+) -> None:
     """Watch the bundled models serve several prompts at once, with drafting and without."""
     from slipstream.cli.demo import run_demo
 
-    _exit_with(run_demo())
+    _exit_with(run_demo(algorithm))
 
 
 def _exit_with(work: Coroutine[object, object, int]) -> None:

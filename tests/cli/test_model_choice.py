@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _bundled_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("target", "standalone"):
+    for name in ("target", "standalone", "eagle3"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
         monkeypatch.setattr(bundled, f"{name}_dir", lambda name=name: tmp_path / name)
@@ -56,6 +56,8 @@ def test_without_options_the_bundled_pair() -> None:
         bundled.standalone_dir(),
         "standalone",
     )
+    head = choose(algorithm="eagle3")
+    assert (head.draft, head.algorithm) == (bundled.eagle3_dir(), "eagle3")
     assert choose(algorithm="none").draft is None
     assert choose(num_draft_tokens=2).num_draft_tokens == 2
 
@@ -64,6 +66,7 @@ def test_a_target_alone_has_no_draft(model: Path) -> None:
     chosen = choose(target=model)
     assert (chosen.target, chosen.draft, chosen.algorithm) == (model, None, "none")
     assert choose(target=model, draft=model).algorithm == "standalone"
+    assert choose(target=model, draft=model, algorithm="eagle3").algorithm == "eagle3"
 
 
 @pytest.mark.parametrize(
