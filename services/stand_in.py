@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import EpochState
 
-SPIN_S = 0.00015
-"""A sleep may end late, and a core that slept is slow at first: the last bit is spent looking at the clock."""
+SPIN_S = 0.00006
+"""A sleep may end late by so much."""
 T = TypeVar("T")
 
 _PR_SET_TIMERSLACK = 29
