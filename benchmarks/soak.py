@@ -14,7 +14,6 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -59,7 +58,7 @@ class SoakReport:
     seconds: float
     num_clients: int
     seed: int
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
     problems: list[str] = field(default_factory=list)
     before: Held | None = None
@@ -109,7 +108,7 @@ async def _client(client: AsyncClient, rng: random.Random, deadline: float, repo
                 await client.cancel_job(job_id)
                 cancel_at = None
         report.num_tokens += tokens
-        report.outcomes[str(reason)] += 1
+        report.outcomes[str(reason)] = report.outcomes.get(str(reason), 0) + 1
         if reason not in ("length", "abort", "left") or (reason == "length" and tokens != length):
             report.problems.append(f"{job_id}: {tokens} of {length} tokens, finish reason {reason}")
 
@@ -159,7 +158,7 @@ def main(
             return await soak(stack, seconds, seed)
 
     report = asyncio.run(run())
-    print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {dict(report.outcomes)}")
+    print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {report.outcomes}")
     print(f"before {report.before}\nafter  {report.after}")
     print("\n".join(report.problems) or "everything as it was")
     if json_file is not None:

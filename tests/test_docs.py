@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.benchmarks.figures import table
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "bundled" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -24,3 +26,7 @@ def test_following_a_job_takes_eight_lines_with_links() -> None:
     lines = [line for line in section.splitlines() if re.match(r"\d\. ", line)]
     assert len(lines) == 8
     assert all(_LINK.search(line) for line in lines)
+
+
+def test_the_figures_are_those_of_the_committed_results() -> None:
+    assert table() in (ROOT / "README.md").read_text(encoding="utf-8")

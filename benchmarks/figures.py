@@ -1,0 +1,108 @@
+"""The README's table of figures, from the results that are in the repository.
+
+python benchmarks/figures.py            # prints it
+python benchmarks/figures.py --write    # puts it into README.md, between its two marks
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
+END = "<!-- end of figures -->"
+
+
+def table() -> str:
+    """Markdown; every number comes from a file in `benchmarks/results`."""
+    rows = [("what", "measured", "script and raw output")]
+    rows += _overlap(_load("overlap_cpu"))
+    rows += _accept_lengths(_load("accept_length_cpu"))
+    lossless = _load("lossless_cpu")
+    rows.append(
+        (
+            f"{lossless['num_cases']} requests (20 prompts, greedy and three seeds), with and without a draft, "
+            "alone and in batches of 8, run-ahead 0 to 2",
+            f"{lossless['num_different']} of {lossless['num_outputs']} outputs ({lossless['num_tokens']:,} tokens) "
+            "differ from plain decoding's",
+            _source("lossless", "lossless_cpu"),
+        )
+    )
+    soak = _load("soak_cpu")
+    outcomes = soak["outcomes"]
+    rows.append(
+        (
+            f"{soak['num_clients']} clients that come, go and cancel for {soak['seconds']:.0f} s",
+            f"{sum(outcomes.values())} jobs, {outcomes['abort'] + outcomes['left']} of them cancelled; slots, pages, "
+            f"threads and descriptors afterwards {'as before' if not soak['problems'] else 'not as before'}",
+            _source("soak", "soak_cpu"),
+        )
+    )
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
+
+
+def _overlap(measurements: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    rows = []
+    for pair in sorted({(m["draft_ms"], m["verify_ms"]) for m in measurements}, reverse=True):
+        group = [m for m in measurements if (m["draft_ms"], m["verify_ms"]) == pair]
+        parts = []
+        for policy, run_ahead, name in (
+            ("run_ahead", 1, "run-ahead 1"),
+            ("host_blocks", 0, "host blocks on each call"),
+        ):
+            ratios = [m["ratio"] for m in group if (m["policy"], m["run_ahead"]) == (policy, run_ahead)]
+            parts.append(f"{name}: {median(ratios):.3f} (worst of {len(ratios)}: {max(ratios):.3f})")
+        what = f"step over the sum of its kernels, stand-ins of {pair[0]:g} + {pair[1]:g} ms, 8 streaming clients"
+        rows.append((what, "; ".join(parts), _source("overlap", "overlap_cpu")))
+    return rows
+
+
+def _accept_lengths(results: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    rows = []
+    for key in sorted({(r["algorithm"], -r["temperature"], r["max_new_tokens"]) for r in results}):
+        group = [r for r in results if (r["algorithm"], -r["temperature"], r["max_new_tokens"]) == key]
+        lengths = [r["mean_accept_length"] for r in group]
+        algorithm, temperature, num_tokens = key[0], -key[1], key[2]
+        how = f"T = {temperature:g}, {len(group)} seeds" if temperature else "greedy"
+        share = 100 * max(r["repeated_share"] for r in group)
+        spread = f"{min(lengths):.2f} to {max(lengths):.2f}" if len(lengths) > 1 else f"{lengths[0]:.2f}"
+        rows.append(
+            (
+                f"mean accept length of the bundled {algorithm} draft, K = {group[0]['num_draft_tokens']}, {how}, "
+                f"first {num_tokens} tokens of {group[0]['num_prompts']} held-out prompts",
+                f"{spread} (up to {share:.0f} % of the tokens lie in a repeated 5-gram)",
+                _source("accept_length", "accept_length_cpu"),
+            )
+        )
+    return rows
+
+
+def _source(script: str, result: str) -> str:
+    return f"[`{script}.py`](benchmarks/{script}.py), [JSON](benchmarks/results/{result}.json)"
+
+
+def _load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def main(write: Annotated[bool, typer.Option(help="Put the table into README.md.")] = False) -> None:
+    """Prints the table, or puts it in its place."""
+    if not write:
+        print(table())
+        return
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
