@@ -42,7 +42,7 @@ def draw(measurements: Sequence[Measurement], path: Path) -> None:
         panel.axhline(sum(pair), color="k", linewidth=0.8, linestyle="--", label="stand-ins asked for")
         panel.set_ylabel("ms per step")
         panel.set_title(f"stand-ins of {pair[0]:g} + {pair[1]:g} ms")
-        panel.legend(fontsize=8, loc="lower right")
+        panel.legend(fontsize=8, loc="upper right")
     figure.suptitle(f"Three processes, 8 streaming clients; {measurements[0].host}", fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
