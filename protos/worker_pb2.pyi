@@ -20,7 +20,6 @@ class StepKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_KIND_PREFILL: _ClassVar[StepKind]
     STEP_KIND_DECODE: _ClassVar[StepKind]
     STEP_KIND_PLAIN: _ClassVar[StepKind]
-
 FENCE_UNSPECIFIED: Fence
 FENCE_DRAFT_DONE: Fence
 FENCE_VERIFY_PUBLISH: Fence
@@ -35,25 +34,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = (
-        "role",
-        "protocol_version",
-        "device",
-        "vocab_size",
-        "tokenizer_sha256",
-        "dtype",
-        "max_context_tokens",
-        "kv_bytes_per_token",
-        "hidden_width",
-        "algorithm",
-        "eos_token_ids",
-        "model",
-        "tokenizer_path",
-        "pid",
-        "metrics_port",
-        "last_epoch",
-        "hidden_layers",
-    )
+    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -88,42 +69,10 @@ class DescribeResponse(_message.Message):
     metrics_port: int
     last_epoch: int
     hidden_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(
-        self,
-        role: _Optional[str] = ...,
-        protocol_version: _Optional[int] = ...,
-        device: _Optional[str] = ...,
-        vocab_size: _Optional[int] = ...,
-        tokenizer_sha256: _Optional[str] = ...,
-        dtype: _Optional[str] = ...,
-        max_context_tokens: _Optional[int] = ...,
-        kv_bytes_per_token: _Optional[int] = ...,
-        hidden_width: _Optional[int] = ...,
-        algorithm: _Optional[str] = ...,
-        eos_token_ids: _Optional[_Iterable[int]] = ...,
-        model: _Optional[str] = ...,
-        tokenizer_path: _Optional[str] = ...,
-        pid: _Optional[int] = ...,
-        metrics_port: _Optional[int] = ...,
-        last_epoch: _Optional[int] = ...,
-        hidden_layers: _Optional[_Iterable[int]] = ...,
-    ) -> None: ...
+    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = (
-        "epoch",
-        "peer",
-        "manifest",
-        "num_slots",
-        "num_draft_tokens",
-        "run_ahead",
-        "page_tokens",
-        "num_pages",
-        "context_tokens",
-        "chunk_tokens",
-        "protocol_version",
-        "debug",
-    )
+    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -148,21 +97,7 @@ class AttachRequest(_message.Message):
     chunk_tokens: int
     protocol_version: int
     debug: bool
-    def __init__(
-        self,
-        epoch: _Optional[int] = ...,
-        peer: _Optional[_Union[DescribeResponse, _Mapping]] = ...,
-        manifest: _Optional[_Union[Manifest, _Mapping]] = ...,
-        num_slots: _Optional[int] = ...,
-        num_draft_tokens: _Optional[int] = ...,
-        run_ahead: _Optional[int] = ...,
-        page_tokens: _Optional[int] = ...,
-        num_pages: _Optional[int] = ...,
-        context_tokens: _Optional[int] = ...,
-        chunk_tokens: _Optional[int] = ...,
-        protocol_version: _Optional[int] = ...,
-        debug: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ()
@@ -182,15 +117,7 @@ class Manifest(_message.Message):
     size: int
     buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
     fences: _containers.RepeatedCompositeFieldContainer[FenceWord]
-    def __init__(
-        self,
-        kind: _Optional[str] = ...,
-        path: _Optional[str] = ...,
-        handle: _Optional[bytes] = ...,
-        size: _Optional[int] = ...,
-        buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...,
-        fences: _Optional[_Iterable[_Union[FenceWord, _Mapping]]] = ...,
-    ) -> None: ...
+    def __init__(self, kind: _Optional[str] = ..., path: _Optional[str] = ..., handle: _Optional[bytes] = ..., size: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., fences: _Optional[_Iterable[_Union[FenceWord, _Mapping]]] = ...) -> None: ...
 
 class Buffer(_message.Message):
     __slots__ = ("name", "offset", "shape", "dtype", "writer")
@@ -204,14 +131,7 @@ class Buffer(_message.Message):
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     writer: str
-    def __init__(
-        self,
-        name: _Optional[str] = ...,
-        offset: _Optional[int] = ...,
-        shape: _Optional[_Iterable[int]] = ...,
-        dtype: _Optional[str] = ...,
-        writer: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., writer: _Optional[str] = ...) -> None: ...
 
 class FenceWord(_message.Message):
     __slots__ = ("fence", "kind", "offset")
@@ -221,9 +141,7 @@ class FenceWord(_message.Message):
     fence: Fence
     kind: str
     offset: int
-    def __init__(
-        self, fence: _Optional[_Union[Fence, str]] = ..., kind: _Optional[str] = ..., offset: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., kind: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class FencePoint(_message.Message):
     __slots__ = ("fence", "value")
@@ -253,18 +171,7 @@ class StepCommand(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[PromptChunk]
     updates: _containers.RepeatedCompositeFieldContainer[SlotUpdate]
     acknowledge: bool
-    def __init__(
-        self,
-        epoch: _Optional[int] = ...,
-        step: _Optional[int] = ...,
-        kind: _Optional[_Union[StepKind, str]] = ...,
-        slots: _Optional[_Iterable[int]] = ...,
-        waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ...,
-        signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ...,
-        chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ...,
-        updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ...,
-        acknowledge: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")
@@ -276,13 +183,7 @@ class PromptChunk(_message.Message):
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     is_last: bool
-    def __init__(
-        self,
-        slot: _Optional[int] = ...,
-        start: _Optional[int] = ...,
-        tokens: _Optional[_Iterable[int]] = ...,
-        is_last: _Optional[bool] = ...,
-    ) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class SlotUpdate(_message.Message):
     __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling")
@@ -298,15 +199,7 @@ class SlotUpdate(_message.Message):
     pages: _containers.RepeatedScalarFieldContainer[int]
     limit_tokens: int
     sampling: SlotSampling
-    def __init__(
-        self,
-        slot: _Optional[int] = ...,
-        generation: _Optional[int] = ...,
-        first_page_index: _Optional[int] = ...,
-        pages: _Optional[_Iterable[int]] = ...,
-        limit_tokens: _Optional[int] = ...,
-        sampling: _Optional[_Union[SlotSampling, _Mapping]] = ...,
-    ) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ...) -> None: ...
 
 class SlotSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -320,14 +213,7 @@ class SlotSampling(_message.Message):
     top_p: float
     min_p: float
     seed: int
-    def __init__(
-        self,
-        temperature: _Optional[float] = ...,
-        top_k: _Optional[int] = ...,
-        top_p: _Optional[float] = ...,
-        min_p: _Optional[float] = ...,
-        seed: _Optional[int] = ...,
-    ) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class StepAck(_message.Message):
     __slots__ = ("epoch", "step", "enqueued_ns")
@@ -337,9 +223,7 @@ class StepAck(_message.Message):
     epoch: int
     step: int
     enqueued_ns: int
-    def __init__(
-        self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., enqueued_ns: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., enqueued_ns: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("epoch",)
