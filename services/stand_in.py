@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import EpochState
 
-SPIN_S = 0.00006
-"""A sleep may end late by so much."""
+SPIN_S = 0.00015
+"""A sleep may end late by so much, and a kernel must not: 90 us are common on a virtual machine."""
 T = TypeVar("T")
 
 _PR_SET_TIMERSLACK = 29
