@@ -47,25 +47,28 @@ class Stack:
     async def worker(self, role: str, *arguments: str, name: str | None = None) -> str:
         """Starts a draft or verify service that lives as long as the stack; returns its address when it serves."""
         address = self.socket(name or role)
-        await self._held.enter_async_context(
-            self._service(f"slipstream-{role}", address, "--listen", address, *arguments)
-        )
+        script = str(SCRIPTS / f"slipstream-{role}")
+        await self.process(name or role, script, "--listen", address, *arguments)
         return address
+
+    async def process(self, name: str, *command: str) -> None:
+        """Starts any program that serves at the address of `name`, and lives as long as the stack."""
+        await self._held.enter_async_context(self._service(name, self.socket(name), *command))
 
     @asynccontextmanager
     async def scheduler(self, *arguments: str, port: int, metrics_port: int) -> AsyncIterator[str]:
         """A scheduler for as long as the context; yields its address when it serves."""
         address = f"127.0.0.1:{port}"
         listen = ("--listen", address, "--metrics-port", str(metrics_port))
-        async with self._service("slipstream-scheduler", address, *listen, *arguments):
+        async with self._service("scheduler", address, str(SCRIPTS / "slipstream-scheduler"), *listen, *arguments):
             yield address
 
     @asynccontextmanager
-    async def _service(self, script: str, address: str, *arguments: str) -> AsyncIterator[None]:
-        log = None if self._log_dir is None else (self._log_dir / f"{script}.log").open("ab")
-        process = await asyncio.create_subprocess_exec(SCRIPTS / script, *arguments, stdout=log, stderr=log)
+    async def _service(self, name: str, address: str, *command: str) -> AsyncIterator[None]:
+        log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
+        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
         try:
-            await _until_serving(script, process, address)
+            await _until_serving(name, process, address)
             yield
         finally:
             if process.returncode is None:
@@ -79,15 +82,15 @@ class Stack:
                 log.close()
 
 
-async def _until_serving(script: str, process: asyncio.subprocess.Process, address: str) -> None:
+async def _until_serving(name: str, process: asyncio.subprocess.Process, address: str) -> None:
     ended = asyncio.create_task(process.wait())
     serving = asyncio.create_task(_watch(address))
     try:
         await asyncio.wait((ended, serving), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            raise RuntimeError(f"{script} ended with status {ended.result()} before it served")
+            raise RuntimeError(f"{name} ended with status {ended.result()} before it served")
         if not serving.done():
-            raise RuntimeError(f"{script} does not serve after {START_TIMEOUT_S:.0f} s")
+            raise RuntimeError(f"{name} does not serve after {START_TIMEOUT_S:.0f} s")
         serving.result()
     finally:
         serving.cancel()
