@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from slipstream.common.errors import InvalidArgumentError
 
@@ -11,11 +12,24 @@ MAX_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 2.0**-16
 """Below it, dividing the logits would overflow float32."""
 MAX_TEMPERATURE = 100.0
+LEAST_REPETITION_PENALTY = 2.0**-16
+"""Below it, dividing the logits would overflow float32."""
+MAX_REPETITION_PENALTY = 2.0
+MAX_COUNT_PENALTY = 2.0
+"""Of the frequency and the presence penalty, either way."""
+MAX_LOGIT_BIAS = 100.0
+MAX_LISTED_IDS = 256
+"""Token ids with a bias, and masked ones: each request's are a row of a table of this width."""
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Filters apply in the order temperature, top-k, top-p, min-p; temperature 0 is greedy."""
+    """Logit bias, penalties and the mask come first, then temperature, top-k, top-p and min-p.
+
+    The former count for greedy requests too. The order is vLLM's: of the penalties the repetition penalty comes first,
+    and the mask leaves nothing of what came before it.
+    """
 
     temperature: float = 0.0
     """Divides the logits; 0 takes the most likely token, and the filters then change nothing."""
@@ -27,6 +41,21 @@ class SamplingParams:
     """Keep tokens at least this times as likely as the most likely one."""
     seed: int = 0
     """Key of the noise: the same seed, prompt and parameters give the same tokens."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens in prompt or output where they are positive, multiplies them elsewhere; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it is in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids, ascending, and what is added to their logits. -100 is added like any other: it bans nothing."""
+    masked_before: int = 0
+    """Tokens at absolute positions below it are none of `masked_token_ids`; 0 is off.
+
+    A request with min_new_tokens has the length of its prompt plus that here, and all that would end it as the ids.
+    """
+    masked_token_ids: tuple[int, ...] = ()
+    """Ascending."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0.0 and not LEAST_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -38,6 +67,37 @@ class SamplingParams:
             raise InvalidArgumentError("sampling_params.top_k", self.top_k, "0 (off) to 2147483647")
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidArgumentError("sampling_params.seed", self.seed, f"0 to {MAX_SEED}")
+        least, most = LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _in_range("sampling_params.repetition_penalty", self.repetition_penalty, least, most)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _in_range(f"sampling_params.{name}", getattr(self, name), -MAX_COUNT_PENALTY, MAX_COUNT_PENALTY)
+        for token, bias in self.logit_bias:
+            _in_range(f"sampling_params.logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_ids("sampling_params.logit_bias", tuple(token for token, _ in self.logit_bias))
+        _check_ids("sampling_params.masked_token_ids", self.masked_token_ids)
+        if not 0 <= self.masked_before <= _MAX_TOKEN_ID:
+            raise InvalidArgumentError("sampling_params.masked_before", self.masked_before, f"0 to {_MAX_TOKEN_ID}")
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raises InvalidArgumentError for an id that is no token, or a mask that leaves none to be sampled."""
+        for field, ids in (
+            ("logit_bias", tuple(token for token, _ in self.logit_bias)),
+            ("masked_token_ids", self.masked_token_ids),
+        ):
+            if ids and ids[-1] >= vocab_size:
+                raise InvalidArgumentError(f"sampling_params.{field}", ids[-1], f"token ids of 0 to {vocab_size - 1}")
+        if len(self.masked_token_ids) >= vocab_size:
+            raise InvalidArgumentError("sampling_params.masked_token_ids", "every token", "fewer than there are")
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether it matters which tokens there are already."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether the logits are changed before temperature and filters."""
+        return self.has_penalty or bool(self.logit_bias) or (self.masked_before > 0 and bool(self.masked_token_ids))
 
     @property
     def is_greedy(self) -> bool:
@@ -49,3 +109,12 @@ def _in_range(name: str, value: float, low: float, high: float, *, above_low: bo
     too_low = value <= low if above_low else value < low
     if math.isnan(value) or too_low or value > high:
         raise InvalidArgumentError(name, value, f"{'above' if above_low else 'from'} {low:g} to {high:g}")
+
+
+def _check_ids(name: str, ids: tuple[int, ...]) -> None:
+    if len(ids) > MAX_LISTED_IDS:
+        raise InvalidArgumentError(name, f"{len(ids)} token ids", f"at most {MAX_LISTED_IDS}")
+    if any(low >= high for low, high in pairwise(ids)):
+        raise InvalidArgumentError(name, ids, "token ids in ascending order, each once")
+    if ids and not 0 <= ids[0] <= ids[-1] <= _MAX_TOKEN_ID:
+        raise InvalidArgumentError(name, ids, f"token ids of 0 to {_MAX_TOKEN_ID}")

@@ -85,6 +85,8 @@ class SlotUpdate:
     """Positions from here on are never read: their KV goes to the padding page."""
     sampling: SamplingParams | None = None
     """Set when a request takes the slot; None leaves the slot's parameters as they are."""
+    max_draft_tokens: int | None = None
+    """Draft tokens of the slot that verify accepts in a step at most; None is as many as are drafted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +103,5 @@ class StepCommand:
     updates: tuple[SlotUpdate, ...] = ()
     wants_acknowledgement: bool = False
     """Whether the worker is to say when the step is enqueued."""
+    top_logprobs: int | None = None
+    """How many of the most likely tokens verify publishes with each token's own logprob; None is no logprobs."""

@@ -10,6 +10,7 @@ from slipstream.common.buffers import BufferName
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
 from slipstream.common.errors import InvalidArgumentError, ManifestError
 from slipstream.common.future_map import FutureMapShape
+from slipstream.common.logprobs import MAX_TOP_LOGPROBS
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import (
     FenceName,
@@ -42,6 +43,17 @@ _SAME_FIELDS = (
     "pid",
     "metrics_port",
     "last_epoch",
+)
+_SAMPLING_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "masked_before",
 )
 
 
@@ -171,11 +183,12 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
         ],
         updates=[_update_to_pb(update) for update in command.updates],
         acknowledge=command.wants_acknowledgement,
+        top_logprobs=command.top_logprobs,
     )
 
 
 def command_from_pb(message: pb.StepCommand) -> StepCommand:
-    """Decodes a step. Raises InvalidArgumentError for a kind or a fence that does not exist."""
+    """Decodes a step. Raises InvalidArgumentError for a kind, a fence or a number that there cannot be."""
     try:
         kind = StepKind(message.kind)
     except ValueError:
@@ -192,47 +205,59 @@ def command_from_pb(message: pb.StepCommand) -> StepCommand:
         ),
         updates=tuple(_update_from_pb(update) for update in message.updates),
         wants_acknowledgement=message.acknowledge,
+        top_logprobs=_top_logprobs(message),
     )
 
 
 def _update_to_pb(update: SlotUpdate) -> pb.SlotUpdate:
-    sampling = update.sampling
     return pb.SlotUpdate(
         slot=update.slot,
         generation=update.generation,
         first_page_index=update.first_page_index,
         pages=update.pages,
         limit_tokens=update.limit_tokens,
-        sampling=None
-        if sampling is None
-        else pb.SlotSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=None if update.sampling is None else _sampling_to_pb(update.sampling),
+        max_draft_tokens=update.max_draft_tokens,
     )
 
 
 def _update_from_pb(message: pb.SlotUpdate) -> SlotUpdate:
-    sampling = message.sampling
     return SlotUpdate(
         slot=message.slot,
         generation=message.generation,
         first_page_index=message.first_page_index,
         pages=tuple(message.pages),
         limit_tokens=message.limit_tokens,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        )
-        if message.HasField("sampling")
-        else None,
+        sampling=_sampling_from_pb(message.sampling) if message.HasField("sampling") else None,
+        max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
     )
+
+
+def _sampling_to_pb(sampling: SamplingParams) -> pb.SlotSampling:
+    message = pb.SlotSampling(
+        logit_bias=[pb.TokenBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+        masked_token_ids=sampling.masked_token_ids,
+    )
+    for name in _SAMPLING_NUMBERS:
+        setattr(message, name, getattr(sampling, name))
+    return message
+
+
+def _sampling_from_pb(message: pb.SlotSampling) -> SamplingParams:
+    """Raises InvalidArgumentError, as SamplingParams does."""
+    return SamplingParams(
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        masked_token_ids=tuple(message.masked_token_ids),
+        **{name: getattr(message, name) for name in _SAMPLING_NUMBERS},
+    )
+
+
+def _top_logprobs(message: pb.StepCommand) -> int | None:
+    if not message.HasField("top_logprobs"):
+        return None
+    if message.top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidArgumentError("top_logprobs", message.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+    return message.top_logprobs
 
 
 def _points_to_pb(points: Iterable[FencePoint]) -> list[pb.FencePoint]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.common.chunk import Usage
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.logprobs import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from slipstream.common.chunk import FinishReason
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.logprobs import TokenLogprobs
     from slipstream.common.sampling import SamplingParams
 
 
@@ -27,6 +30,17 @@ class JobSpec:
     """Every token that ends the output: the request's own and, unless ignored, the model's."""
     digest: bytes = b""
     """Of the request as it came, before anything was drawn for it: the same request has the same."""
+    top_logprobs: int | None = None
+    """How many of the most likely tokens come with each output token's own logprob; None is no logprobs at all."""
+    max_draft_tokens: int | None = None
+    """Draft tokens that may be accepted in a step; None is as many as are drafted, 0 is no speculation."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgumentError."""
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise InvalidArgumentError("sampling_params.top_logprobs", self.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
+        if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens < 2**32:
+            raise InvalidArgumentError("speculation.max_draft_tokens", self.max_draft_tokens, "0 to 4294967295")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,8 @@ class Progress:
     token_ids: tuple[int, ...] = ()
     is_draft: tuple[bool, ...] = ()
     """For each token, whether the draft proposed it."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token; empty where the job asked for none."""
     finish_reason: FinishReason | None = None
     error: SlipstreamError | None = None
     """Set when the job cannot go on; then it is over too."""
@@ -52,8 +68,11 @@ class JobCounts:
 
     num_output_tokens: int = 0
     num_verify_steps: int = 0
+    """Drafts that the target checked; steps in which the job did not speculate are not counted."""
     total_draft_tokens: int = 0
     total_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    """[K]: drafts whose token at this place was accepted; empty until the job is admitted."""
     admitted_at: float | None = None
     """Seconds of `time.monotonic`, like all times here."""
     first_token_at: float | None = None

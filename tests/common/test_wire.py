@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+TOKEN_IDS = st.integers(0, 2**31 - 1)
 
 
 def _tuples(items: st.SearchStrategy[int], max_size: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
@@ -55,6 +56,14 @@ SAMPLING = st.builds(
     top_p=st.floats(0, 1, width=32, exclude_min=True),
     min_p=st.floats(0, 1, width=32),
     seed=UINT64,
+    repetition_penalty=st.floats(2.0**-16, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    presence_penalty=st.floats(-2, 2, width=32),
+    logit_bias=st.dictionaries(TOKEN_IDS, st.floats(-100, 100, width=32), max_size=6).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+    masked_before=TOKEN_IDS,
+    masked_token_ids=st.sets(TOKEN_IDS, max_size=6).map(lambda ids: tuple(sorted(ids))),
 )
 CHUNKS = st.lists(
     st.builds(PromptChunk, slot=UINT32, start=UINT32, tokens=_tuples(UINT32), is_last=st.booleans()), max_size=3
@@ -68,6 +77,7 @@ UPDATES = st.lists(
         pages=_tuples(UINT32),
         limit_tokens=UINT32,
         sampling=st.none() | SAMPLING,
+        max_draft_tokens=st.none() | UINT32,
     ),
     max_size=3,
 )
@@ -81,6 +91,7 @@ COMMANDS = st.builds(
     chunks=CHUNKS.map(tuple),
     updates=UPDATES.map(tuple),
     wants_acknowledgement=st.booleans(),
+    top_logprobs=st.none() | st.integers(0, 20),
 )
 DESCRIPTIONS = st.builds(
     WorkerDescription,
@@ -221,6 +232,12 @@ def test_attachments_that_make_no_sense_are_refused(
         attachment_from_pb(request)
 
 
+def _taken(**changes: object) -> pb.StepCommand:
+    """A request takes a slot, with these changes to its sampling."""
+    sampling = pb.SlotSampling(**{"top_p": 1.0, "repetition_penalty": 1.0, **changes})  # type: ignore[arg-type]
+    return pb.StepCommand(kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=sampling)])
+
+
 @pytest.mark.parametrize(
     ("message", "field"),
     [
@@ -238,6 +255,18 @@ def test_attachments_that_make_no_sense_are_refused(
             pb.StepCommand(kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=pb.SlotSampling(top_p=0.0))]),
             "sampling_params.top_p",
         ),
+        (_taken(repetition_penalty=0.0), "sampling_params.repetition_penalty"),
+        (_taken(repetition_penalty=2.5), "sampling_params.repetition_penalty"),
+        (_taken(frequency_penalty=-2.5), "sampling_params.frequency_penalty"),
+        (_taken(presence_penalty=float("nan")), "sampling_params.presence_penalty"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=7, bias=float("inf"))]), "sampling_params.logit_bias[7]"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=7), pb.TokenBias(token_id=7)]), "sampling_params.logit_bias"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=2**31)]), "sampling_params.logit_bias"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=i) for i in range(257)]), "sampling_params.logit_bias"),
+        (_taken(masked_before=2**31), "sampling_params.masked_before"),
+        (_taken(masked_token_ids=[4, 3]), "sampling_params.masked_token_ids"),
+        (_taken(masked_token_ids=list(range(257))), "sampling_params.masked_token_ids"),
+        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, top_logprobs=21), "top_logprobs"),
     ],
 )
 def test_commands_that_make_no_sense_are_refused(message: pb.StepCommand, field: str) -> None:
