@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face directory of the model.")]
 ListenOption = Annotated[str, typer.Option("--listen", help="unix:PATH, in a directory that only this user opens.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="auto (bfloat16 on a GPU, float32 on a CPU), bfloat16, float16 or float32.")
+]
+LoadFormatOption = Annotated[
+    str, typer.Option("--load-format", help="auto, or, measuring: dummy (random weights; config.json is enough).")
+]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="Compute threads on a CPU; half the cores.")]
 MetricsOption = Annotated[int, typer.Option("--metrics-port", help="Prometheus port on loopback; 0 is any free one.")]
 LogLevelOption = Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.")]

@@ -11,6 +11,10 @@ STANDALONE = "standalone"
 EAGLE3 = "eagle3"
 ALGORITHMS = (STANDALONE, EAGLE3)
 DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "dummy")
+MAX_ACCEPT_LENGTH = 17
+"""With as many draft tokens as a step may have."""
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,12 @@ class WorkerConfig:
     """Directory of the target model, for what a draft head leaves to it: the embedding, the tokenizer."""
     device: str = "auto"
     """What to compute on: "auto", "cpu" or "cuda"."""
+    dtype: str = "auto"
+    """What to compute in, whatever the checkpoint holds; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    load_format: str = "auto"
+    """Where weights come from: the checkpoint ("auto"), or nowhere ("dummy": random, for measurements)."""
+    simulate_accept_length: float | None = None
+    """Accept draft tokens by chance, so that steps yield this many tokens on average: for measurements only."""
     threads: int | None = None
     """Compute threads on a CPU; None is half the cores, since two workers share them."""
     acknowledge_done: bool = False
@@ -46,6 +56,13 @@ class WorkerConfig:
             raise ConfigError("device", self.device, ", ".join(DEVICES))
         if self.device == "cuda":
             raise ConfigError("device", self.device, "auto or cpu: the CUDA backend is not part of this version")
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", self.dtype, ", ".join(DTYPES))
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError("load_format", self.load_format, ", ".join(LOAD_FORMATS))
+        if self.simulate_accept_length is not None and not 1 <= self.simulate_accept_length <= MAX_ACCEPT_LENGTH:
+            accepted = f"1 to {MAX_ACCEPT_LENGTH}, the bonus token included"
+            raise ConfigError("simulate_accept_length", self.simulate_accept_length, accepted)
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ConfigError("threads", self.threads, "1 to 1024")
         if self.stand_in_ms is not None and not 0 <= self.stand_in_ms <= 60_000:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.manifest import DTYPE_NAMES
+from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES
+from slipstream.common.errors import ConfigError
 from slipstream.common.step import Role
 from slipstream.common.worker_contract import WorkerDescription
 from slipstream.services.config import EAGLE3
@@ -17,7 +18,7 @@ from slipstream.services.draft.eagle3 import Eagle3Drafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.standalone import StandaloneDrafter
 from slipstream.services.language_model import LanguageModel
-from slipstream.services.models.checkpoint import load_decoder, tokenizer_fingerprint
+from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.models.eagle3_config import Eagle3Config
@@ -31,16 +32,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CPU_DTYPE = torch.float32
-"""The CPU computes in float32, whatever the checkpoint holds."""
-
 
 def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
     """The verify service's side of a step. Raises CheckpointError."""
     description = _describe_verify(config, device, metrics_port)
     if config.stand_in_ms is not None:
         return StandInVerify(description, config.stand_in_ms)
-    return VerifyEngine(_load(config, device), description)
+    if config.simulate_accept_length is not None:
+        logger.warning(
+            "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
+            config.simulate_accept_length,
+        )
+    return VerifyEngine(_load(config, device), description, simulate_accept_length=config.simulate_accept_length)
 
 
 def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
@@ -52,15 +55,34 @@ def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleE
     return DraftEngine(_load_head(config, device) if is_head else StandaloneDrafter(_load(config, device)), description)
 
 
+def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
+    """What to compute in. Raises ConfigError for what a CPU does not: it computes in float32."""
+    is_cpu = device.torch_device.type == "cpu"
+    if config.dtype == "auto":
+        return torch.float32 if is_cpu else torch.bfloat16
+    if is_cpu and config.dtype != "float32":
+        raise ConfigError("dtype", config.dtype, "auto or float32, on a CPU")
+    return DTYPES[config.dtype]
+
+
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
-    decoder = load_decoder(config.model, device=device.torch_device, dtype=CPU_DTYPE, on_progress=_log_progress)
-    return LanguageModel(decoder, device.torch_device, CPU_DTYPE)
+    where, dtype = device.torch_device, dtype_of(config, device)
+    load_format = LoadFormat(config.load_format)
+    decoder = load_decoder(config.model, device=where, dtype=dtype, load_format=load_format, on_progress=_log_progress)
+    return LanguageModel(decoder, where, dtype)
 
 
 def _load_head(config: WorkerConfig, device: Device) -> Eagle3Drafter:
-    where = device.torch_device
-    head = load_eagle3(config.model, target=config.target, device=where, dtype=CPU_DTYPE, on_progress=_log_progress)
-    return Eagle3Drafter(head, where, CPU_DTYPE)
+    where, dtype = device.torch_device, dtype_of(config, device)
+    head = load_eagle3(
+        config.model,
+        target=config.target,
+        device=where,
+        dtype=dtype,
+        load_format=LoadFormat(config.load_format),
+        on_progress=_log_progress,
+    )
+    return Eagle3Drafter(head, where, dtype)
 
 
 def _log_progress(fraction: float) -> None:
@@ -97,6 +119,7 @@ def _describe(
 ) -> WorkerDescription:
     """What all have in common; `model` has the layers that keep keys and values."""
     directory = config.model.resolve()
+    dtype = dtype_of(config, device)
     tokenizer = directory
     if config.target is not None and not (directory / "tokenizer.json").is_file():
         tokenizer = config.target
@@ -105,10 +128,18 @@ def _describe(
         device=device.identity,
         vocab_size=model.vocab_size,
         tokenizer_sha256=tokenizer_fingerprint(tokenizer),
-        dtype=DTYPE_NAMES[CPU_DTYPE],
+        dtype=DTYPE_NAMES[dtype],
         max_context_tokens=model.max_position_embeddings,
-        kv_bytes_per_token=model.kv_bytes_per_token(CPU_DTYPE),
-        model=directory.name,
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        model=_name(config),
         pid=os.getpid(),
         metrics_port=metrics_port,
     )
+
+
+def _name(config: WorkerConfig) -> str:
+    """The model's name, and what there is to know of it before anybody takes its output for text."""
+    notes = [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
+    if config.simulate_accept_length is not None:
+        notes.append(f"accept length simulated: {config.simulate_accept_length:g}")
+    return config.model.resolve().name + (f" ({', '.join(notes)})" if notes else "")

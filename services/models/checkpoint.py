@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, read_json
 from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.dummy import fill_with_noise
 from slipstream.services.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
@@ -26,6 +28,15 @@ if TYPE_CHECKING:
 _DTYPES = ("F32", "F16", "BF16")
 _SHOWN = 3
 """How many tensor names an error lists."""
+
+
+class LoadFormat(enum.Enum):
+    """Where weights come from; names as vLLM and SGLang have them."""
+
+    AUTO = "auto"
+    """The directory's safetensors."""
+    DUMMY = "dummy"
+    """Nowhere: they are random, and the directory needs no more than config.json. For measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,7 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     attention: Attention | None = None,
+    load_format: LoadFormat = LoadFormat.AUTO,
     on_progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
@@ -53,6 +65,11 @@ def load_decoder(
     """
     path = Path(path)
     config = ModelConfig.from_directory(path)
+    if load_format is LoadFormat.DUMMY:
+        decoder = Decoder(config, attention=attention, device=device, dtype=dtype)
+        fill_with_noise(decoder, on_progress=on_progress)
+        decoder.pack()
+        return decoder.eval()
     slots = dict(_slots(config))
     with WeightFiles(path) as files:
         check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.checkpoint import Slot, check_tensors, fill, layer_slots
+from slipstream.services.models.checkpoint import LoadFormat, Slot, check_tensors, fill, layer_slots
 from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.dummy import fill_with_noise
 from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.eagle3_config import Eagle3Config
 from slipstream.services.models.weight_files import WeightFiles
@@ -29,6 +30,7 @@ def load_eagle3(
     target: Path | None,
     device: torch.device,
     dtype: torch.dtype,
+    load_format: LoadFormat = LoadFormat.AUTO,
     on_progress: Callable[[float], None] | None = None,
 ) -> Eagle3Head:
     """Reads a head that computes in `dtype`, whatever the files hold.
@@ -40,6 +42,8 @@ def load_eagle3(
     config = Eagle3Config.from_directory(path)
     if target is not None:
         _check_target(path, config, target)
+    if load_format is LoadFormat.DUMMY:
+        return _dummy(config, device=device, dtype=dtype, on_progress=on_progress)
     slots = dict(_slots(config))
     with WeightFiles(path) as files:
         if _EMBEDDING not in files.tensors:
@@ -51,6 +55,21 @@ def load_eagle3(
         fill(head, slots, files, on_progress)
         if _EMBEDDING not in slots:
             head.embedding.copy_(_target_embedding(path, config, target))
+    head.pack()
+    return head.eval()
+
+
+def _dummy(
+    config: Eagle3Config,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_progress: Callable[[float], None] | None,
+) -> Eagle3Head:
+    """A head with random weights, whose tokens are spread evenly over the target's."""
+    head = Eagle3Head(config, device=device, dtype=dtype)
+    fill_with_noise(head, on_progress=on_progress)
+    head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)
     head.pack()
     return head.eval()
 

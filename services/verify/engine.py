@@ -12,7 +12,7 @@ from slipstream.common.errors import MismatchError
 from slipstream.common.future_map import Outcome
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
-from slipstream.services.models.acceptance import accept
+from slipstream.services.models.acceptance import SimulatedAcceptance, accept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +33,14 @@ class _Found:
 class VerifyEngine:
     """Implements `RoleEngine` with a target model."""
 
-    def __init__(self, model: LanguageModel, description: WorkerDescription) -> None:
+    def __init__(
+        self, model: LanguageModel, description: WorkerDescription, *, simulate_accept_length: float | None = None
+    ) -> None:
+        """`simulate_accept_length`: accept by chance, so many tokens a step on average; the output is no text then."""
         self._model = model
         self._description = description
+        self._simulate_accept_length = simulate_accept_length
+        self._simulated: SimulatedAcceptance | None = None
         self._aux_layers: tuple[int, ...] = ()
 
     def describe(self) -> WorkerDescription:
@@ -45,11 +50,22 @@ class VerifyEngine:
     def open(self, state: EpochState) -> None:
         """See `RoleEngine.open`."""
         self._aux_layers = self._layers_to_fuse(state.attachment)
+        self._simulated = self._acceptance(state.attachment.shape.num_draft_tokens)
         self._model.open(state)
 
     def close(self) -> None:
         """See `RoleEngine.close`."""
         self._model.close()
+
+    def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
+        """None to take the target's word."""
+        length = self._simulate_accept_length
+        if length is None or not num_draft_tokens:
+            return None
+        if length > num_draft_tokens + 1:
+            most = f"with {num_draft_tokens} draft tokens a step yields {num_draft_tokens + 1} at most"
+            raise MismatchError([f"simulated accept length: verify has {length:g}, but {most}"])
+        return SimulatedAcceptance(length, num_draft_tokens)
 
     def _layers_to_fuse(self, attachment: Attachment) -> tuple[int, ...]:
         """The layers whose inputs the draft reads: those it names, or the paper's."""
@@ -95,7 +111,12 @@ class VerifyEngine:
         draft_tokens = state.future_map.copy_in(step, rows)
         tokens = torch.cat((bonus_tokens[:, None], draft_tokens), dim=1)
         target_tokens, aux = self._run(rows, tokens, seq_lens)
-        num_accepted = accept(draft_tokens, target_tokens)
+        if self._simulated is None:
+            num_accepted = accept(draft_tokens, target_tokens)
+        else:
+            num_accepted = self._simulated(state.slots.sampling.seed[rows], seq_lens)
+        # The tokens are the target's own, however many of a chain may stand.
+        num_accepted = torch.minimum(num_accepted, state.slots.max_draft_tokens.index_select(0, rows))
         return Outcome(
             seq_lens=seq_lens + num_accepted + 1,
             num_accepted=num_accepted,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from slipstream.common.step import Role
@@ -9,7 +11,9 @@ from slipstream.services.command_line import (
     AccessLogOption,
     AcknowledgeOption,
     DeviceOption,
+    DtypeOption,
     ListenOption,
+    LoadFormatOption,
     LogLevelOption,
     MetricsOption,
     ModelOption,
@@ -30,7 +34,16 @@ def verify(
     model: ModelOption,
     listen: ListenOption,
     device: DeviceOption = WorkerConfig.device,
+    dtype: DtypeOption = WorkerConfig.dtype,
+    load_format: LoadFormatOption = WorkerConfig.load_format,
     threads: ThreadsOption = WorkerConfig.threads,
+    simulate_accept_length: Annotated[
+        float | None,
+        typer.Option(
+            "--simulate-accept-length",
+            help="Measuring: accept draft tokens by chance, so many tokens a step on average; the output is no text.",
+        ),
+    ] = WorkerConfig.simulate_accept_length,
     metrics_port: MetricsOption = 0,
     log_level: LogLevelOption = "INFO",
     stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
@@ -45,6 +58,9 @@ def verify(
         lambda: WorkerConfig(
             model=model,
             device=device,
+            dtype=dtype,
+            load_format=load_format,
+            simulate_accept_length=simulate_accept_length,
             threads=threads,
             stand_in_ms=stand_in_ms,
             acknowledge_done=acknowledge_done,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.services.models.acceptance import accept
+from slipstream.services.models.acceptance import SimulatedAcceptance, accept, acceptance_rate
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -30,3 +33,37 @@ def test_counts_leading_matches(data: st.DataObject, num_draft_tokens: int, num_
     )
     assert num_accepted.dtype == torch.int64
     assert num_accepted.tolist() == expected
+
+
+@pytest.mark.parametrize("accept_length", [1.0, 2.5, 3.5, 5.0])
+def test_simulated_acceptance_keeps_the_mean(accept_length: float) -> None:
+    num_draft_tokens, num_chains = 4, 20_000
+    simulated = SimulatedAcceptance(accept_length, num_draft_tokens)
+    seeds = torch.arange(num_chains) % 7
+    accepted = simulated(seeds, torch.arange(num_chains) * 3)
+    assert int(accepted.min()) >= 0
+    assert int(accepted.max()) <= num_draft_tokens
+    # The standard deviation of a chain's number is below 2, that of the mean of all below 0.015.
+    assert abs(1 + accepted.double().mean().item() - accept_length) < 0.05
+    if accept_length == 3.5:
+        assert set(accepted.tolist()) == set(range(num_draft_tokens + 1))
+
+
+def test_simulated_acceptance_depends_on_seed_and_position_alone() -> None:
+    simulated = SimulatedAcceptance(2.0, 3)
+    seeds, lengths = torch.tensor([3, 3, 8, -1]), torch.tensor([10, 11, 10, 500])
+    together = simulated(seeds, lengths)
+    alone = torch.cat([simulated(seeds[row : row + 1], lengths[row : row + 1]) for row in range(4)])
+    assert together.tolist() == alone.tolist()
+    # A token's fate does not depend on where the chain began.
+    chances = SimulatedAcceptance(1.5, 1)
+    stands = chances(torch.zeros(100, dtype=torch.int64), torch.arange(100)).tolist()
+    chains = SimulatedAcceptance(1.75, 2)(torch.zeros(99, dtype=torch.int64), torch.arange(99)).tolist()
+    assert acceptance_rate(1.75, 2) == pytest.approx(0.5, abs=1e-9)
+    expected = [0 if not first else 1 + second for first, second in itertools.pairwise(stands)]
+    assert chains == expected
+
+
+def test_acceptance_rate_at_the_ends() -> None:
+    assert acceptance_rate(1.0, 4) == pytest.approx(0.0, abs=1e-12)
+    assert acceptance_rate(5.0, 4) == pytest.approx(1.0, abs=1e-12)

@@ -1,0 +1,65 @@
+"""Random weights: a model from config.json alone, the same each time, whose numbers keep their size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.checkpoint import LoadFormat, load_decoder
+from slipstream.services.models.eagle3_checkpoint import load_eagle3
+from slipstream.services.models.kv_cache import PagedKV
+from tests.checkpoints import FAMILIES, LLAMA, VOCAB_SIZE, write_json
+from tests.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, write_head
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.services.models.decoder import Decoder
+
+CPU = torch.device("cpu")
+
+
+def logits_of(decoder: Decoder, num_tokens: int = 40) -> torch.Tensor:
+    """Of a prompt of as many different tokens."""
+    cache = PagedKV(decoder.config, num_pages=4, page_size=16, device=CPU, dtype=torch.float32)
+    positions = torch.arange(num_tokens)[None]
+    batch = ForwardBatch(
+        tokens=positions + 3,
+        positions=positions,
+        is_valid=torch.ones_like(positions, dtype=torch.bool),
+        page_table=torch.tensor([[1, 2, 3]]),
+        limits=torch.tensor([48]),
+    )
+    return decoder.logits(decoder.forward(batch, cache).hidden)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_of_config_json_alone(family: str, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", FAMILIES[family] | {"num_hidden_layers": 8})
+    progress: list[float] = []
+    first, again = (
+        load_decoder(
+            tmp_path, device=CPU, dtype=torch.float32, load_format=LoadFormat.DUMMY, on_progress=progress.append
+        )
+        for _ in range(2)
+    )
+    logits = logits_of(first)
+    assert torch.equal(logits, logits_of(again))
+    assert 0.3 < logits.std().item() < 3
+    assert len(set(logits[0].argmax(dim=1).tolist())) > 10
+    assert progress[-1] == 1.0
+
+
+def test_a_head_of_config_json_alone(tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head", layout=AUTHORS)
+    (path / "model.safetensors").unlink()
+    head = load_eagle3(path, target=None, device=CPU, dtype=torch.float32, load_format=LoadFormat.DUMMY)
+    logits = head.logits(torch.randn(3, LLAMA["hidden_size"], generator=torch.Generator().manual_seed(1)))
+    ids = head.token_ids
+    assert len(set(ids.tolist())) == DRAFT_VOCAB_SIZE
+    assert 0 <= int(ids.min()) <= int(ids.max()) < VOCAB_SIZE
+    assert logits[:, ids].isfinite().all()
+    assert logits.isfinite().sum() == 3 * DRAFT_VOCAB_SIZE
