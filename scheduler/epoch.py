@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import MismatchError
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.step import FenceName, Role
@@ -68,6 +69,7 @@ class Epoch:
             num_draft_tokens=sizes.batch.num_draft_tokens,
             chunk_tokens=sizes.batch.chunk_tokens,
             hidden_width=workers.hidden_width,
+            hidden_dtype=DTYPES[workers.verify.dtype],
         )
         self._held = ExitStack()
 
