@@ -1,0 +1,236 @@
+"""Attention over pages by Triton kernels: few queries or a prompt's chunk, lengths known to the GPU alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel
+from slipstream.services.models.kernels.kv_kernels import keep_kernel
+
+if TYPE_CHECKING:
+    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.kv_cache import PagedKV
+
+_MOST_SPLITS = 64
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+"""How many programs the keys are split for: fewer leave multiprocessors idle, more only add to the reduction."""
+_MULTIPROCESSORS_WITHOUT_CUDA = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeMask:
+    """The W tokens of each row are nodes of a tree, at most 64, instead of a chain.
+
+    Node w is kept at place `starts[b] + w` of the row, whatever position it is rotated by. It sees the row's keys
+    before `starts[b]` and the nodes in its bits. A sliding window hides keys before `starts[b]` only.
+    """
+
+    starts: torch.Tensor
+    """[B] int64: how many keys of the row stand before its first node."""
+    bits: torch.Tensor
+    """[B, W] int64: bit j of [b, w] is set where node w sees node j; its own bit belongs to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryKeyNorms:
+    """Weights of the norms that Qwen3 applies to each head's queries and keys before they are rotated."""
+
+    query: torch.Tensor
+    """[head_dim]."""
+    key: torch.Tensor
+    """[head_dim]."""
+    eps: float
+
+
+class PagedAttention:
+    """Reads keys and values from their pages, those of a row split over several programs.
+
+    What a query sees, what is kept and what goes to the padding page is as `TorchAttention` has it; a query that is
+    not valid reads nothing and gives zeros. Everything it launches depends on shapes alone, so that it can be
+    captured in a CUDA graph.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+
+    def prepare(self, batch: ForwardBatch, cache: PagedKV, *, tree: TreeMask | None = None) -> PagedLayerAttention:
+        """Allocates what the splits leave for each other; computes nothing."""
+        return PagedLayerAttention(self._config, batch, cache, tree)
+
+
+class PagedLayerAttention:
+    """Attention of one forward; see `LayerAttention`."""
+
+    def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, tree: TreeMask | None) -> None:
+        self._config = config
+        self._cache = cache
+        self._num_rows, self._width = batch.tokens.shape
+        assert tree is None or self._width <= 64, f"a tree has {self._width} nodes, and a mask 64 bits"
+        self._page_table = batch.page_table.contiguous()
+        self._positions = batch.positions.contiguous()
+        self._is_valid = batch.is_valid.contiguous()
+        self._limits = batch.limits.contiguous()
+        self._tree = tree
+        self._tree_starts = tree.starts.contiguous() if tree is not None else self._limits
+        self._tree_bits = tree.bits.contiguous() if tree is not None else self._limits
+        self._group = config.num_heads // config.num_kv_heads
+        self._tile = _tile(self._width * self._group, config.head_dim, cache.rows[0].element_size())
+        self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
+        self._num_splits = self._choose_splits()
+        is_split = self._num_splits > 1
+        num_partials = self._num_rows * self._width * config.num_heads * self._num_splits if is_split else 1
+        self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
+        self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """As `LayerAttention`: `qkv` holds queries and keys that are already rotated."""
+        self._keep(layer, qkv, None, None)
+        return self._attend(layer, qkv)
+
+    def rotate_and_attend(
+        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: QueryKeyNorms | None = None
+    ) -> torch.Tensor:
+        """Normalises, rotates and keeps in one kernel, then attends.
+
+        `qkv`: [B * W, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
+        [B * W, 2, head_dim / 2] float32, of `rotation_of`. Returns [B * W, q_size].
+        """
+        self._keep(layer, qkv, rotation, norms)
+        return self._attend(layer, qkv)
+
+    def _choose_splits(self) -> int:
+        if not self._num_rows or self._num_query_blocks > 1:
+            return 1
+        capacity = self._page_table.shape[1] * self._cache.page_size
+        wanted = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(self._limits.device)
+        splits = wanted // (self._num_rows * self._config.num_kv_heads)
+        return max(1, min(splits, _MOST_SPLITS, -(-capacity // self._tile.block_n)))
+
+    def _keep(self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor | None, norms: QueryKeyNorms | None) -> None:
+        if not self._num_rows:
+            return
+        config = self._config
+        assert qkv.is_contiguous(), "a kernel reads the rows of qkv side by side"
+        first_head = config.num_heads if rotation is None else 0
+        num_heads = config.num_heads + 2 * config.num_kv_heads - first_head
+        block_heads = 8 if len(qkv) >= 256 else 2
+        keep_kernel[len(qkv), -(-num_heads // block_heads)](
+            qkv,
+            self._cache.rows[layer],
+            rotation if rotation is not None else qkv,
+            norms.query if norms is not None else qkv,
+            norms.key if norms is not None else qkv,
+            self._page_table,
+            self._positions,
+            self._is_valid,
+            self._limits,
+            self._tree_starts,
+            self._cache.num_pages,
+            self._page_table.shape[1],
+            self._width,
+            norms.eps if norms is not None else 0.0,
+            PAGE_SIZE=self._cache.page_size,
+            Q_HEADS=config.num_heads,
+            KV_HEADS=config.num_kv_heads,
+            HEAD_DIM=config.head_dim,
+            BLOCK_HALF=_power_of_two(config.head_dim // 2),
+            BLOCK_HEADS=block_heads,
+            FIRST_HEAD=first_head,
+            HAS_ROTATION=rotation is not None,
+            HAS_NORMS=norms is not None,
+            HAS_TREE=self._tree is not None,
+            num_warps=4 if block_heads == 8 else 1,
+        )
+
+    def _attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        config = self._config
+        output = qkv.new_empty(len(qkv), config.q_size)
+        if not self._num_rows:
+            return output
+        window = config.sliding_window(layer)
+        grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, self._num_rows)
+        attend_kernel[grid](
+            qkv,
+            self._cache.rows[layer],
+            self._page_table,
+            self._positions,
+            self._is_valid,
+            self._limits,
+            self._tree_starts,
+            self._tree_bits,
+            output,
+            self._partial_output,
+            self._partial_lse,
+            self._cache.num_pages,
+            self._page_table.shape[1],
+            self._width,
+            self._num_splits,
+            self._num_query_blocks,
+            window if window is not None else 0,
+            math.log2(math.e) / math.sqrt(config.head_dim),
+            PAGE_SIZE=self._cache.page_size,
+            KV_HEADS=config.num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=config.head_dim,
+            BLOCK_D=max(16, _power_of_two(config.head_dim)),
+            BLOCK_M=self._tile.block_m,
+            BLOCK_N=self._tile.block_n,
+            HAS_TREE=self._tree is not None,
+            HAS_WINDOW=window is not None,
+            IS_SPLIT=self._num_splits > 1,
+            num_warps=self._tile.num_warps,
+            num_stages=self._tile.num_stages,
+        )
+        if self._num_splits > 1:
+            self._combine(output)
+        return output
+
+    def _combine(self, output: torch.Tensor) -> None:
+        config = self._config
+        combine_kernel[(self._num_rows * self._width * config.num_heads,)](
+            self._partial_output,
+            self._partial_lse,
+            output,
+            self._width,
+            self._num_splits,
+            KV_HEADS=config.num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=config.head_dim,
+            BLOCK_D=_power_of_two(config.head_dim),
+            BLOCK_S=_power_of_two(self._num_splits),
+            num_warps=1 if self._num_splits <= 8 else 4,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
+    """What one program works on: `num_stacked` queries of the heads that share a key head."""
+    block_m = min(128, max(16, _power_of_two(num_stacked)))
+    if element_size == 4:
+        return _Tile(min(block_m, 64), 32, 4, 2)
+    if block_m == 128:
+        return _Tile(128, 64, 8, 3 if head_dim <= 128 else 2)
+    return _Tile(block_m, 64, 4, 3 if head_dim <= 128 else 2)
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _MULTIPROCESSORS_WITHOUT_CUDA
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,150 @@
+"""Random batches over pages, and what attention must make of them, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.config import ModelConfig, RopeConfig
+from slipstream.services.models.kv_cache import PADDING_PAGE, PagedKV
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.services.models.kernels.paged_attention import TreeMask
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Absolute, of values whose standard deviation is at most 1."""
+
+
+def some_config(
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    sliding_windows: tuple[int | None, ...] = (),
+    num_layers: int = 1,
+) -> ModelConfig:
+    """A decoder of which only the attention matters."""
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=64,
+        hidden_size=num_heads * head_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        rope=RopeConfig(),
+        tie_word_embeddings=True,
+        sliding_windows=sliding_windows,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """A batch whose rows hold `lengths` keys before it; all that a row may not see is NaN."""
+
+    config: ModelConfig
+    cache: PagedKV
+    batch: ForwardBatch
+    qkv: torch.Tensor
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        lengths: Sequence[int],
+        width: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        page_size: int = 4,
+        spare_pages: int = 2,
+    ) -> AttentionCase:
+        """Rows in pages of their own, in random order."""
+        print(f"torch seed {seed}")
+        generator = torch.Generator().manual_seed(seed)
+        num_rows = len(lengths)
+        pages_per_row = -(-(max(lengths) + width) // page_size) + spare_pages
+        num_pages = 1 + num_rows * pages_per_row
+        cache = PagedKV(config, num_pages=num_pages, page_size=page_size, device=device, dtype=dtype)
+        page_table = (1 + torch.randperm(num_pages - 1, generator=generator)).view(num_rows, pages_per_row)
+        for rows in cache.rows:
+            rows.fill_(float("nan"))
+            for row, length in enumerate(lengths):
+                place = torch.arange(length)
+                at = page_table[row, place // page_size] * page_size + place % page_size
+                values = torch.randn(length, rows.shape[1], generator=generator)
+                rows[at.to(device)] = values.to(device, dtype)
+        batch = ForwardBatch(
+            tokens=torch.zeros(num_rows, width, dtype=torch.int64, device=device),
+            positions=(torch.tensor(lengths)[:, None] + torch.arange(width)).to(device),
+            is_valid=torch.ones(num_rows, width, dtype=torch.bool, device=device),
+            page_table=page_table.to(device),
+            limits=torch.full((num_rows,), pages_per_row * page_size, device=device),
+        )
+        qkv = torch.randn(num_rows * width, config.q_size + 2 * config.kv_size, generator=generator)
+        return cls(config, cache, batch, qkv.to(device, dtype))
+
+    def change(self, **changes: torch.Tensor) -> AttentionCase:
+        """Other tensors in the batch."""
+        return AttentionCase(self.config, self.cache, replace(self.batch, **changes), self.qkv)
+
+    def kept_pages(self, layer: int = 0) -> torch.Tensor:
+        """A copy of all pages but the padding page: [num_pages - 1, page_size, 2, kv_heads, head_dim] float64."""
+        pages = torch.stack((self.cache.keys[layer], self.cache.values[layer]), dim=2)
+        return pages[PADDING_PAGE + 1 :].to(torch.float64).cpu()
+
+    def expected(
+        self, layer: int = 0, *, tree: TreeMask | None = None, qkv: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What valid queries get, from pages that hold the batch's keys: [B, W, q_size] float64; zeros elsewhere."""
+        config, batch = self.config, self.batch
+        num_rows, width = batch.tokens.shape
+        queries = (qkv if qkv is not None else self.qkv)[:, : config.q_size].to(torch.float64).cpu()
+        queries = queries.view(num_rows, width, config.num_heads, config.head_dim)
+        output = torch.zeros_like(queries)
+        for row, query in batch.is_valid.nonzero().tolist():
+            places = self._seen(row, query, layer, tree)
+            keys, values = self._read(row, places, layer)
+            scores = torch.einsum("hd,nhd->hn", queries[row, query], keys) / math.sqrt(config.head_dim)
+            output[row, query] = torch.einsum("hn,nhd->hd", scores.softmax(dim=1), values)
+        return output.flatten(2)
+
+    def _seen(self, row: int, query: int, layer: int, tree: TreeMask | None) -> list[int]:
+        capacity = self.batch.page_table.shape[1] * self.cache.page_size
+        end = min(max(int(self.batch.limits[row]), 0), capacity)
+        last = max(min(int(self.batch.positions[row, query]), end - 1), 0)
+        window = self.config.sliding_window(layer)
+        first = 0 if window is None else max(0, last - window + 1)
+        if tree is None:
+            return list(range(first, last + 1))
+        start, width = int(tree.starts[row]), self.batch.tokens.shape[1]
+        nodes = [node for node in range(width) if int(tree.bits[row, query]) >> node & 1 and start + node < end]
+        return [*range(first, min(start, end)), *(start + node for node in nodes)]
+
+    def _read(self, row: int, places: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group = self.config.num_heads // self.config.num_kv_heads
+        size = self.cache.page_size
+        at = [(int(self.batch.page_table[row, place // size]), place % size) for place in places]
+        pages, offsets = zip(*at, strict=True)
+        keys, values = (
+            half[list(pages), list(offsets)].to(torch.float64).cpu().repeat_interleave(group, dim=1)
+            for half in (self.cache.keys[layer], self.cache.values[layer])
+        )
+        return keys, values
+
+    def assert_close(self, output: torch.Tensor, expected: torch.Tensor) -> None:
+        """Of valid queries, to the dtype's tolerance; those of others are finite."""
+        assert output.isfinite().all()
+        is_valid = self.batch.is_valid.cpu()
+        difference = (output.to(torch.float64).cpu().view_as(expected) - expected)[is_valid].abs()
+        assert difference.max() <= TOLERANCES[output.dtype], f"differs by {difference.max():.2e}"

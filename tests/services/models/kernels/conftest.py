@@ -1,0 +1,37 @@
+"""The kernels run on the GPU where there is one, and in Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything defines a kernel
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With a GPU these are tests of the GPU."""
+    here = Path(__file__).parent
+    for item in items:
+        if HAS_CUDA and here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(params=["float32", "float16", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """The model's dtype."""
+    if request.param == "bfloat16" and not HAS_CUDA:
+        pytest.skip("Triton's interpreter is silently wrong in bfloat16")
+    value = getattr(torch, request.param)
+    assert isinstance(value, torch.dtype)
+    return value

@@ -1,0 +1,153 @@
+"""Attention over pages against a plain one in float64, and what it must not read or write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.kernels.paged_attention import PagedAttention, TreeMask
+from tests.services.models.kernels.attention_case import AttentionCase, some_config
+
+FAR = 2**62
+
+
+def run(case: AttentionCase, layer: int = 0, *, tree: TreeMask | None = None) -> torch.Tensor:
+    return PagedAttention(case.config).prepare(case.batch, case.cache, tree=tree)(layer, case.qkv.clone())
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "lengths", "width"),
+    [
+        (4, 2, 16, (13, 0, 47), 5),
+        (4, 1, 32, (200,), 1),
+        (2, 2, 24, (31, 5), 3),
+        (6, 2, 16, (9, 0), 11),
+        (8, 2, 64, (150,), 5),
+    ],
+)
+def test_chain(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    lengths: tuple[int, ...],
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    config = some_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    case = AttentionCase.random(config, lengths, width, device=device, dtype=dtype, seed=1)
+    case.assert_close(run(case), case.expected())
+
+
+def test_prompts(device: torch.device, dtype: torch.dtype) -> None:
+    """More queries than one program takes, and padding at the end of the shorter prompt."""
+    case = AttentionCase.random(some_config(), (0, 37), 90, device=device, dtype=dtype, seed=2, page_size=16)
+    is_valid = case.batch.is_valid.clone()
+    is_valid[1, 20:] = False
+    case = case.change(is_valid=is_valid)
+    case.assert_close(run(case), case.expected())
+
+
+@pytest.mark.parametrize("width", [3, 70])
+def test_sliding_windows(width: int, device: torch.device, dtype: torch.dtype) -> None:
+    config = some_config(num_layers=3, sliding_windows=(7, None, 40))
+    case = AttentionCase.random(config, (100, 2), width, device=device, dtype=dtype, seed=3)
+    for layer in range(3):
+        case.assert_close(run(case, layer), case.expected(layer))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_tree(window: int | None, device: torch.device, dtype: torch.dtype) -> None:
+    config = some_config(sliding_windows=() if window is None else (window,))
+    case = AttentionCase.random(config, (21, 3), 7, device=device, dtype=dtype, seed=4)
+    parents, depths, bits = (-1, 0, 0, 1, 1, 2, 5), [0], [1]
+    for node, parent in enumerate(parents[1:], 1):
+        depths.append(depths[parent] + 1)
+        bits.append(bits[parent] | 1 << node)
+    starts = case.batch.positions[:, 0].clone()
+    mask = TreeMask(starts=starts, bits=torch.tensor(bits, device=device).repeat(2, 1))
+    case = case.change(positions=starts[:, None] + torch.tensor(depths, device=device))
+    case.assert_close(run(case, tree=mask), case.expected(tree=mask))
+
+
+def test_a_tree_of_64_nodes(device: torch.device) -> None:
+    case = AttentionCase.random(some_config(), (5,), 64, device=device, dtype=torch.float32, seed=5)
+    chain = torch.tensor([(1 << node + 1) - 1 if node < 63 else -1 for node in range(64)], device=device)
+    tree = TreeMask(starts=torch.tensor([5], device=device), bits=chain[None])
+    torch.testing.assert_close(run(case, tree=tree), run(case), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> None:
+    """Limits, windows, invalid queries, wild positions and page numbers: the same output and the same pages."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    windows = (None, draw(1, 30))[draw(0, 2)]
+    config = some_config(sliding_windows=() if windows is None else (windows,), num_heads=(2, 4, 6)[draw(0, 3)])
+    lengths = [draw(0, 60) for _ in range(draw(1, 5))]
+    case = AttentionCase.random(
+        config, lengths, draw(1, 9), device=device, dtype=torch.float32, seed=seed, page_size=draw(1, 9)
+    )
+    batch = case.batch
+    is_valid = torch.rand(batch.tokens.shape, generator=generator).to(device) < 0.8
+    last = batch.positions[:, -1]
+    limits = torch.where(torch.rand(len(lengths), generator=generator).to(device) < 0.5, last - 1, last + 3)
+    wild = torch.tensor([FAR, -FAR, -1, 3])[torch.randint(0, 4, batch.tokens.shape, generator=generator)].to(device)
+    page_table = batch.page_table.clone()
+    page_table[:, -1] = torch.tensor([FAR, -FAR, -1])[torch.randint(0, 3, (len(lengths),), generator=generator)]
+    case = case.change(
+        is_valid=is_valid,
+        limits=limits.clamp_min(1),
+        positions=torch.where(is_valid, batch.positions, wild),
+        page_table=page_table,
+    )
+    # Places that no query of the row has filled hold what an earlier request left there: numbers.
+    for rows in case.cache.rows:
+        rows.nan_to_num_(nan=0.25)
+    before = case.cache.rows[0].clone()
+    expected = TorchAttention(config).prepare(case.batch, case.cache)(0, case.qkv.clone())
+    pages = case.kept_pages()
+    case.cache.rows[0].copy_(before)
+    output = run(case)
+    is_valid = is_valid.flatten()
+    torch.testing.assert_close(output[is_valid], expected[is_valid], atol=1e-5, rtol=0)
+    assert (output[~is_valid] == 0).all(), "padding sees nothing"
+    assert torch.equal(case.kept_pages(), pages), "what is kept, and where"
+
+
+def test_positions_past_the_limit_go_to_the_padding_page(device: torch.device) -> None:
+    case = AttentionCase.random(some_config(), (10,), 5, device=device, dtype=torch.float32, seed=6)
+    before = case.kept_pages()
+    case = case.change(limits=torch.tensor([12], device=device))
+    output = run(case)
+    case.assert_close(output, case.expected())
+    is_new = (case.kept_pages().isfinite() & ~before.isfinite()).any(dim=-1).any(dim=-1).any(dim=-1)
+    assert is_new.sum() == 2
+
+
+def test_rows_without_a_valid_query_are_left_alone(device: torch.device) -> None:
+    case = AttentionCase.random(some_config(), (10, 20), 5, device=device, dtype=torch.float32, seed=7)
+    is_valid = case.batch.is_valid.clone()
+    is_valid[1] = False
+    page_table = case.batch.page_table.clone()
+    page_table[1] = FAR
+    case = case.change(is_valid=is_valid, page_table=page_table)
+    before = case.kept_pages()
+    output = run(case)
+    assert (output.view(2, -1)[1] == 0).all()
+    case.assert_close(output, case.expected())
+    changed = (case.kept_pages().nan_to_num(nan=9.0) != before.nan_to_num(nan=9.0)).any(dim=-1).any(dim=-1).any(dim=-1)
+    own = case.batch.page_table[0].cpu() - 1
+    assert set(changed.any(dim=1).nonzero().flatten().tolist()) <= set(own.tolist())
+
+
+def test_a_batch_may_be_empty(device: torch.device) -> None:
+    case = AttentionCase.random(some_config(), (10,), 5, device=device, dtype=torch.float32, seed=8)
+    names = ("tokens", "positions", "is_valid", "page_table", "limits")
+    empty = case.change(**{name: getattr(case.batch, name)[:0] for name in names})
+    attend = PagedAttention(case.config).prepare(empty.batch, empty.cache)
+    assert attend(0, case.qkv[:0]).shape == (0, case.config.q_size)

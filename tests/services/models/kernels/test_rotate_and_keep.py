@@ -1,0 +1,64 @@
+"""The rotation, and the kernel that normalises, rotates and keeps, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.services.models.config import RopeConfig
+from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
+from slipstream.services.models.kernels.rotation import rotation_of
+from slipstream.services.models.rope import inverse_frequencies
+from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
+
+FAR = 2**62
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 128])
+def test_rotation(head_dim: int, device: torch.device) -> None:
+    frequencies = inverse_frequencies(RopeConfig(theta=500_000.0), head_dim).to(device)
+    positions = torch.tensor([[0, 1, 17, 4095], [131_071, 131_072, FAR, -FAR]], device=device)
+    rotation = rotation_of(positions, frequencies, 131_072)
+    places = torch.tensor([0, 1, 17, 4095, 131_071, 131_071, 131_071, 0], device=device)
+    # Angles are float32, as they are in the models' own code; of these, sines and cosines are exact.
+    angles = (places[:, None].to(torch.float32) * frequencies).to(torch.float64)
+    expected = torch.stack((angles.cos(), angles.sin()), dim=1)
+    assert rotation.shape == (8, 2, head_dim // 2)
+    torch.testing.assert_close(rotation.to(torch.float64), expected, atol=3e-7, rtol=0)
+
+
+def rotated(x: torch.Tensor, rotation: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """[N, heads, head_dim] in float64."""
+    x = x.to(torch.float64)
+    if weight is not None:
+        x = x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt() * weight.to(torch.float64)
+    cosine, sine = rotation.to(torch.float64)[:, None].unbind(dim=2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("head_dim", "width"), [(16, 5), (24, 3), (16, 260)])
+def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    config = some_config(num_heads=2, num_kv_heads=1, head_dim=head_dim)
+    case = AttentionCase.random(config, (12,), width, device=device, dtype=dtype, seed=1, page_size=16)
+    generator = torch.Generator().manual_seed(2)
+    weights = [(1 + 0.3 * torch.randn(head_dim, generator=generator)).to(device, dtype) for _ in range(2)]
+    norms = QueryKeyNorms(query=weights[0], key=weights[1], eps=1e-5) if has_norms else None
+    frequencies = inverse_frequencies(config.rope, head_dim).to(device)
+    rotation = rotation_of(case.batch.positions, frequencies, config.max_position_embeddings)
+
+    heads = case.qkv.view(width, 4, head_dim)
+    expected_queries = rotated(heads[:, :2], rotation, weights[0] if has_norms else None)
+    expected_keys = rotated(heads[:, 2:3], rotation, weights[1] if has_norms else None)
+    qkv = case.qkv.clone()
+    output = PagedAttention(config).prepare(case.batch, case.cache).rotate_and_attend(0, qkv, rotation, norms)
+
+    tolerance = 2 * TOLERANCES[dtype]
+    queries = qkv.view(width, 4, head_dim)[:, :2].to(torch.float64)
+    torch.testing.assert_close(queries, expected_queries, atol=tolerance, rtol=tolerance)
+    place = case.batch.positions[0]
+    at = (case.batch.page_table[0, place // 16], place % 16)
+    torch.testing.assert_close(case.cache.keys[0][at].to(torch.float64), expected_keys, atol=tolerance, rtol=tolerance)
+    assert torch.equal(case.cache.values[0][at], heads[:, 3:])
+    case.assert_close(output, case.expected(qkv=qkv))
