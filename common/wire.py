@@ -82,6 +82,7 @@ def manifest_to_pb(manifest: Manifest) -> pb.Manifest:
     return pb.Manifest(
         kind=manifest.kind,
         path=manifest.path,
+        handle=manifest.handle,
         size=manifest.size,
         buffers=[
             pb.Buffer(
@@ -94,7 +95,7 @@ def manifest_to_pb(manifest: Manifest) -> pb.Manifest:
             for placed in manifest.buffers
         ],
         fences=[
-            pb.FenceWord(fence=cast("pb.Fence", word.fence), kind=word.kind, offset=word.offset)
+            pb.FenceWord(fence=cast("pb.Fence", word.fence), kind=word.kind, offset=word.offset, events=word.events)
             for word in manifest.fences
         ],
     )
@@ -109,14 +110,14 @@ def manifest_from_pb(message: pb.Manifest) -> Manifest:
         spec = BufferSpec(buffer.name, tuple(buffer.shape), DTYPES[buffer.dtype], buffer.writer)
         buffers.append(Placed(spec, buffer.offset))
     words = tuple(_word_from_pb(word) for word in message.fences)
-    manifest = Manifest(message.kind, message.path, message.size, tuple(buffers), words)
+    manifest = Manifest(message.kind, message.path, message.size, tuple(buffers), words, message.handle)
     manifest.check()
     return manifest
 
 
 def _word_from_pb(message: pb.FenceWord) -> FenceWord:
     try:
-        return FenceWord(FenceName(message.fence), message.kind, message.offset)
+        return FenceWord(FenceName(message.fence), message.kind, message.offset, tuple(message.events))
     except ValueError:
         raise ManifestError(f"fence {message.fence}: there is no such fence") from None
 

@@ -134,14 +134,16 @@ class Buffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., writer: _Optional[str] = ...) -> None: ...
 
 class FenceWord(_message.Message):
-    __slots__ = ("fence", "kind", "offset")
+    __slots__ = ("fence", "kind", "offset", "events")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
     kind: str
     offset: int
-    def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., kind: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    events: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., kind: _Optional[str] = ..., offset: _Optional[int] = ..., events: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class FencePoint(_message.Message):
     __slots__ = ("fence", "value")

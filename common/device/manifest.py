@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 256
 FENCE_BYTES = 64
 MAX_DIMENSIONS = 8
+HANDLE_BYTES = 64
+"""Of CUDA's IPC handles, of memory and of events."""
+MAX_EVENTS = 256
+"""Of a fence."""
 
 DTYPES = {
     "int32": torch.int32,
@@ -69,8 +73,10 @@ class FenceWord:
 
     fence: FenceName
     kind: str
-    """"host" on a CPU."""
+    """"host" on a CPU, "timeline" or "event" on a GPU."""
     offset: int
+    events: tuple[bytes, ...] = ()
+    """Of an "event" fence: the IPC handles of its ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +84,20 @@ class Manifest:
     """An arena as another process finds it."""
 
     kind: str
-    """"file" on a CPU."""
+    """"file" on a CPU, "cuda_ipc" on a GPU."""
     path: str
+    """Of the file."""
     size: int
     buffers: tuple[Placed, ...]
     fences: tuple[FenceWord, ...]
+    handle: bytes = b""
+    """The IPC handle of a GPU's memory."""
 
     def check(self) -> None:
-        """Raises ManifestError unless every buffer and fence lies within the arena, aligned and apart."""
+        """Raises ManifestError unless every buffer and fence lies within the arena, aligned and apart.
+
+        Handles have their length; whether they mean anything shows when they are opened.
+        """
         if self.size < 1:
             raise ManifestError(f"an arena of {self.size} bytes")
         ranges: list[tuple[int, int, str]] = []
@@ -103,6 +115,7 @@ class Manifest:
             if start < end:
                 raise ManifestError(f"{name} and {other} overlap")
         self._check_names()
+        self._check_handles()
 
     def _range(self, name: str, start: int, end: int, alignment: int) -> tuple[int, int, str]:
         if start < 0 or start % alignment or end > self.size:
@@ -116,6 +129,16 @@ class Manifest:
         ):
             if len(set(names)) < len(names):
                 raise ManifestError(f"a {kind} is there twice: {', '.join(sorted(names))}")
+
+    def _check_handles(self) -> None:
+        if len(self.handle) not in (0, HANDLE_BYTES):
+            raise ManifestError(f"a memory handle of {len(self.handle)} bytes instead of {HANDLE_BYTES}")
+        for word in self.fences:
+            if len(word.events) > MAX_EVENTS:
+                raise ManifestError(f"fence {word.fence.name}: {len(word.events)} events, at most {MAX_EVENTS}")
+            for handle in word.events:
+                if len(handle) != HANDLE_BYTES:
+                    raise ManifestError(f"fence {word.fence.name}: an event handle of {len(handle)} bytes")
 
 
 def lay_out(
