@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.chunk import FinishReason
 from slipstream.common.step import PromptChunk, SlotUpdate, StepKind
@@ -63,6 +63,14 @@ class Step:
         return tuple(lease.slot for lease in self.members)
 
 
+class DraftCount(NamedTuple):
+    """What became of a draft."""
+
+    num_drafted: int
+    """Its tokens that could be accepted, at least one."""
+    num_accepted: int
+
+
 class Batch:
     """The running requests of an epoch. Every method returns at once; none looks at the device."""
 
@@ -85,6 +93,7 @@ class Batch:
         while (job := queue.take_next(self._has_room_for)) is not None:
             request = Request(job, self.slots.allocate(), self.pages.allocate(self._num_pages(job)))
             job.counts.admitted_at = time.monotonic()
+            job.counts.accepted_per_position = [0] * self.sizes.num_draft_tokens
             self._running[request.lease] = request
             self._new.append(request)
 
@@ -101,26 +110,25 @@ class Batch:
     def apply(self, step: Step, result: StepResult) -> list[Delivery]:
         """Takes in the result of a step: what it brings each job. Rows of requests that are over are dropped."""
         deliveries = []
-        most_more = self._most_more(step.kind)
         for lease, tokens in zip(step.yielding, result.tokens, strict=True):
             if not self.slots.is_current(lease):
                 continue
             request = self._running[lease]
-            if step.kind is StepKind.DECODE:
-                counts = request.job.counts
-                counts.num_verify_steps += 1
-                counts.total_draft_tokens += self.sizes.num_draft_tokens
-                counts.total_accepted_tokens += len(tokens) - 1
-            progress = request.end_output(tokens, most_more)
+            num_drafted = self._num_drafted(request, step.kind)
+            if num_drafted:
+                request.job.counts.add_draft(num_drafted, len(tokens) - 1)
+            progress = request.end_output(tokens, num_drafted + 1)
             if progress.is_last:
                 self._end(request)
             deliveries.append((request.job, progress))
         return deliveries
 
-    def kept(self, step: Step, result: StepResult) -> list[list[int]]:
-        """The tokens of a result whose requests still run; the other rows are nobody's."""
+    def drafts(self, step: Step, result: StepResult) -> list[DraftCount]:
+        """What became of the drafts of a step, of requests that still run and speculate; the others are nobody's."""
         rows = zip(step.yielding, result.tokens, strict=True)
-        return [tokens for lease, tokens in rows if self.slots.is_current(lease)]
+        kept = [(self._running[lease], tokens) for lease, tokens in rows if self.slots.is_current(lease)]
+        counts = [DraftCount(self._num_drafted(request, step.kind), len(tokens) - 1) for request, tokens in kept]
+        return [count for count in counts if count.num_drafted]
 
     def cancel(self, jobs: list[Job]) -> list[Delivery]:
         """Ends jobs, running or not yet; those that are over stay as they are."""
@@ -176,14 +184,15 @@ class Batch:
         )
 
     def _decode_step(self, decoding: list[Request]) -> Step:
-        kind = StepKind.DECODE if self.sizes.num_draft_tokens else StepKind.PLAIN
+        is_drafted = any(self._num_drafted(request, StepKind.DECODE) for request in decoding)
+        kind = StepKind.DECODE if is_drafted else StepKind.PLAIN
         for request in decoding:
-            request.begin_output(self._most_more(kind))
+            request.begin_output(self._num_drafted(request, kind) + 1)
         members = tuple(request.lease for request in decoding)
         return Step(number=self._last_step, kind=kind, members=members, yielding=members)
 
-    def _most_more(self, kind: StepKind) -> int:
-        return self.sizes.num_draft_tokens + 1 if kind is StepKind.DECODE else 1
+    def _num_drafted(self, request: Request, kind: StepKind) -> int:
+        return request.num_drafted(self.sizes.num_draft_tokens) if kind is StepKind.DECODE else 0
 
 
 def _is_over(job: Job) -> bool:

@@ -78,6 +78,14 @@ class JobCounts:
     first_token_at: float | None = None
     finished_at: float | None = None
 
+    def add_draft(self, num_drafted: int, num_accepted: int) -> None:
+        """The target has checked one more draft."""
+        self.num_verify_steps += 1
+        self.total_draft_tokens += num_drafted
+        self.total_accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            self.accepted_per_position[place] += 1
+
     @property
     def mean_accept_length(self) -> float:
         """Tokens per verify step: 1 + accepted / steps; truncation at a stop is not counted."""

@@ -123,7 +123,7 @@ class StepLoop:
         result = self._await_result(step)
         self._plan = consume(self._plan, step.number)
         self._timings.collect(step.number - 1)
-        self._metrics.consumed(step, self._batch.kept(step, result), self._batch.sizes.num_draft_tokens)
+        self._metrics.drafted(self._batch.drafts(step, result))
         return self._batch.apply(step, result)
 
     def _sleep(self) -> None:

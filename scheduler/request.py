@@ -47,7 +47,13 @@ class Request:
             pages=self.pages,
             limit_tokens=len(spec.prompt) + spec.max_new_tokens,
             sampling=spec.sampling,
+            max_draft_tokens=spec.max_draft_tokens,
         )
+
+    def num_drafted(self, num_draft_tokens: int) -> int:
+        """How many of the tokens drafted in a step are for this request."""
+        most = self.job.spec.max_draft_tokens
+        return num_draft_tokens if most is None else min(num_draft_tokens, most)
 
     def next_chunk(self, max_tokens: int) -> PromptChunk:
         """Takes the next tokens of the prompt, `max_tokens` at most."""

@@ -15,7 +15,7 @@ from slipstream.scheduler.step_timings import EDGES
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from slipstream.scheduler.batch import Step
+    from slipstream.scheduler.batch import DraftCount
     from slipstream.scheduler.step_timings import StepTiming
 
 WINDOW_S = 10.0
@@ -130,16 +130,16 @@ class StepMetrics:
         """The loop's thread was blocked at `site`, one of SITES."""
         self._stall[site].inc(seconds)
 
-    def consumed(self, step: Step, rows: list[list[int]], num_draft_tokens: int) -> None:
-        """Takes in what a step brought: the tokens of each request that it was still for."""
-        if step.kind is not StepKind.DECODE:
+    def drafted(self, drafts: list[DraftCount]) -> None:
+        """Takes in what became of the drafts of a step."""
+        if not drafts:
             return
-        accepted = [len(tokens) - 1 for tokens in rows]
-        self._drafts.inc(len(accepted))
-        self._draft_tokens.inc(len(accepted) * num_draft_tokens)
+        accepted = [draft.num_accepted for draft in drafts]
+        self._drafts.inc(len(drafts))
+        self._draft_tokens.inc(sum(draft.num_drafted for draft in drafts))
         self._accepted.inc(sum(accepted))
-        for position, counter in enumerate(self._accepted_at[: max(accepted, default=0)]):
-            counter.inc(sum(count > position for count in accepted))
+        for position, count_here in enumerate(self._accepted_at[: max(accepted)]):
+            count_here.inc(sum(count > position for count in accepted))
 
 
 class _Window:

@@ -114,7 +114,8 @@ class Engine:
                 log=self._log,
                 is_debug=attachment.is_debug,
             )
-            state = EpochState(attachment, future_map, SlotTable(attachment, self._device.torch_device))
+            slots = SlotTable(attachment, self.description.vocab_size, self._device.torch_device)
+            state = EpochState(attachment, future_map, slots)
             self._role.open(state)
         except BaseException:
             self._role.close()

@@ -77,9 +77,19 @@ class LanguageModel:
         """Runs chunks of prompts side by side; returns the output and which of its [B, W] tokens count, as bool."""
         padded = PaddedChunks.of(chunks, self.device)
         rows = self.index([chunk.slot for chunk in chunks])
+        self._slots.remember_prompt(rows, padded)
         output = self.forward(rows, padded.tokens, padded.positions, is_valid=padded.is_valid, aux_layers=aux_layers)
         return output, padded.is_valid
 
-    def sample(self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's tokens at `positions` ([B, W] int64) from the hidden states before them ([B, W, H]): [B, W]."""
-        return self._slots.sample(self.decoder.logits(hidden), rows, positions)
+    def sample(
+        self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, chain: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The model's tokens at `positions` ([B, W] int64) from the hidden states before them ([B, W, H]): [B, W].
+
+        `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`.
+        """
+        return self._slots.sample(self.decoder.logits(hidden), rows, positions, chain)
+
+    def remember_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """The first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) are output now, for the penalties."""
+        self._slots.remember_output(rows, tokens, num_tokens)

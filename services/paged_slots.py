@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.services.models.adjustments import adjust
 from slipstream.services.models.batch import ForwardBatch
 from slipstream.services.models.kv_cache import PagedKV
 from slipstream.services.models.sampler import sample
@@ -107,8 +108,28 @@ class PagedSlots:
             max_kv_len=int(positions.max()) + 1 if self._device.type == "cpu" else None,
         )
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The tokens at `positions` ([B, W] int64) from the logits for them ([B, W, vocab_size] float32): [B, W]."""
-        num_rows, width = positions.shape
-        sampling = self.state.slots.sampling.take(rows).repeat(width)
+    def sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, chain: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The tokens at `positions` ([B, W] int64) from the logits for them ([B, W, vocab_size] float32): [B, W].
+
+        `chain`: [B, L] int64, what the model was given that is not output yet; see `adjust`.
+        """
+        (num_rows, width), slots = positions.shape, self.state.slots
+        if slots.adjusts_logits:
+            chain = positions[:, :0] if chain is None else chain
+            logits = adjust(logits, slots.adjustments, slots.history, rows, positions, chain)
+        sampling = slots.sampling.take(rows).repeat(width)
         return sample(logits.view(num_rows * width, -1), sampling, positions.reshape(-1)).view(num_rows, width)
+
+    def remember_prompt(self, rows: torch.Tensor, chunks: PaddedChunks) -> None:
+        """Chunks of B prompts, for the penalties. `rows`: [B] int64 slots."""
+        slots = self.state.slots
+        if slots.has_penalties:
+            slots.history.add_prompt(rows, chunks.tokens, chunks.is_valid)
+
+    def remember_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """The first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) are output now, for the penalties."""
+        slots = self.state.slots
+        if slots.has_penalties:
+            slots.history.add_output(rows, tokens, num_tokens)

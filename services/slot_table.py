@@ -8,9 +8,12 @@ import torch
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.step import StepKind
+from slipstream.services.models.adjustments import AdjustmentRows
 from slipstream.services.models.sampler import SamplingRows
+from slipstream.services.models.token_history import TokenHistory
 
 if TYPE_CHECKING:
+    from slipstream.common.sampling import SamplingParams
     from slipstream.common.step import SlotUpdate, StepCommand
     from slipstream.common.worker_contract import Attachment
 
@@ -18,7 +21,8 @@ if TYPE_CHECKING:
 class SlotTable:
     """Rows are slots; row 0 is padding and has only the padding page."""
 
-    def __init__(self, attachment: Attachment, device: torch.device) -> None:
+    def __init__(self, attachment: Attachment, vocab_size: int, device: torch.device) -> None:
+        """`vocab_size`: token ids of updates are below it."""
         slots = attachment.shape.num_slots
         self._num_slots = slots
         self._num_pages = attachment.num_pages
@@ -26,15 +30,27 @@ class SlotTable:
         self._chunk_tokens = attachment.shape.chunk_tokens
         self._max_pages = attachment.max_pages_per_slot
         self._max_limit = attachment.context_tokens
+        self._vocab_size = vocab_size
         self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
         """[slots, pages] int64 page numbers; 0 where a slot has none."""
         self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
         """[slots] int64: positions from here on have no KV."""
+        self.max_draft_tokens = torch.full((slots,), self._num_draft_tokens, dtype=torch.int64, device=device)
+        """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
         self.sampling = SamplingRows.greedy(slots, device=device)
         """One row a slot."""
+        self.adjustments = AdjustmentRows.off(slots, device=device)
+        """One row a slot."""
+        self.history = TokenHistory(slots, vocab_size, device)
+        """One row a slot; kept up to date while `has_penalties`."""
+        self.adjusts_logits = False
+        """Stream work: whether the last request of any slot has logit bias, penalties or a mask."""
+        self.has_penalties = False
+        """Stream work: whether the last request of any slot has penalties."""
+        self._adjusted: dict[int, SamplingParams] = {}
 
     def check(self, command: StepCommand) -> None:
-        """Raises InvalidArgumentError for a slot, page or limit that does not exist, before anything is enqueued."""
+        """Raises InvalidArgumentError for a slot, page or token that there is not, before anything is enqueued."""
         for slot in command.slots:
             _check("slots", slot, 1, self._num_slots - 1)
         if len(set(command.slots)) < len(command.slots):
@@ -58,11 +74,27 @@ class SlotTable:
                 row.zero_()
             row[update.first_page_index : end] = torch.tensor(update.pages, dtype=torch.int64)
             self.limits[update.slot] = update.limit_tokens
-        taken = [(update.slot, update.sampling) for update in updates if update.sampling is not None]
+            self.max_draft_tokens[update.slot] = self._most_accepted(update)
+        taken = {update.slot: update.sampling for update in updates if update.sampling is not None}
         if taken:
-            slots = torch.tensor([slot for slot, _ in taken]).to(self.limits.device)
-            rows = SamplingRows.of([sampling for _, sampling in taken], device=self.limits.device)
-            self.sampling.put(slots, rows)
+            self._take(taken)
+
+    def _take(self, taken: dict[int, SamplingParams]) -> None:
+        device = self.limits.device
+        slots, params = torch.tensor(list(taken)).to(device), list(taken.values())
+        self.sampling.put(slots, SamplingRows.of(params, device=device))
+        adjusted = {slot: sampling for slot, sampling in taken.items() if sampling.adjusts_logits}
+        if adjusted or not self._adjusted.keys().isdisjoint(taken):
+            self.adjustments.put(slots, AdjustmentRows.of(params, device=device))
+            self.history.clear(slots)
+            others = {slot: sampling for slot, sampling in self._adjusted.items() if slot not in taken}
+            self._adjusted = others | adjusted
+            self.adjusts_logits = bool(self._adjusted)
+            self.has_penalties = any(sampling.has_penalty for sampling in self._adjusted.values())
+
+    def _most_accepted(self, update: SlotUpdate) -> int:
+        most = self._num_draft_tokens
+        return most if update.max_draft_tokens is None else min(most, update.max_draft_tokens)
 
     def _check_chunks(self, command: StepCommand) -> None:
         slots = tuple(chunk.slot for chunk in command.chunks)
@@ -73,6 +105,7 @@ class SlotTable:
             if not chunk.tokens:
                 raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
             _check("chunks.start", chunk.start, 0, self._max_limit - len(chunk.tokens))
+            _check("chunks.tokens", max(chunk.tokens), 0, self._vocab_size - 1)
         _check("chunks.tokens", sum(len(chunk.tokens) for chunk in command.chunks), 0, self._chunk_tokens)
 
     def _check_update(self, update: SlotUpdate) -> None:
@@ -81,6 +114,8 @@ class SlotTable:
         _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
         for page in update.pages:
             _check("updates.pages", page, 1, self._num_pages - 1)
+        if update.sampling is not None:
+            update.sampling.check_token_ids(self._vocab_size)
 
 
 def _check(field: str, value: int, low: int, high: int) -> None:

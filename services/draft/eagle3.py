@@ -65,6 +65,7 @@ class Eagle3Drafter:
         assert hidden is not None, "the description asks for hidden states"
         padded = PaddedChunks.of(chunks, self._device)
         rows = self.index([chunk.slot for chunk in chunks])
+        self._slots.remember_prompt(rows, padded)
         fused = self._head.fuse(hidden.to(self._dtype))
         states = fused.new_zeros((*padded.tokens.shape, fused.shape[1]))
         states[padded.is_valid] = fused
@@ -77,6 +78,7 @@ class Eagle3Drafter:
     def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
         """See `Drafter.propose`. First the entries of the last step's new tokens, then one for each drafted token."""
         assert stash.hidden_states is not None, "the description asks for hidden states"
+        self._slots.remember_output(rows, stash.last_tokens, stash.num_new)
         columns = torch.arange(stash.last_tokens.shape[1], device=self._device)
         last = (stash.num_new - 1)[:, None]
         positions = stash.seq_lens[:, None] - stash.num_new[:, None] + torch.minimum(columns, last)
@@ -89,7 +91,7 @@ class Eagle3Drafter:
         while len(proposed) < num_tokens:
             state = self._forward(rows, proposed[-1], position, state)
             position = position + 1
-            proposed.append(self._sample(state, rows, position + 1))
+            proposed.append(self._sample(state, rows, position + 1, torch.cat(proposed, dim=1)))
         return torch.cat(proposed, dim=1)
 
     def _forward(
@@ -103,8 +105,10 @@ class Eagle3Drafter:
         batch = self._slots.batch(rows, tokens, positions, is_valid)
         return self._head(batch, states, self._slots.cache)  # type: ignore[no-any-return]
 
-    def _sample(self, states: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._slots.sample(self._head.logits(states), rows, positions)
+    def _sample(
+        self, states: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, chain: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._slots.sample(self._head.logits(states), rows, positions, chain)
 
 
 def _columns(columns: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

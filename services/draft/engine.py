@@ -47,7 +47,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
-        """Guesses the `num_tokens` tokens behind each slot's bonus token: [B, num_tokens] int64."""
+        """Guesses the `num_tokens` tokens behind each slot's bonus token: [B, num_tokens] int64.
+
+        Called once for each stash of a slot that drafts.
+        """
         ...
 
 

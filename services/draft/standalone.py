@@ -47,6 +47,7 @@ class StandaloneDrafter:
         The first forward also takes the token before the bonus: when all of the last draft was accepted,
         its last token was never an input here, and has no KV yet. For the others it writes what is there.
         """
+        self._model.remember_output(rows, stash.last_tokens, stash.num_new)
         before = stash.last_tokens.gather(1, (stash.num_new - 2).clamp(min=0)[:, None])
         tokens = torch.cat((before, stash.bonus_tokens[:, None]), dim=1)
         positions = stash.seq_lens[:, None] + torch.tensor([-1, 0], device=tokens.device)
@@ -57,5 +58,5 @@ class StandaloneDrafter:
         while len(proposed) < num_tokens:
             output = self._model.forward(rows, proposed[-1], position)
             position = position + 1
-            proposed.append(self._model.sample(output.hidden, rows, position))
+            proposed.append(self._model.sample(output.hidden, rows, position, torch.cat(proposed, dim=1)))
         return torch.cat(proposed, dim=1)

@@ -1,18 +1,20 @@
 """Chooses tokens: greedy, or with filters and noise that depends only on seed, position and token id.
 
-A token is the argmax of `logits / temperature + noise` over the tokens that the filters keep. All
-filters keep a prefix of the tokens in the order (most likely first, then lower id first), so they come
-down to one number a row. No row's result depends on the other rows of its batch.
+A token is the argmax of `logits / temperature + noise` over the tokens that the filters keep; the logits are
+the model's as `adjustments.py` leaves them. All filters keep a prefix of the tokens in the order (most likely
+first, then lower id first), so they come down to one number a row. No row's result depends on the other rows
+of its batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.common.noise import gumbel_noise, gumbel_noise_of
+from slipstream.services.models.parameter_rows import ParameterRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +28,7 @@ _LOGITS_AT_ONCE = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRows:
+class SamplingRows(ParameterRows):
     """Sampling parameters of N rows, as tensors on the model's device."""
 
     temperature: Tensor
@@ -62,20 +64,6 @@ class SamplingRows:
             min_p=torch.zeros(num_rows, dtype=torch.float32, device=device),
             seed=torch.zeros(num_rows, dtype=torch.int64, device=device),
         )
-
-    def put(self, slots: Tensor, rows: SamplingRows) -> None:
-        """Replaces the rows numbered `slots`: [M] int64, without repetition."""
-        for field in fields(self):
-            getattr(self, field.name).index_copy_(0, slots, getattr(rows, field.name))
-
-    def take(self, slots: Tensor) -> SamplingRows:
-        """The rows numbered `slots`: [M] int64."""
-        return SamplingRows(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
-
-    def repeat(self, num_tokens: int) -> SamplingRows:
-        """Each row `num_tokens` times in a row, for logits [N, num_tokens, V] seen as [N * num_tokens, V]."""
-        repeated = {field.name: getattr(self, field.name).repeat_interleave(num_tokens) for field in fields(self)}
-        return SamplingRows(**repeated)
 
 
 @torch.inference_mode()
@@ -149,7 +137,7 @@ def _num_kept(deficits: Tensor, rows: SamplingRows) -> Tensor:
     mass = torch.where(top_p < 1, top_p * up_to.gather(1, top_k - 1), float("inf"))
     is_kept = up_to - weights < mass
     is_kept &= weights >= rows.min_p[:, None]
-    return torch.minimum(is_kept.sum(dim=1), top_k[:, 0])
+    return torch.minimum(is_kept.sum(dim=1), top_k[:, 0]).clamp_min(1)  # not even 1 where logits are no numbers
 
 
 def _deficits(logits: Tensor, rows: SamplingRows) -> Tensor:

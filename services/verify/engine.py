@@ -102,6 +102,7 @@ class VerifyEngine:
         def stash() -> None:
             if found.outcome is not None:
                 future_map.stash(step, rows, found.outcome)
+                self._model.remember_output(rows, found.outcome.tokens, found.outcome.num_accepted + 1)
 
         return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
@@ -138,10 +139,13 @@ class VerifyEngine:
     def _run(
         self, rows: torch.Tensor, tokens: torch.Tensor, seq_lens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's tokens behind each of `tokens` ([B, W], from position `seq_lens` on), and the fused states."""
+        """The target's tokens behind each of `tokens` ([B, W], from position `seq_lens` on), and the fused states.
+
+        The first of `tokens` is output already, the others are not.
+        """
         positions = seq_lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         output = self._model.forward(rows, tokens, positions, aux_layers=self._aux_layers)
-        return self._model.sample(output.hidden, rows, positions + 1), output.aux
+        return self._model.sample(output.hidden, rows, positions + 1, tokens[:, 1:]), output.aux
 
     def _prefill(self, state: EpochState, step: int, chunks: tuple[PromptChunk, ...]) -> Outcome | None:
         """Fills the KV of the chunks; samples the first token of each prompt that ends here."""

@@ -23,7 +23,7 @@ from slipstream.scheduler.jobs import Job, JobSpec
 if TYPE_CHECKING:
     from random import Random
 
-    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.batch import Delivery, DraftCount
 
 STOP = 7
 """A token that some jobs end at."""
@@ -34,7 +34,14 @@ def token_of(prompt: tuple[int, ...], index: int) -> int:
     return (sum(prompt) * 31 + len(prompt) * 17 + index * index * 5 + index) % 23
 
 
-def make_job(name: str, prompt: tuple[int, ...], max_new_tokens: int, *, stops: bool = False) -> Job:
+def make_job(
+    name: str,
+    prompt: tuple[int, ...],
+    max_new_tokens: int,
+    *,
+    stops: bool = False,
+    max_draft_tokens: int | None = None,
+) -> Job:
     """A job that is not submitted yet."""
     stop_token_ids = frozenset({STOP}) if stops else frozenset()
     return Job(
@@ -44,6 +51,7 @@ def make_job(name: str, prompt: tuple[int, ...], max_new_tokens: int, *, stops: 
             max_new_tokens=max_new_tokens,
             sampling=SamplingParams(),
             stop_token_ids=stop_token_ids,
+            max_draft_tokens=max_draft_tokens,
         )
     )
 
@@ -64,6 +72,7 @@ class Slot:
 
     pages: tuple[int, ...] = ()
     limit_tokens: int = 0
+    max_draft_tokens: int | None = None
     prompt: tuple[int, ...] = ()
     num_output: int = 0
 
@@ -82,7 +91,7 @@ class Device:
         assert step.number == self.last_step + 1
         self.last_step = step.number
         for update in step.updates:
-            self.slots[update.slot] = Slot(update.pages, update.limit_tokens)
+            self.slots[update.slot] = Slot(update.pages, update.limit_tokens, update.max_draft_tokens)
         if step.kind is StepKind.PREFILL:
             self._prefill(step)
             accepted = [0] * len(step.yielding)
@@ -90,7 +99,9 @@ class Device:
             most = self.sizes.num_draft_tokens if step.kind is StepKind.DECODE else 0
             for lease in step.members:
                 self._check_room(self.slots[lease.slot], most)
-            accepted = [self.random.randint(0, most) for _ in step.yielding]
+            bounds = [self._most_accepted(lease.slot) for lease in step.yielding]
+            assert any(bounds) == (step.kind is StepKind.DECODE), "a step drafts for somebody, or it is plain"
+            accepted = [self.random.randint(0, min(most, bound)) for bound in bounds]
         return StepResult([self._output(lease.slot, a + 1) for lease, a in zip(step.yielding, accepted, strict=True)])
 
     def _prefill(self, step: Step) -> None:
@@ -109,6 +120,10 @@ class Device:
         slot.num_output += count
         return tokens
 
+    def _most_accepted(self, slot_number: int) -> int:
+        most = self.slots[slot_number].max_draft_tokens
+        return self.sizes.num_draft_tokens if most is None else min(most, self.sizes.num_draft_tokens)
+
     def _check_room(self, slot: Slot, most_accepted: int) -> None:
         # As the workers do it: a length past the limit is clamped to it.
         length = min(len(slot.prompt) + slot.num_output - 1, slot.limit_tokens)
@@ -124,6 +139,7 @@ class Run:
         self.batch = Batch(sizes)
         self.device = Device(sizes, random)
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
+        self.drafts: list[DraftCount] = []
         self.outputs: dict[Job, list[int]] = {}
         self.ends: dict[Job, FinishReason | None] = {}
 
@@ -138,7 +154,9 @@ class Run:
             assert {update.slot for update in step.updates} <= running, "nothing is told of requests that are over"
             self.in_flight.append((step, self.device.run(step)))
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
-            self.take(self.batch.apply(*self.in_flight.popleft()))
+            step, result = self.in_flight.popleft()
+            self.drafts += self.batch.drafts(step, result)
+            self.take(self.batch.apply(step, result))
         return step is not None or bool(self.in_flight)
 
     def take(self, deliveries: list[Delivery]) -> None:
@@ -166,7 +184,12 @@ SIZES = st.builds(
     run_ahead=st.integers(0, 2),
 )
 JOBS = st.lists(
-    st.tuples(st.lists(st.integers(0, 30), min_size=1, max_size=30).map(tuple), st.integers(1, 25), st.booleans()),
+    st.tuples(
+        st.lists(st.integers(0, 30), min_size=1, max_size=30).map(tuple),
+        st.integers(1, 25),
+        st.booleans(),
+        st.sampled_from([None, None, 0, 1, 3, 7]),
+    ),
     min_size=1,
     max_size=8,
 )
@@ -196,10 +219,13 @@ def sizes_that_hold(draw: st.DrawFn) -> BatchSizes:
     cancel_rate=st.sampled_from([0.0, 0.05, 0.3]),
 )
 def test_every_job_gets_its_own_tokens(
-    sizes: BatchSizes, jobs: list[tuple[tuple[int, ...], int, bool]], random: Random, cancel_rate: float
+    sizes: BatchSizes, jobs: list[tuple[tuple[int, ...], int, bool, int | None]], random: Random, cancel_rate: float
 ) -> None:
     run = Run(sizes, random)
-    made = [make_job(str(number), prompt, most, stops=stops) for number, (prompt, most, stops) in enumerate(jobs)]
+    made = [
+        make_job(str(number), prompt, most, stops=stops, max_draft_tokens=max_draft_tokens)
+        for number, (prompt, most, stops, max_draft_tokens) in enumerate(jobs)
+    ]
     to_submit, cancelled = deque(made), set[Job]()
     turns = 0
     while run.turn() or to_submit or len(run.queue):
@@ -220,6 +246,12 @@ def test_every_job_gets_its_own_tokens(
         else:
             assert (output, run.ends[job]) == (expected, reason)
         assert job.counts.num_output_tokens == len(output)
+        assert sum(job.counts.accepted_per_position) == job.counts.total_accepted_tokens
+        bound = sizes.num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
+        assert job.counts.total_draft_tokens == job.counts.num_verify_steps * min(bound, sizes.num_draft_tokens)
+    assert len(run.drafts) == sum(job.counts.num_verify_steps for job in made)
+    assert sum(draft.num_drafted for draft in run.drafts) == sum(job.counts.total_draft_tokens for job in made)
+    assert sum(draft.num_accepted for draft in run.drafts) == sum(job.counts.total_accepted_tokens for job in made)
     assert run.batch.num_running == 0
     assert run.batch.pages.num_free == sizes.num_pages - 1
     assert run.batch.slots.num_free == sizes.num_slots - 1
@@ -292,9 +324,30 @@ def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
     assert job.counts.num_verify_steps == 2
     assert job.counts.total_draft_tokens == 4
     assert job.counts.total_accepted_tokens == 4
+    assert job.counts.accepted_per_position == [2, 2]
     assert job.counts.mean_accept_length == 3.0
     assert job.counts.first_token_at is not None
     assert job.counts.finished_at is not None
+
+
+def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobody_does() -> None:
+    sizes = BatchSizes(num_slots=4, num_pages=40, page_tokens=8, chunk_tokens=64, num_draft_tokens=3, run_ahead=1)
+    run, kinds = _run(sizes), []
+    off = make_job("off", (1,), 12, max_draft_tokens=0)
+    one = make_job("one", (2,), 5, max_draft_tokens=1)
+    full = make_job("all", (3,), 5, max_draft_tokens=9)
+    for job in (off, one, full):
+        run.queue.submit(job)
+    while run.turn():
+        if run.in_flight and (not kinds or kinds[-1] is not run.in_flight[-1][0].kind):
+            kinds.append(run.in_flight[-1][0].kind)
+    assert kinds == [StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN]
+    for job in (off, one, full):
+        assert run.outputs[job] == reference(job)[0]
+    counts = [(job.counts.num_verify_steps, job.counts.total_draft_tokens) for job in (off, one, full)]
+    assert counts == [(0, 0), (2, 2), (1, 3)]
+    assert [job.counts.accepted_per_position for job in (off, one, full)] == [[0, 0, 0], [2, 0, 0], [1, 1, 1]]
+    assert off.counts.mean_accept_length == 1.0
 
 
 def test_draft_tokens_are_told_from_the_targets_own() -> None:

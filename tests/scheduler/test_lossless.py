@@ -82,8 +82,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_jobs(count: int = len(SAMPLINGS), *, stop_token_ids: frozenset[int] = frozenset()) -> list[Job]:
-    """Prompts of 1 to 40 tokens, the same ones each time."""
+def make_jobs(
+    count: int = len(SAMPLINGS),
+    *,
+    stop_token_ids: frozenset[int] = frozenset(),
+    max_draft_tokens: tuple[int | None, ...] = (None,),
+) -> list[Job]:
+    """Prompts of 1 to 40 tokens, the same ones each time; `max_draft_tokens` of one job after the other, in turn."""
     rng = random.Random(SEED)
     specs = [
         JobSpec(
@@ -92,6 +97,7 @@ def make_jobs(count: int = len(SAMPLINGS), *, stop_token_ids: frozenset[int] = f
             max_new_tokens=rng.randrange(10, 24),
             sampling=SAMPLINGS[number % len(SAMPLINGS)],
             stop_token_ids=stop_token_ids,
+            max_draft_tokens=max_draft_tokens[number % len(max_draft_tokens)],
         )
         for number in range(count)
     ]
@@ -249,6 +255,26 @@ def test_a_draft_that_is_the_target_is_always_right(models: Models, reference: l
             missed = num_draft_tokens * job.counts.num_verify_steps - job.counts.total_accepted_tokens
             assert missed <= num_draft_tokens
             assert job.counts.num_verify_steps == -(-(job.spec.max_new_tokens - 1) // (num_draft_tokens + 1))
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("bounds", [(0, None), (0, 0, 2, 0), (1, 0, 3), (0,)], ids=str)
+def test_speculation_that_is_bounded_or_off_changes_no_token(
+    models: Models, reference: list[list[int]], run_ahead: int, bounds: tuple[int | None, ...]
+) -> None:
+    """Requests with and without it come and go in one batch, so that steps are of both kinds; the twin is always right
+    as far as it may be, so a draft that lost the thread over plain steps would show."""
+    num_draft_tokens = 4
+    way = Way(num_draft_tokens=num_draft_tokens, run_ahead=run_ahead, slots=2)
+    jobs = make_jobs(max_draft_tokens=bounds)
+    assert Served(Models(models.verify, models.twin, models.twin), way).run(jobs) == reference
+    for job in jobs:
+        bound = num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
+        counts = job.counts
+        assert counts.total_draft_tokens == counts.num_verify_steps * bound
+        assert counts.num_verify_steps == (-(-(job.spec.max_new_tokens - 1) // (bound + 1)) if bound else 0)
+        assert counts.total_draft_tokens - counts.total_accepted_tokens <= bound
+        assert counts.accepted_per_position[bound:] == [0] * (num_draft_tokens - bound)
 
 
 class HiddenDrafter:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
+from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import SlotUpdate
 from slipstream.services.slot_table import SlotTable
-from tests.workers import attachment_to, make_arena
+from tests.workers import SHAPE, attachment_to, decode, make_arena
+
+VOCAB_SIZE = 272
 
 
 def _table() -> SlotTable:
     arena = make_arena()
-    table = SlotTable(attachment_to(arena), torch.device("cpu"))
+    table = SlotTable(attachment_to(arena), VOCAB_SIZE, torch.device("cpu"))
     arena.close()
     return table
 
@@ -62,3 +69,31 @@ def test_two_updates_of_a_command_are_taken_in_turn() -> None:
     )
     assert table.limits.tolist() == [0, 6, 0, 5]
     assert table.sampling.seed.tolist() == [0, 2, 0, 1]
+
+
+def test_how_many_draft_tokens_stand_is_said_with_each_update() -> None:
+    table = _table()
+    assert table.max_draft_tokens.tolist() == [SHAPE.num_draft_tokens] * 4
+    for given, kept in ((0, 0), (1, 1), (SHAPE.num_draft_tokens + 5, SHAPE.num_draft_tokens), (None, 2)):
+        table.apply((SlotUpdate(slot=2, generation=1, limit_tokens=5, max_draft_tokens=given),))
+        assert table.max_draft_tokens.tolist() == [2, 2, kept, 2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_bias": ((3, 1.0), (VOCAB_SIZE, 1.0))},
+        {"masked_token_ids": (VOCAB_SIZE,), "masked_before": 4},
+    ],
+)
+def test_token_ids_that_there_are_not_are_refused(changes: dict[str, Any]) -> None:
+    update = SlotUpdate(slot=2, generation=1, limit_tokens=5, sampling=SamplingParams(**changes))
+    with pytest.raises(InvalidArgumentError, match=f"got {VOCAB_SIZE}, accepted: token ids of 0 to 271"):
+        _table().check(replace(decode(1, 2), updates=(update,)))
+
+
+def test_a_mask_leaves_a_token() -> None:
+    every = SamplingParams(masked_token_ids=tuple(range(5)), masked_before=9)
+    with pytest.raises(InvalidArgumentError, match="masked_token_ids: got 'every token'"):
+        every.check_token_ids(5)
+    every.check_token_ids(6)
