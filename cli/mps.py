@@ -1,0 +1,185 @@
+"""NVIDIA MPS for the two workers: a control daemon of our own, which ends with us.
+
+Under MPS the kernels of two processes share the GPU without a context switch, and handing over between them
+costs microseconds. The scheduler stays outside: whatever happens to the MPS server, the arena's owner survives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import os
+import shutil
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "nvidia-cuda-mps-control"
+START_TIMEOUT_S = 15.0
+COMMAND_TIMEOUT_S = 10.0
+POLL_S = 0.05
+MAX_SOCKET_BYTES = 107
+"""The daemon listens at Unix sockets in its pipe directory, the longest of which is `control_privileged`."""
+
+_BOUND_EXEC = Path(__file__).with_name("bound_exec.py")
+
+
+class MpsMode(enum.StrEnum):
+    """Whether the workers run under MPS."""
+
+    AUTO = "auto"
+    """Where it can be had."""
+    ON = "on"
+    """Or `up` fails."""
+    OFF = "off"
+
+
+class MpsDaemon:
+    """A running control daemon with pipe and log directories that nobody else uses."""
+
+    def __init__(self, directory: Path, control: str) -> None:
+        """Made by `mps_daemon`. `control`: path of the control program."""
+        self._control = control
+        self.log_dir = directory / "log"
+        self.pipe_dir = directory / "pipe"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What makes a process a client of this daemon; also where the control program finds it."""
+        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self.log_dir)}
+
+    async def command(self, text: str) -> str:
+        """Says something to the daemon and returns its answer. Raises FailedPreconditionError when it has none."""
+        process = await asyncio.create_subprocess_exec(
+            self._control,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, **self.environment},
+        )
+        try:
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                output, _ = await process.communicate(f"{text}\n".encode())
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise FailedPreconditionError(f"MPS: no answer to {text!r} within {COMMAND_TIMEOUT_S:g} s") from None
+        answer = output.decode(errors="replace").strip()
+        if process.returncode != 0:
+            raise FailedPreconditionError(f"MPS: {text!r} failed: {answer or f'status {process.returncode}'}")
+        return answer
+
+    async def servers(self) -> list[int]:
+        """Process ids of the servers that the daemon has started: one, once it is ready."""
+        return [int(word) for word in (await self.command("get_server_list")).split() if word.isdigit()]
+
+    async def let_go(self, pid: int) -> None:
+        """Ends a client's work in an orderly way before it is killed, which else may take the other clients along."""
+        for server in await self.servers():
+            with contextlib.suppress(FailedPreconditionError):  # it never was this server's client, or is gone
+                await self.command(f"terminate_client {server} {pid}")
+
+
+def outside_mps(directory: Path) -> Mapping[str, str]:
+    """What keeps a process out of every MPS daemon, the host's own included: nobody answers there."""
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "outside")}
+
+
+@asynccontextmanager
+async def mps_daemon(mode: MpsMode, directory: Path) -> AsyncIterator[MpsDaemon | None]:
+    """A daemon for as long as the context; None where there is none.
+
+    `directory`, made if need be, takes its pipes and logs. Raises FailedPreconditionError (ConfigError if the
+    directory's name is too long) when `mode` is ON and it cannot be had; AUTO says why in the log and goes without.
+    """
+    try:
+        held = None if mode is MpsMode.OFF else await _start(directory)
+    except SlipstreamError as error:
+        if mode is MpsMode.ON:
+            raise
+        logger.warning("without MPS, a hand-over between the workers costs about 0.14 ms: %s", error)
+        held = None
+    if held is None:
+        yield None
+        return
+    daemon, process = held
+    try:
+        yield daemon
+    finally:
+        await _stop(daemon, process)
+
+
+async def _start(directory: Path) -> tuple[MpsDaemon, asyncio.subprocess.Process]:
+    control = shutil.which(CONTROL)
+    if control is None:
+        raise FailedPreconditionError(f"MPS: {CONTROL} is not installed (it comes with NVIDIA's driver)")
+    daemon = MpsDaemon(directory, control)
+    longest = daemon.pipe_dir / "control_privileged"
+    if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
+        room = MAX_SOCKET_BYTES - len(os.fsencode(longest)) + len(os.fsencode(directory))
+        raise ConfigError("state_dir", str(directory), f"for MPS, a path of at most {room} bytes")
+    for path in (daemon.pipe_dir, daemon.log_dir):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # In the foreground and bound to us: a daemon that detaches itself would outlive an `up` that is killed.
+    with (daemon.log_dir / "control.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", str(_BOUND_EXEC), str(os.getpid()), control, "-f"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **daemon.environment},
+            start_new_session=True,
+        )
+    try:
+        await _until_served(daemon, process)
+    except BaseException:
+        await _stop(daemon, process)
+        raise
+    return daemon, process
+
+
+async def _until_served(daemon: MpsDaemon, process: asyncio.subprocess.Process) -> None:
+    """Returns when a server of this user runs: only then is it sure that one can."""
+    last: SlipstreamError = FailedPreconditionError("MPS: the control daemon did not answer")
+    has_asked = False
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while process.returncode is None:
+                try:
+                    if not has_asked:
+                        await daemon.command(f"start_server -uid {os.geteuid()}")
+                        has_asked = True
+                    if await daemon.servers():
+                        return
+                except FailedPreconditionError as error:
+                    last = error
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise FailedPreconditionError(f"{last}; see {daemon.log_dir}") from None
+    raise FailedPreconditionError(
+        f"MPS: the control daemon ended with status {process.returncode}; see {daemon.log_dir}"
+    )
+
+
+async def _stop(daemon: MpsDaemon, process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(FailedPreconditionError):
+            await daemon.command("quit")
+    try:
+        await asyncio.wait_for(process.wait(), COMMAND_TIMEOUT_S)
+    except TimeoutError:
+        # Its server is in the session that was made for both.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()

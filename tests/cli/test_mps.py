@@ -1,0 +1,115 @@
+"""The MPS daemon's life, on a control program that does as it is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.cli import mps
+from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.common.errors import ConfigError, FailedPreconditionError
+
+pytestmark = pytest.mark.timeout(60)
+
+FAKE = Path(__file__).with_name("fake_mps_control.py")
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the daemon lives; the control program on the path is the fake."""
+    control = tmp_path / "bin" / mps.CONTROL
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FAKE} "$@"\n')
+    control.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+    return tmp_path / "mps"
+
+
+def told(directory: Path) -> list[str]:
+    """The commands that the daemon was given."""
+    return (directory / "pipe" / "journal").read_text().splitlines()
+
+
+def children() -> list[psutil.Process]:
+    """Whatever this process started and did not reap."""
+    return psutil.Process().children(recursive=True)
+
+
+async def test_serves_as_long_as_the_context(directory: Path) -> None:
+    before = children()
+    async with mps_daemon(MpsMode.ON, directory) as daemon:
+        assert daemon is not None
+        assert await daemon.servers() == [4711]
+        assert daemon.environment["CUDA_MPS_PIPE_DIRECTORY"] == str(directory / "pipe")
+        assert (directory / "pipe").stat().st_mode & 0o777 == 0o700
+        assert len(children()) > len(before)
+    assert told(directory)[0] == f"start_server -uid {os.geteuid()}"
+    assert told(directory)[-1] == "quit"
+    assert children() == before
+
+
+async def test_lets_a_client_go_before_it_is_killed(directory: Path) -> None:
+    async with mps_daemon(MpsMode.ON, directory) as daemon:
+        assert daemon is not None
+        await daemon.let_go(1234)
+    assert "terminate_client 4711 1234" in told(directory)
+
+
+async def test_off_starts_nothing(directory: Path) -> None:
+    async with mps_daemon(MpsMode.OFF, directory) as daemon:
+        assert daemon is None
+    assert not list(directory.parent.glob("mps*"))
+
+
+async def test_a_daemon_that_ends_is_an_error_that_says_where_its_log_is(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_MPS", "dies")
+    with pytest.raises(FailedPreconditionError, match=r"ended with status 1; see .*log"):
+        async with mps_daemon(MpsMode.ON, directory):
+            pass
+    assert "no such device" in (directory / "log" / "control.log").read_text()
+
+
+async def test_auto_goes_without_where_no_server_can_be_started(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_MPS", "refuses")
+    monkeypatch.setattr(mps, "START_TIMEOUT_S", 1.0)
+    before = children()
+    async with mps_daemon(MpsMode.AUTO, directory) as daemon:
+        assert daemon is None
+    assert "not supported on this device" in caplog.text
+    assert children() == before
+
+
+async def test_auto_goes_without_where_the_program_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    async with mps_daemon(MpsMode.AUTO, tmp_path / "mps") as daemon:
+        assert daemon is None
+    assert "is not installed" in caplog.text
+
+
+async def test_a_daemon_that_does_not_quit_is_killed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MPS", "deaf")
+    monkeypatch.setattr(mps, "COMMAND_TIMEOUT_S", 1.0)
+    before = children()
+    async with mps_daemon(MpsMode.ON, directory) as daemon:
+        assert daemon is not None
+    assert children() == before
+
+
+async def test_a_path_that_no_socket_can_have_is_refused_by_name(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="state_dir"):
+        async with mps_daemon(MpsMode.ON, directory / ("x" * 100)):
+            pass
+
+
+def test_nobody_serves_outside(tmp_path: Path) -> None:
+    assert not Path(outside_mps(tmp_path)["CUDA_MPS_PIPE_DIRECTORY"]).exists()
