@@ -11,9 +11,10 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, disable_created_metrics, make_wsgi_app
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, make_wsgi_app
 
 from slipstream.common.errors import AddressInUseError, ConfigError
+from slipstream.common.metric_spec import counter, gauge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+
+RPCS = counter(
+    "slipstream_rpcs_total", "Calls that this service answered, by method and gRPC status code.", "method", "code"
+)
+BUILD_INFO = gauge(
+    "slipstream_build_info",
+    "Always 1: what runs here is in the labels.",
+    *("service", "version", "model", "device", "fence", "mps", "algorithm"),
+)
+SPECS = (RPCS, BUILD_INFO)
 
 
 def make_registry() -> CollectorRegistry:
@@ -36,12 +47,7 @@ class RpcMetrics:
     """Calls that ended, by method and status code."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._rpcs = Counter(
-            "slipstream_rpcs_total",
-            "Calls that this service answered, by method and gRPC status code.",
-            ("method", "code"),
-            registry=registry,
-        )
+        self._rpcs = RPCS.counter(registry)
 
     def count(self, method: str, code: str) -> None:
         """Counts a call that ended: `method` as in `/package.Service/Method`, `code` by its name."""

@@ -16,6 +16,7 @@ from slipstream.common.errors import (
 )
 from slipstream.common.step import Role
 from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.heartbeats import Heartbeats
 from slipstream.scheduler.sizing import EpochSizes, Workers
 from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.worker_link import LinkThread, WorkerLink
@@ -75,17 +76,20 @@ class Conductor:
         self._deliver = deliver
         self._metric_families = StepMetricFamilies(registry)
         self._links = LinkThread()
+        self._heartbeats = Heartbeats(registry, self._addresses(), self._links)
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_epoch = 0
         self._last_cause = ""
 
     def start(self) -> None:
         """Starts the thread."""
+        self._heartbeats.start()
         self._thread.start()
 
     def join(self) -> None:
         """Waits for its end, which a stopped queue brings about."""
         self._thread.join()
+        self._heartbeats.close()
         self._links.close()
 
     def _run(self) -> None:
@@ -100,10 +104,11 @@ class Conductor:
             self._audience.failed(SlipstreamError(f"the loop failed: {error!r}"))
 
     def _links_to_workers(self) -> dict[Role, WorkerLink]:
-        links = {Role.VERIFY: WorkerLink(Role.VERIFY, self._config.verify, self._links)}
-        if self._config.draft is not None:
-            links[Role.DRAFT] = WorkerLink(Role.DRAFT, self._config.draft, self._links)
-        return links
+        return {role: WorkerLink(role, address, self._links) for role, address in self._addresses().items()}
+
+    def _addresses(self) -> dict[Role, str]:
+        config = self._config
+        return {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
 
     def _conduct(self, links: dict[Role, WorkerLink]) -> None:
         """One epoch, if the workers are there. Raises what no other try would change."""

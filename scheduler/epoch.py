@@ -57,6 +57,8 @@ class Epoch:
         self.workers = workers
         self.batch = Batch(sizes.batch)
         self.fence_kind = device.fence_kind
+        self.labels = metrics.labels
+        """Fence, MPS and algorithm, as the step metrics have them."""
         self._config = config
         self._device = device
         self._links = links

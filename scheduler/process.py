@@ -27,6 +27,7 @@ from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, Se
 from slipstream.scheduler.job_queue import JobQueue
 from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
+from slipstream.scheduler.server_metrics import ServerMetrics
 from slipstream.scheduler.validation import RequestLimits
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_por
         auto_tokenizer = executor.submit(_import_auto_tokenizer)
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
         serving = _Serving(config, server, queue, signals, auto_tokenizer, metrics_port=port)
+        ServerMetrics(registry, epoch=serving.epoch, queue=queue)
         desk = FrontDesk(
             queue,
             JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s),
@@ -128,6 +130,10 @@ class _Serving:
     def num_running(self) -> int:
         """Requests that have a slot."""
         return 0 if self._epoch is None else self._epoch.batch.num_running
+
+    def epoch(self) -> Epoch | None:
+        """The current epoch, or the last; None before the first."""
+        return self._epoch
 
     def attached(self, epoch: Epoch) -> None:
         """See `Audience.attached`. Raises CheckpointError when the tokenizer cannot be loaded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
+from slipstream.common.metric_spec import counter, gauge, histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,40 @@ DEADLINE = "deadline"
 OUTCOMES = ("stop", "length", "abort", FAILED, REFUSED, DISCONNECTED, DEADLINE)
 """How a request ends: the finish reasons, and the ways without one."""
 
+FIRST_TOKEN = histogram(
+    "slipstream_time_to_first_token_seconds",
+    "Time from the arrival of a request to its first token.",
+    buckets=FIRST_TOKEN_BUCKETS_S,
+)
+INTER_TOKEN = histogram(
+    "slipstream_inter_token_latency_seconds",
+    "Time between tokens of a request; those that arrive together share the time since the ones before.",
+    buckets=TOKEN_BUCKETS_S,
+)
+END_TO_END = histogram(
+    "slipstream_e2e_request_latency_seconds",
+    "Time from the arrival of a request to its end.",
+    buckets=REQUEST_BUCKETS_S,
+)
+QUEUE_TIME = histogram(
+    "slipstream_request_queue_time_seconds", "Time that a request waited for a slot.", buckets=REQUEST_BUCKETS_S
+)
+PROMPT_TOKENS = counter("slipstream_prompt_tokens_total", "Tokens of the prompts of requests that began.")
+GENERATION_TOKENS = counter("slipstream_generation_tokens_total", "Tokens generated for clients.")
+REQUESTS = counter(
+    "slipstream_requests_total",
+    "Requests by how they ended: at a stop token, at their length, cancelled by a call, with an error, "
+    "refused because the queue is full or closed, because the client went away, or at its call's deadline.",
+    "outcome",
+)
+CUT_OFF = counter("slipstream_streams_cut_off_total", "Streams given up because their client read nothing.")
+RUNNING = gauge("slipstream_num_requests_running", "Requests that have a slot.")
+WAITING = gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.")
+SPECS = (
+    *(FIRST_TOKEN, INTER_TOKEN, END_TO_END, QUEUE_TIME),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, REQUESTS, CUT_OFF, RUNNING, WAITING),
+)
+
 
 class RequestMetrics:
     """Written on the event loop."""
@@ -30,49 +64,17 @@ class RequestMetrics:
         self, registry: CollectorRegistry, *, num_running: Callable[[], int], num_waiting: Callable[[], int]
     ) -> None:
         """The two callables are read at each scrape, on a thread of its own."""
-        self._first_token = Histogram(
-            "slipstream_time_to_first_token_seconds",
-            "Time from the arrival of a request to its first token.",
-            buckets=FIRST_TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self._inter_token = Histogram(
-            "slipstream_inter_token_latency_seconds",
-            "Time between tokens of a request; those that arrive together share the time since the ones before.",
-            buckets=TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self._end_to_end = Histogram(
-            "slipstream_e2e_request_latency_seconds",
-            "Time from the arrival of a request to its end.",
-            buckets=REQUEST_BUCKETS_S,
-            registry=registry,
-        )
-        self._queue = Histogram(
-            "slipstream_request_queue_time_seconds",
-            "Time that a request waited for a slot.",
-            buckets=REQUEST_BUCKETS_S,
-            registry=registry,
-        )
-        self._prompt_tokens = Counter(
-            "slipstream_prompt_tokens_total", "Tokens of the prompts of requests that began.", registry=registry
-        )
-        self._generation_tokens = Counter(
-            "slipstream_generation_tokens_total", "Tokens generated for clients.", registry=registry
-        )
-        requests = Counter(
-            "slipstream_requests_total",
-            "Requests by how they ended: at a stop token, at their length, cancelled by a call, with an error, "
-            "refused because the queue is full or closed, because the client went away, or at its call's deadline.",
-            ("outcome",),
-            registry=registry,
-        )
-        self._cut_off = Counter(
-            "slipstream_streams_cut_off_total", "Streams given up because their client read nothing.", registry=registry
-        )
+        self._first_token = FIRST_TOKEN.histogram(registry)
+        self._inter_token = INTER_TOKEN.histogram(registry)
+        self._end_to_end = END_TO_END.histogram(registry)
+        self._queue = QUEUE_TIME.histogram(registry)
+        self._prompt_tokens = PROMPT_TOKENS.counter(registry)
+        self._generation_tokens = GENERATION_TOKENS.counter(registry)
+        self._cut_off = CUT_OFF.counter(registry)
+        requests = REQUESTS.counter(registry)
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
-        self._gauge("slipstream_num_requests_running", "Requests that have a slot.", num_running, registry)
-        self._gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.", num_waiting, registry)
+        RUNNING.gauge(registry).set_function(num_running)
+        WAITING.gauge(registry).set_function(num_waiting)
 
     def started(self, *, prompt_tokens: int, queue_seconds: float, first_token_seconds: float) -> None:
         """A request's first token is there; both times are from its arrival."""
@@ -101,7 +103,3 @@ class RequestMetrics:
     def cut_off(self) -> None:
         """A stream is given up because its client reads nothing."""
         self._cut_off.inc()
-
-    @staticmethod
-    def _gauge(name: str, documentation: str, value: Callable[[], int], registry: CollectorRegistry) -> None:
-        Gauge(name, documentation, registry=registry).set_function(value)

@@ -7,8 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter, Gauge, Histogram
-
+from slipstream.common.metric_spec import counter, gauge, histogram
 from slipstream.common.step import StepKind
 from slipstream.scheduler.step_timings import EDGES
 
@@ -20,7 +19,10 @@ if TYPE_CHECKING:
 
 WINDOW_S = 10.0
 NS = 1e-9
-STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
+STEP_BUCKETS_S = (
+    *(0.0005, 0.00075, 0.001, 0.00125, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.01),
+    *(0.0125, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
+)
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """Where the loop's thread may be blocked."""
@@ -28,63 +30,59 @@ MAX_POSITIONS = 16
 _PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "decode"}
 
 
+STEP_SECONDS = histogram(
+    "slipstream_step_seconds",
+    "Time from the end of one step to the end of the next, while requests run.",
+    *(*LABELS, "phase"),
+    buckets=STEP_BUCKETS_S,
+)
+BUBBLE_SECONDS = counter(
+    "slipstream_bubble_seconds_total",
+    "Time in which neither worker had work, by the edge between the work before and after it, and by phase.",
+    *(*LABELS, "edge", "phase"),
+)
+BUSY_SECONDS = counter(
+    "slipstream_busy_seconds_total",
+    "Time in which a worker worked, by service and phase.",
+    *(*LABELS, "service", "phase"),
+)
+HOST_STALL_SECONDS = counter(
+    "slipstream_host_stall_seconds_total",
+    "Time in which a host thread was blocked on the device or on a worker, by service and place.",
+    *(*LABELS, "service", "site"),
+)
+OVERLAP_EFFICIENCY = gauge(
+    "slipstream_overlap_efficiency",
+    f"1 - bubble / wall over the steps of the last {WINDOW_S:.0f} s; NaN when there were none.",
+    *LABELS,
+)
+DRAFTS = counter("slipstream_drafts_total", "Drafts that the target checked, one a request and step.", "algorithm")
+DRAFT_TOKENS = counter("slipstream_draft_tokens_total", "Tokens that the draft proposed.", "algorithm")
+ACCEPTED_TOKENS = counter("slipstream_accepted_tokens_total", "Proposed tokens that the target accepted.", "algorithm")
+ACCEPTED_PER_POSITION = counter(
+    "slipstream_accepted_tokens_per_position_total",
+    "Drafts whose token at this position was accepted; the first position is 1.",
+    *("algorithm", "position"),
+)
+SPECS = (
+    *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, HOST_STALL_SECONDS, OVERLAP_EFFICIENCY),
+    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION),
+)
+
+
 class StepMetricFamilies:
     """The metrics by name, registered once in a process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        names = LABELS
-        self.step_seconds = Histogram(
-            "slipstream_step_seconds",
-            "Time from the end of one step to the end of the next, while requests run.",
-            (*names, "phase"),
-            buckets=STEP_BUCKETS_S,
-            registry=registry,
-        )
-        self.bubble_seconds = Counter(
-            "slipstream_bubble_seconds_total",
-            "Time in which neither worker had work, by the edge between the work before and after it.",
-            (*names, "edge"),
-            registry=registry,
-        )
-        self.busy_seconds = Counter(
-            "slipstream_busy_seconds_total",
-            "Time in which a worker worked, by service and phase.",
-            (*names, "service", "phase"),
-            registry=registry,
-        )
-        self.host_stall_seconds = Counter(
-            "slipstream_host_stall_seconds_total",
-            "Time in which a host thread was blocked on the device or on a worker, by service and place.",
-            (*names, "service", "site"),
-            registry=registry,
-        )
-        self.overlap_efficiency = Gauge(
-            "slipstream_overlap_efficiency",
-            f"1 - bubble / wall over the steps of the last {WINDOW_S:.0f} s; NaN when there were none.",
-            names,
-            registry=registry,
-        )
-        self.drafts = Counter(
-            "slipstream_drafts_total",
-            "Drafts that the target checked, one a request and step.",
-            ("algorithm",),
-            registry=registry,
-        )
-        self.draft_tokens = Counter(
-            "slipstream_draft_tokens_total", "Tokens that the draft proposed.", ("algorithm",), registry=registry
-        )
-        self.accepted_tokens = Counter(
-            "slipstream_accepted_tokens_total",
-            "Proposed tokens that the target accepted.",
-            ("algorithm",),
-            registry=registry,
-        )
-        self.accepted_per_position = Counter(
-            "slipstream_accepted_tokens_per_position_total",
-            "Drafts whose token at this position was accepted; the first position is 1.",
-            ("algorithm", "position"),
-            registry=registry,
-        )
+        self.step_seconds = STEP_SECONDS.histogram(registry)
+        self.bubble_seconds = BUBBLE_SECONDS.counter(registry)
+        self.busy_seconds = BUSY_SECONDS.counter(registry)
+        self.host_stall_seconds = HOST_STALL_SECONDS.counter(registry)
+        self.overlap_efficiency = OVERLAP_EFFICIENCY.gauge(registry)
+        self.drafts = DRAFTS.counter(registry)
+        self.draft_tokens = DRAFT_TOKENS.counter(registry)
+        self.accepted_tokens = ACCEPTED_TOKENS.counter(registry)
+        self.accepted_per_position = ACCEPTED_PER_POSITION.counter(registry)
 
 
 class StepMetrics:
@@ -92,10 +90,15 @@ class StepMetrics:
 
     def __init__(self, families: StepMetricFamilies, *, fence: str, mps: str, algorithm: str) -> None:
         """The last three become labels of all step metrics: what they are measured with."""
-        labels = dict(zip(LABELS, (fence, mps, algorithm), strict=True))
+        self.labels = (fence, mps, algorithm)
+        labels = dict(zip(LABELS, self.labels, strict=True))
         phases = ("decode", "prefill")
         self._step_seconds = {phase: families.step_seconds.labels(**labels, phase=phase) for phase in phases}
-        self._bubble = {edge: families.bubble_seconds.labels(**labels, edge=edge) for edge in EDGES}
+        self._bubble = {
+            (edge, phase): families.bubble_seconds.labels(**labels, edge=edge, phase=phase)
+            for edge in EDGES
+            for phase in phases
+        }
         self._busy = {
             (service, phase): families.busy_seconds.labels(**labels, service=service, phase=phase)
             for service in ("draft", "verify")
@@ -123,7 +126,7 @@ class StepMetrics:
             return
         self._step_seconds[phase].observe(timing.wall_ns * NS)
         for edge, nanoseconds in timing.bubbles_ns.items():
-            self._bubble[edge].inc(nanoseconds * NS)
+            self._bubble[edge, phase].inc(nanoseconds * NS)
         self._efficiency.add(timing.wall_ns, sum(timing.bubbles_ns.values()))
 
     def host_stalled(self, site: str, seconds: float) -> None:

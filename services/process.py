@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
 from slipstream.common.device.cpu_share import yield_to_streams
 from slipstream.common.device.host_device import HostDevice, worker_threads
-from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
 from slipstream.protos import worker_pb2_grpc as pb_grpc
@@ -27,10 +28,13 @@ from slipstream.services.servicer import WorkerServicer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from prometheus_client import CollectorRegistry
+
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Device
     from slipstream.common.listener import Listener
     from slipstream.common.step import Role
+    from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.config import WorkerConfig
     from slipstream.services.engine import RoleEngine
 
@@ -66,6 +70,7 @@ async def run_worker(
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log)
+        _add_build_info(registry, device, engine.description)
         servicer = WorkerServicer(engine, device_thread, acknowledge_done=config.acknowledge_done)
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
         await server.start()
@@ -83,6 +88,11 @@ async def run_worker(
             logger.error("the %s stream is broken", role.value, exc_info=broken.result())
             return 1
     return 0
+
+
+def _add_build_info(registry: CollectorRegistry, device: Device, worker: WorkerDescription) -> None:
+    labels = (version("slipstream-serve"), worker.model, worker.device, device.fence_kind, "off", worker.algorithm)
+    BUILD_INFO.gauge(registry).labels(worker.role.value, *labels).set(1)
 
 
 def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException], None]:
