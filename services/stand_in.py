@@ -113,7 +113,8 @@ class StandInVerify(_StandIn):
         if command.kind is StepKind.PLAIN:
             return self._kernel.run(lambda: _first_tokens(seq_lens + 1))
         draft_tokens = state.future_map.copy_in(command.step, rows)
-        return self._kernel.run(lambda: _verified(seq_lens, draft_tokens))
+        most = state.slots.max_draft_tokens.index_select(0, rows)
+        return self._kernel.run(lambda: _verified(seq_lens, draft_tokens, most))
 
 
 class StandInDraft(_StandIn):
@@ -142,9 +143,9 @@ def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     return tokens
 
 
-def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor) -> Outcome:
+def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor, most: torch.Tensor) -> Outcome:
     tokens = token_at(seq_lens[:, None] + 1 + torch.arange(draft_tokens.shape[1] + 1))
-    num_accepted = accept(draft_tokens, tokens)
+    num_accepted = torch.minimum(accept(draft_tokens, tokens), most)
     return Outcome(seq_lens=seq_lens + num_accepted + 1, num_accepted=num_accepted, tokens=tokens)
 
 
