@@ -65,6 +65,9 @@ def up(
         int, typer.Option(metavar="R", help="Steps sent before the result of the first is known.")
     ] = UpConfig.run_ahead,
     device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="What computes.")] = UpConfig.device,
+    mps: Annotated[
+        str, typer.Option(metavar="auto|on|off", help="Whether the workers share the GPU under NVIDIA MPS.")
+    ] = UpConfig.mps,
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Threads of each worker.  [default: the worker's choice]")
     ] = UpConfig.threads,
@@ -83,7 +86,11 @@ def up(
         ),
     ] = UpConfig.context_tokens,
     kv_memory_mib: Annotated[
-        int, typer.Option(metavar="N", help="Memory for both KV caches together, in MiB.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Memory for both KV caches together, in MiB.  [default: 512 on a CPU, on a GPU what is free]",
+        ),
     ] = UpConfig.kv_memory_mib,
     page_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens in a KV page.")] = UpConfig.page_tokens,
     queue: Annotated[
@@ -108,6 +115,7 @@ def up(
         models=ModelChoice.choose(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=num_draft_tokens),
         run_ahead=run_ahead,
         device=device,
+        mps=mps,
         threads=threads,
         listen=listen,
         state_dir=state_dir or default_state_dir(),

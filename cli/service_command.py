@@ -57,7 +57,6 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
         "--listen": listen,
         "--run-ahead": scheduler.run_ahead,
         "--slots": scheduler.slots,
-        "--kv-memory-mib": scheduler.kv_memory_mib,
         "--page-tokens": scheduler.page_tokens,
         "--chunk-tokens": scheduler.chunk_tokens,
         "--queue": scheduler.queue,
@@ -65,6 +64,8 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
     }
     if scheduler.draft is not None:
         options |= {"--draft": scheduler.draft, "--num-draft-tokens": scheduler.num_draft_tokens}
+    if scheduler.kv_memory_mib is not None:
+        options["--kv-memory-mib"] = scheduler.kv_memory_mib
     if scheduler.context_tokens is not None:
         options["--context-tokens"] = scheduler.context_tokens
     return ServiceCommand(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.cli.mps import MpsMode, has_nvidia_device
 from slipstream.common.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.errors import ConfigError
 from slipstream.scheduler.config import SchedulerConfig
@@ -39,10 +40,12 @@ class UpConfig:
     """What is served."""
     run_ahead: int = SchedulerConfig.run_ahead
     device: str = WorkerConfig.device
+    mps: str = MpsMode.AUTO.value
+    """Whether the workers share the GPU under NVIDIA MPS: "auto", "on" or "off"."""
     threads: int | None = WorkerConfig.threads
     slots: int = SchedulerConfig.slots
     context_tokens: int | None = SchedulerConfig.context_tokens
-    kv_memory_mib: int = SchedulerConfig.kv_memory_mib
+    kv_memory_mib: int | None = SchedulerConfig.kv_memory_mib
     page_tokens: int = SchedulerConfig.page_tokens
     chunk_tokens: int = SchedulerConfig.chunk_tokens
     queue: int = SchedulerConfig.queue
@@ -63,6 +66,10 @@ class UpConfig:
             value: float = getattr(self, f"{name}_s")
             if not 0 < value <= 86400:
                 raise ConfigError(name, value, "above 0, to 86400 seconds")
+        if self.mps not in list(MpsMode):
+            raise ConfigError("mps", self.mps, ", ".join(MpsMode))
+        if self.mps == MpsMode.ON and self.device == "cpu":
+            raise ConfigError("mps", self.mps, "auto or off on a CPU")
         for worker in self.workers:
             self.worker(worker)
         _ = self.scheduler
@@ -97,6 +104,17 @@ class UpConfig:
             queue=self.queue,
             grace_s=self.drain_timeout_s,
         )
+
+    @property
+    def mps_mode(self) -> MpsMode:
+        """What to do about MPS on this host: nothing where the workers cannot be on a GPU."""
+        is_possible = self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
+        return MpsMode(self.mps) if is_possible else MpsMode.OFF
+
+    @property
+    def mps_dir(self) -> Path:
+        """Pipes and logs of the MPS daemon."""
+        return self.state_dir.absolute() / "mps"
 
     def socket(self, service: str) -> str:
         """gRPC address of a worker, in a folder that only this user can open."""

@@ -10,8 +10,10 @@
     ├── DeadlineExceededError       something did not happen in the time it was given
     ├── CancelledError              the caller, or the server on its way down, ended it
     ├── FailedPreconditionError     two parts do not fit each other
+    │   ├── DeviceError               ... a GPU, its driver or its memory, and what is asked of it
     │   ├── MismatchError             ... draft, verify and scheduler: says what differs
-    │   └── StaleEpochError           ... a command of an epoch that is over
+    │   ├── StaleEpochError           ... a command of an epoch that is over
+    │   └── OutOfMemoryError          ... what was asked for does not fit the device's memory
     ├── ConfigError                 a setting of a service is wrong
     │   └── AddressInUseError         ... somebody serves there already
     ├── CheckpointError             a model directory cannot be served
@@ -88,6 +90,15 @@ class FailedPreconditionError(SlipstreamError):
     """The system is not in the state that this needs."""
 
 
+class DeviceError(FailedPreconditionError):
+    """A GPU failed, or cannot do what is needed."""
+
+    def __init__(self, code: str, message: str) -> None:
+        """`code`: the driver's name of the error, or ours."""
+        self.code = code
+        super().__init__(message)
+
+
 class MismatchError(FailedPreconditionError):
     """Two services cannot work together."""
 
@@ -99,6 +110,10 @@ class MismatchError(FailedPreconditionError):
 
 class StaleEpochError(FailedPreconditionError):
     """A command belongs to an epoch that is over."""
+
+
+class OutOfMemoryError(FailedPreconditionError):
+    """The device's memory is too small; the message says what takes how much of it."""
 
 
 class ConfigError(SlipstreamError):

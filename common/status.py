@@ -159,6 +159,7 @@ _REBUILT = (
     errors.ConnectionLostError,
     errors.MismatchError,
     errors.StaleEpochError,
+    errors.OutOfMemoryError,
     errors.PendingLengthError,
     errors.FutureMapError,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,7 +24,7 @@ from slipstream.common.step import (
     StepCommand,
     StepKind,
 )
-from slipstream.common.worker_contract import Attachment, WorkerDescription
+from slipstream.common.worker_contract import Attachment, DeviceMemory, WorkerDescription
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ def description_to_pb(description: WorkerDescription) -> pb.DescribeResponse:
     """Encodes a worker's description."""
     message = pb.DescribeResponse(role=description.role.value, eos_token_ids=description.eos_token_ids)
     message.hidden_layers.extend(description.hidden_layers)
+    if description.memory.total:
+        message.memory.CopyFrom(pb.DeviceMemory(**asdict(description.memory)))
     for name in _SAME_FIELDS:
         setattr(message, name, getattr(description, name))
     return message
@@ -73,8 +77,15 @@ def description_from_pb(message: pb.DescribeResponse) -> WorkerDescription:
     except ValueError:
         raise InvalidArgumentError("role", message.role, "draft or verify") from None
     fields = {name: getattr(message, name) for name in _SAME_FIELDS}
-    layers = tuple(message.hidden_layers)
-    return WorkerDescription(role=role, eos_token_ids=tuple(message.eos_token_ids), hidden_layers=layers, **fields)
+    return WorkerDescription(
+        role=role,
+        eos_token_ids=tuple(message.eos_token_ids),
+        hidden_layers=tuple(message.hidden_layers),
+        memory=DeviceMemory(
+            **{field.name: getattr(message.memory, field.name) for field in dataclass_fields(DeviceMemory)}
+        ),
+        **fields,
+    )
 
 
 def manifest_to_pb(manifest: Manifest) -> pb.Manifest:

@@ -17,6 +17,21 @@ PROTOCOL_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What a worker has and needs of its device's memory, in bytes; all 0 where it is the host's."""
+
+    total: int = 0
+    free: int = 0
+    """What nobody has taken, when this was asked."""
+    weights: int = 0
+    """What the model's weights have taken."""
+    work: int = 0
+    """What an epoch will take beside KV pages and the steps' own tokens: graphs, libraries' workspaces."""
+    work_per_token: int = 0
+    """What an epoch will take for each token of its largest step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
     """What a worker is, and what it must have in common with the one beside it."""
 
@@ -41,6 +56,7 @@ class WorkerDescription:
     tokenizer_path: str = ""
     last_epoch: int = 0
     """The largest epoch that it was attached to."""
+    memory: DeviceMemory = DeviceMemory()
 
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises MismatchError that says everything in which the two differ and must not."""

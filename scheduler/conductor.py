@@ -11,6 +11,7 @@ from slipstream.common.errors import (
     ConfigError,
     ManifestError,
     MismatchError,
+    OutOfMemoryError,
     SlipstreamError,
     UnavailableError,
 )
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FINAL = (MismatchError, ConfigError, CheckpointError, ManifestError)
+_FINAL = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
 """What another try would only repeat."""
 RETRY_S = 0.2
 """Between two looks whether the workers are there."""

@@ -30,8 +30,13 @@ class SchedulerConfig:
     """Requests that run at the same time."""
     context_tokens: int | None = None
     """Prompt and output of a request together; None is what both models were made for."""
-    kv_memory_mib: int = 512
-    """KV pages of both workers together; less is taken where the slots cannot use it all."""
+    kv_memory_mib: int | None = None
+    """KV pages of both workers together; less is taken where the slots cannot use it all.
+
+    None is 512 on a CPU, and on a GPU all that is free, less what the workers need for their work and a reserve.
+    """
+    memory_reserve_mib: int = 1024
+    """GPU memory that is left free where kv_memory_mib does not say how much is taken: another draft may come."""
     page_tokens: int = 16
     """Tokens in a KV page."""
     chunk_tokens: int = 512
@@ -64,7 +69,8 @@ class SchedulerConfig:
             ("run_ahead", self.run_ahead, 0, 8),
             ("slots", self.slots, 1, 4096),
             ("context_tokens", 2 if self.context_tokens is None else self.context_tokens, 2, 2**24),
-            ("kv_memory_mib", self.kv_memory_mib, 1, 2**24),
+            ("kv_memory_mib", 1 if self.kv_memory_mib is None else self.kv_memory_mib, 1, 2**24),
+            ("memory_reserve_mib", self.memory_reserve_mib, 0, 2**24),
             ("page_tokens", self.page_tokens, 1, 4096),
             ("chunk_tokens", self.chunk_tokens, 1, 2**16),
             ("queue", self.queue, 1, 2**20),

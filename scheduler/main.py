@@ -39,8 +39,11 @@ def scheduler(
         int | None, typer.Option(help="Prompt and output together; what the models were made for.")
     ] = SchedulerConfig.context_tokens,
     kv_memory_mib: Annotated[
-        int, typer.Option(help="KV pages of both workers together.")
+        int | None, typer.Option(help="KV pages of both workers together; 512 on a CPU, what is free on a GPU.")
     ] = SchedulerConfig.kv_memory_mib,
+    memory_reserve_mib: Annotated[
+        int, typer.Option(help="GPU memory that is left free, where --kv-memory-mib is not given.")
+    ] = SchedulerConfig.memory_reserve_mib,
     page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page.")] = SchedulerConfig.page_tokens,
     chunk_tokens: Annotated[
         int, typer.Option(help="Prompt tokens in one prefill step.")
@@ -80,6 +83,7 @@ def scheduler(
             slots=slots,
             context_tokens=context_tokens,
             kv_memory_mib=kv_memory_mib,
+            memory_reserve_mib=memory_reserve_mib,
             page_tokens=page_tokens,
             chunk_tokens=chunk_tokens,
             queue=queue,

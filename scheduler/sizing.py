@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError, MismatchError
 from slipstream.scheduler.batch import BatchSizes
+from slipstream.scheduler.memory_plan import MIB, MemoryPlan
 
 if TYPE_CHECKING:
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
-
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +20,11 @@ class Workers:
 
     verify: WorkerDescription
     draft: WorkerDescription | None
+
+    @property
+    def all(self) -> list[WorkerDescription]:
+        """Those that are there."""
+        return [self.verify] if self.draft is None else [self.verify, self.draft]
 
     @property
     def algorithm(self) -> str:
@@ -47,25 +51,36 @@ class EpochSizes:
 
     @classmethod
     def decide(cls, config: SchedulerConfig, workers: Workers) -> EpochSizes:
-        """As many pages as the memory and the slots have use for. Raises ConfigError if one request does not fit."""
-        both = [workers.verify] if workers.draft is None else [workers.verify, workers.draft]
-        longest = min(worker.max_context_tokens for worker in both)
+        """As many pages as the memory and the slots have use for.
+
+        Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
+        """
+        longest = min(worker.max_context_tokens for worker in workers.all)
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the models were made for")
-        page_bytes = config.page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in both))
         sizes = BatchSizes(
             num_slots=config.slots + 1,
-            num_pages=config.kv_memory_mib * MIB // page_bytes,
+            num_pages=0,
             page_tokens=config.page_tokens,
             chunk_tokens=min(config.chunk_tokens, context),
             num_draft_tokens=0 if workers.draft is None else config.num_draft_tokens,
             run_ahead=config.run_ahead,
         )
-        needed = sizes.pages_for(context)
-        if sizes.num_pages <= needed:
-            least_mib = -(-(needed + 1) * page_bytes // MIB)
-            accepted = f"at least {least_mib}, the KV of one request with {context} tokens of context"
-            raise ConfigError("kv_memory_mib", config.kv_memory_mib, accepted)
-        useful = min(sizes.num_pages, config.slots * needed + 1)
+        needed = sizes.pages_for(context) + 1
+        plan = MemoryPlan(
+            workers.all,
+            page_bytes=config.page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in workers.all)),
+            step_tokens=max(sizes.chunk_tokens, config.slots * (sizes.num_draft_tokens + 1)),
+            reserve_bytes=config.memory_reserve_mib * MIB,
+        )
+        if config.kv_memory_mib is None:
+            num_pages = plan.pages_that_fit(at_least=needed, of=f"one request with {context} tokens of context")
+        else:
+            num_pages = config.kv_memory_mib * MIB // plan.page_bytes
+            if num_pages < needed:
+                accepted = f"at least {plan.mib(needed)}, the KV of one request with {context} tokens of context"
+                raise ConfigError("kv_memory_mib", config.kv_memory_mib, accepted)
+        useful = min(num_pages, config.slots * (needed - 1) + 1)
+        plan.check(useful)
         return cls(batch=replace(sizes, num_pages=useful), context_tokens=context)

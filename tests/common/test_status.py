@@ -24,6 +24,7 @@ EXAMPLES: list[errors.SlipstreamError] = [
     errors.FailedPreconditionError("not attached"),
     errors.MismatchError(["vocab_size: 1 and 2", "dtype: float32 and bfloat16"]),
     errors.StaleEpochError("epoch 1 is over"),
+    errors.OutOfMemoryError("GPU memory: 2 MiB are needed"),
     errors.CheckpointError("no config.json"),
     errors.ManifestError("buffer out of bounds"),
     errors.OrderingError("a hole"),

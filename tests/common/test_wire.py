@@ -34,7 +34,7 @@ from slipstream.common.wire import (
     manifest_from_pb,
     manifest_to_pb,
 )
-from slipstream.common.worker_contract import Attachment, WorkerDescription
+from slipstream.common.worker_contract import Attachment, DeviceMemory, WorkerDescription
 from slipstream.protos import worker_pb2 as pb
 
 if TYPE_CHECKING:
@@ -110,6 +110,10 @@ DESCRIPTIONS = st.builds(
     algorithm=st.text(),
     eos_token_ids=_tuples(UINT32),
     tokenizer_path=st.text(),
+    memory=st.just(DeviceMemory())
+    | st.builds(
+        DeviceMemory, total=st.integers(1, 2**64 - 1), free=UINT64, weights=UINT64, work=UINT64, work_per_token=UINT64
+    ),
 )
 SPECS = st.lists(
     st.builds(

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.common.errors import ConfigError, MismatchError
+from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
 from slipstream.common.step import Role
+from slipstream.common.worker_contract import DeviceMemory
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.sizing import EpochSizes, Workers
 from tests.workers import describe
@@ -71,3 +72,52 @@ def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:
 def test_workers_that_say_they_cost_nothing_are_no_reason_to_fail() -> None:
     free = Workers(verify=replace(VERIFY, kv_bytes_per_token=0), draft=None)
     assert EpochSizes.decide(CONFIG, free).batch.num_pages == 4 * 101 + 1
+
+
+MIB = 2**20
+MEMORY = DeviceMemory(total=1000 * MIB, free=600 * MIB, weights=100 * MIB, work=40 * MIB, work_per_token=MIB // 16)
+ON_GPU = Workers(
+    # Whoever described itself last saw the least.
+    verify=replace(VERIFY, memory=MEMORY),
+    draft=replace(DRAFT, memory=replace(MEMORY, free=400 * MIB, weights=50 * MIB, work=20 * MIB)),
+)
+GPU_CONFIG = replace(CONFIG, kv_memory_mib=None, memory_reserve_mib=100, slots=1000)
+# 1000 slots with 5 tokens each: 2 * 5000 / 16 MiB.
+WORK_MIB = 60 + 625
+
+
+def test_on_a_gpu_pages_take_what_the_others_leave() -> None:
+    few = replace(GPU_CONFIG, slots=16)
+    sizes = EpochSizes.decide(few, replace_free(230))
+    # The largest step has 512 prompt tokens: 2 * 512 / 16 MiB.
+    assert sizes.batch.num_pages == (230 - 100 - 60 - 64) * MIB // (10 * 1280)
+    with_less_reserve = EpochSizes.decide(replace(few, memory_reserve_mib=99), replace_free(230))
+    assert with_less_reserve.batch.num_pages == 7 * MIB // (10 * 1280)
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_what_takes_how_much() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        EpochSizes.decide(GPU_CONFIG, ON_GPU)
+    message = str(caught.value)
+    assert f"{WORK_MIB + 100 + 1} MiB are needed and 400 MiB of 1000 MiB are free" in message
+    for part in ("KV pages 2 MiB", f"steps {WORK_MIB} MiB", "reserve 100 MiB", "100 MiB (verify) and 50 MiB (draft)"):
+        assert part in message
+
+
+def test_pages_that_were_asked_for_must_fit_as_well() -> None:
+    config = replace(GPU_CONFIG, slots=100, kv_memory_mib=300)
+    with pytest.raises(OutOfMemoryError, match="KV pages 99 MiB"):
+        EpochSizes.decide(config, replace_free(150))
+    assert EpochSizes.decide(config, ON_GPU).batch.num_pages == 100 * 81 + 1
+
+
+def replace_free(mib: int) -> Workers:
+    """The same with less."""
+    assert ON_GPU.draft is not None
+    draft = replace(ON_GPU.draft, memory=replace(ON_GPU.draft.memory, free=mib * MIB))
+    return replace(ON_GPU, draft=draft)
+
+
+def test_on_a_cpu_the_default_is_half_a_gibibyte() -> None:
+    config = replace(CONFIG, kv_memory_mib=None, slots=1000)
+    assert EpochSizes.decide(config, BOTH).batch.num_pages == 512 * MIB // (10 * 1280)
