@@ -91,6 +91,11 @@ class MpsDaemon:
                 await self.command(f"terminate_client {server} {pid}")
 
 
+def has_nvidia_device() -> bool:
+    """Whether this host shows a GPU that may run under MPS."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def outside_mps(directory: Path) -> Mapping[str, str]:
     """What keeps a process out of every MPS daemon, the host's own included: nobody answers there."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "outside")}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.common.address import TcpAddress, parse_address
 from slipstream.common.listener import Listener
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from slipstream.cli.up_config import UpConfig
@@ -29,6 +30,8 @@ class ServiceCommand:
     """gRPC target at which its health is asked, `unix:PATH` or `HOST:PORT`."""
     log_path: Path
     """Takes its standard output and error."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has beside this process's own, or in their place."""
 
 
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:

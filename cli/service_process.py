@@ -39,6 +39,7 @@ class ServiceProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **command.environment},
                 # Out of the terminal's process group: who gets Ctrl-C, and in which order they end, is ours to say.
                 start_new_session=True,
             )

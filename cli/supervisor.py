@@ -11,7 +11,7 @@ from slipstream.cli.service_process import ServiceProcess
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
     from types import TracebackType
 
     from slipstream.cli.service_command import ServiceCommand
@@ -44,15 +44,18 @@ class Supervisor:
         drain_timeout_s: float,
         exit_timeout_s: float = 2.0,
         on_change: Callable[[str, ServiceState], None] = lambda _name, _state: None,
+        before_kill: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """Bounds the time to become ready, to finish work, and to exit when work need not be finished any more.
 
-        `on_change` hears of each service's state.
+        `on_change` hears of each service's state; `before_kill` is waited for, with the process's id, before a
+        service that does not end is killed.
         """
         self._ready_timeout_s = ready_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._exit_timeout_s = exit_timeout_s
         self._on_change = on_change
+        self._before_kill = before_kill
         self._batches: list[list[ServiceProcess]] = []
         self._ready: set[ServiceProcess] = set()
         self._hurry = asyncio.Event()
@@ -157,6 +160,8 @@ class Supervisor:
         if not await self._drains(process):
             process.terminate()
             if not await _ends_within(process, self._exit_timeout_s):
+                if self._before_kill is not None:
+                    await self._before_kill(process.pid)
                 process.kill()
                 await process.wait()
         process.remove_socket()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
+from slipstream.cli.mps import mps_daemon, outside_mps
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import free_address, scheduler_command, worker_command
 from slipstream.cli.state_dir import StateDir
@@ -16,6 +18,8 @@ from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    from slipstream.cli.mps import MpsDaemon
+    from slipstream.cli.service_command import ServiceCommand
     from slipstream.cli.up_config import UpConfig
 
 
@@ -24,34 +28,64 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
 
     Raises SlipstreamError when an address or the state directory is taken, and when a service dies.
     """
+    with StateDir.hold(config.state_dir) as state_dir:
+        services = _commands(config)
+        async with mps_daemon(config.mps_mode, config.mps_dir) as mps:
+            return await _serve(config, _placed(services, config, mps), state_dir, mps, is_verbose=is_verbose)
+
+
+async def _serve(
+    config: UpConfig, services: list[ServiceCommand], state_dir: StateDir, mps: MpsDaemon | None, *, is_verbose: bool
+) -> int:
     console = Console(stderr=True)
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
     supervisor = Supervisor(
-        ready_timeout_s=config.ready_timeout_s, drain_timeout_s=config.drain_timeout_s, on_change=display.on_change
+        ready_timeout_s=config.ready_timeout_s,
+        drain_timeout_s=config.drain_timeout_s,
+        on_change=display.on_change,
+        before_kill=None if mps is None else mps.let_go,
     )
     signals = StopSignals(
         on_first=lambda: console.print("stopping: running requests may finish; once more to end them", highlight=False),
         on_second=supervisor.hurry,
     )
-    await signals.cancel(_serve(config, supervisor, display, is_verbose=is_verbose))
+    await signals.cancel(_supervise(services, supervisor, display, state_dir, is_verbose=is_verbose))
     return signals.exit_status
 
 
-async def _serve(config: UpConfig, supervisor: Supervisor, display: LoadingDisplay, *, is_verbose: bool) -> None:
-    with StateDir.hold(config.state_dir) as state_dir:
-        workers = [worker_command(config, name) for name in config.workers]
-        for worker in workers:
-            free_address(worker.address, field="state_dir")
-        scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
-        async with LogFollower(sys.stderr.buffer) as follower, supervisor:
-            with display:
-                supervisor.start(*workers)
-                supervisor.start(scheduler)
-                if is_verbose:
-                    follower.start(command.log_path for command in (*workers, scheduler))
-                await supervisor.wait_ready()
-            status = await supervisor.while_alive(fetch_status(scheduler.address))
-            status.print()
-            state_dir.announce(scheduler.address)
-            await supervisor.watch()
+async def _supervise(
+    services: list[ServiceCommand],
+    supervisor: Supervisor,
+    display: LoadingDisplay,
+    state_dir: StateDir,
+    *,
+    is_verbose: bool,
+) -> None:
+    *workers, scheduler = services
+    async with LogFollower(sys.stderr.buffer) as follower, supervisor:
+        with display:
+            supervisor.start(*workers)
+            supervisor.start(scheduler)
+            if is_verbose:
+                follower.start(command.log_path for command in services)
+            await supervisor.wait_ready()
+        status = await supervisor.while_alive(fetch_status(scheduler.address))
+        status.print()
+        state_dir.announce(scheduler.address)
+        await supervisor.watch()
+
+
+def _commands(config: UpConfig) -> list[ServiceCommand]:
+    """The workers and, last, the scheduler, at addresses that are free."""
+    workers = [worker_command(config, name) for name in config.workers]
+    for worker in workers:
+        free_address(worker.address, field="state_dir")
+    return [*workers, scheduler_command(config, free_address(config.listen, field="listen"))]
+
+
+def _placed(services: list[ServiceCommand], config: UpConfig, mps: MpsDaemon | None) -> list[ServiceCommand]:
+    """The services with what puts each inside or outside MPS."""
+    outside = outside_mps(config.mps_dir)
+    inside = outside if mps is None else mps.environment
+    return [replace(service, environment=outside if service.name == "scheduler" else inside) for service in services]

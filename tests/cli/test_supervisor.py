@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -151,6 +152,29 @@ async def test_a_service_that_is_stopped_is_killed_and_its_socket_removed(
         await supervisor.wait_ready()
         os.kill(supervisor.pid("verify"), signal.SIGSTOP)
     assert not sockets_in(tmp_path)
+
+
+async def test_what_comes_before_a_kill_is_waited_for(fake_service: MakeCommand) -> None:
+    told: list[tuple[int, bool]] = []
+
+    async def before_kill(pid: int) -> None:
+        told.append((pid, psutil.pid_exists(pid)))
+
+    times = {"ready_timeout_s": 20.0, "drain_timeout_s": 0.2, "exit_timeout_s": 0.2}
+    async with Supervisor(**times, before_kill=before_kill) as supervisor:
+        supervisor.start(fake_service("polite"), fake_service("deaf", "--deaf", "99"))
+        await supervisor.wait_ready()
+        deaf = supervisor.pid("deaf")
+    assert told == [(deaf, True)]
+
+
+async def test_a_service_has_its_own_environment(fake_service: MakeCommand) -> None:
+    async with _supervisor() as supervisor:
+        supervisor.start(replace(fake_service("verify"), environment={"SLIPSTREAM_TEST": "inside"}))
+        await supervisor.wait_ready()
+        environment = psutil.Process(supervisor.pid("verify")).environ()
+    assert environment["SLIPSTREAM_TEST"] == "inside"
+    assert environment["PATH"] == os.environ["PATH"]
 
 
 async def test_hurry_ends_the_drain(fake_service: MakeCommand) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cli import up_config
 from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.mps import MpsMode
 from slipstream.cli.service_command import dialled, scheduler_command, worker_command
 from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import ConfigError
@@ -19,6 +21,8 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
     ("field", "setting"),
     [
         ("device", {"device": "cuda"}),
+        ("mps", {"mps": "yes"}),
+        ("mps", {"mps": "on", "device": "cpu"}),
         ("slots", {"slots": 0}),
         ("run_ahead", {"run_ahead": -1}),
         ("context_tokens", {"context_tokens": 1}),
@@ -63,3 +67,20 @@ def test_a_wildcard_is_dialled_at_the_loopback() -> None:
         "[::1]:1",
         "localhost:1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("mps", "device", "has_gpu", "mode"),
+    [
+        ("auto", "auto", True, MpsMode.AUTO),
+        ("auto", "auto", False, MpsMode.OFF),
+        ("auto", "cpu", True, MpsMode.OFF),
+        ("off", "auto", True, MpsMode.OFF),
+        ("on", "auto", False, MpsMode.ON),
+    ],
+)
+def test_mps_is_only_tried_where_there_may_be_a_gpu(
+    mps: str, device: str, has_gpu: bool, mode: MpsMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up_config, "has_nvidia_device", lambda: has_gpu)
+    assert UpConfig(models=MODELS, mps=mps, device=device).mps_mode is mode
