@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -275,6 +275,81 @@ def test_speculation_that_is_bounded_or_off_changes_no_token(
         assert counts.num_verify_steps == (-(-(job.spec.max_new_tokens - 1) // (bound + 1)) if bound else 0)
         assert counts.total_draft_tokens - counts.total_accepted_tokens <= bound
         assert counts.accepted_per_position[bound:] == [0] * (num_draft_tokens - bound)
+
+
+def adjusted_jobs(plain: list[list[int]]) -> list[Job]:
+    """Jobs with bias, penalties and masks, greedy and sampled, of which some speculate; and one with nothing of it.
+
+    `plain`: what the same jobs bring with nothing of it.
+    """
+    frequent = sorted({token for output in plain for token in output[::3]})
+    adjustments: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.4, "max_draft_tokens": 2},
+        {"frequency_penalty": 1.2, "presence_penalty": -0.4},
+        {"logit_bias": tuple((token, 6.0) for token in frequent[:3]), "frequency_penalty": 0.8},
+        {},
+        {"masked_token_ids": tuple(frequent), "masked_after": 9},
+        {"repetition_penalty": 0.8, "presence_penalty": 1.5, "masked_token_ids": tuple(frequent), "masked_after": 4},
+        {"repetition_penalty": 1.9, "logit_bias": ((frequent[5], 8.0), (frequent[7], 7.0)), "max_draft_tokens": 0},
+        {"logit_bias": tuple((token, -100.0) for token in frequent[10:30]), "repetition_penalty": 1.1},
+    )
+    jobs = make_jobs(len(adjustments))
+    for job, changes in zip(jobs, adjustments, strict=True):
+        kept = {name: value for name, value in changes.items() if name not in ("max_draft_tokens", "masked_after")}
+        if "masked_after" in changes:
+            kept["masked_before"] = len(job.spec.prompt) + changes["masked_after"]
+        sampling = replace(job.spec.sampling, **kept)
+        job.spec = replace(job.spec, sampling=sampling, max_draft_tokens=changes.get("max_draft_tokens"))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def plain(models: Models) -> list[list[int]]:
+    """As many jobs as the adjusted ones, with nothing of it."""
+    return Served(models, Way(run_ahead=0)).run(make_jobs(8))
+
+
+@pytest.fixture(scope="module")
+def adjusted_reference(models: Models, plain: list[list[int]]) -> list[list[int]]:
+    """The adjusted jobs plainly, one at a time."""
+    jobs = adjusted_jobs(plain)
+    outputs = Served(models, Way(run_ahead=0, slots=1, chunk_tokens=64)).run(*([job] for job in jobs))
+    changed = [output != as_before for output, as_before in zip(outputs, plain, strict=True)]
+    assert changed == [bool(job.spec.sampling.adjusts_logits) for job in jobs], "each says something"
+    for job, output in zip(jobs, outputs, strict=True):
+        masked = job.spec.sampling.masked_before - len(job.spec.prompt)
+        assert not set(output[: max(0, masked)]) & set(job.spec.sampling.masked_token_ids)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(run_ahead=2),
+        *(Way(num_draft_tokens=4, run_ahead=run_ahead) for run_ahead in (0, 1, 2)),
+        Way(num_draft_tokens=3, run_ahead=2, slots=1, page_tokens=16, chunk_tokens=64),
+    ],
+    ids=str,
+)
+def test_penalties_bias_and_masks_are_exact_inside_what_is_accepted(
+    models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], way: Way
+) -> None:
+    together, alone = adjusted_jobs(plain), adjusted_jobs(plain)
+    assert Served(models, way).run(together, *([job] for job in alone)) == adjusted_reference * 2
+    if way.num_draft_tokens:
+        assert sum(job.counts.total_accepted_tokens for job in together) > 20
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_draft_that_is_the_target_applies_them_as_well(
+    models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], run_ahead: int
+) -> None:
+    """So what it remembers of the prompt and the output is what verify does."""
+    way, jobs = Way(num_draft_tokens=4, run_ahead=run_ahead, slots=3), adjusted_jobs(plain)
+    assert Served(Models(models.verify, models.twin, models.twin), way).run(jobs) == adjusted_reference
+    for job in jobs:
+        bound = 4 if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
+        assert job.counts.total_draft_tokens - job.counts.total_accepted_tokens <= bound
 
 
 class HiddenDrafter:

@@ -208,6 +208,7 @@ def test_extreme_logits_choose_a_token_of_the_vocabulary() -> None:
         tokens = draw(logits, [params] * 4, [1, 2, 3, 4])
         assert tokens[:2] == [9, 4]
         assert all(0 <= token < 10 for token in tokens)
+        assert 0 <= draw(logits[2:3], [params], [1])[0] < 10
     tiny = SamplingParams(temperature=LEAST_TEMPERATURE)
     logits = np.array([[1.0, 1.5, 1.25, 1.5]], np.float32)
     assert draw(logits, [tiny], [0])[0] in (1, 3)
