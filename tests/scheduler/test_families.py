@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.sampling import SamplingParams
@@ -18,6 +17,7 @@ from slipstream.services.config import WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.scheduler.local_epoch import LocalEpoch
+from tests.transformers_reference import greedy_tokens
 from tests.workers import LocalWorker
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) ->
     write_weights(guesser, noisy)
     rng = random.Random(SEED)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 7, 19, 40)]  # chunks have 8 tokens
-    expected = _transformers(target, prompts)
+    expected = greedy_tokens(target, prompts, NUM_TOKENS)
     assert sum(len(set(tokens)) for tokens in expected) >= 60, "the reference repeats itself, which proves little"
     verify = make_verify(WorkerConfig(model=target), HostDevice(), 0)
     draft = make_draft(WorkerConfig(model=guesser), HostDevice(), 0)
@@ -87,22 +87,3 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]
     accepted = sum(job.counts.total_accepted_tokens for job in jobs)
     steps = sum(job.counts.num_verify_steps for job in jobs)
     return [outputs[job] for job in jobs], 1 + accepted / max(1, steps)
-
-
-def _transformers(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    outputs = []
-    for prompt in prompts:
-        tokens = torch.tensor([prompt])
-        # Without a mask every token that equals the padding's would be hidden.
-        mask = torch.ones_like(tokens)
-        output = model.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs

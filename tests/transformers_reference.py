@@ -1,0 +1,31 @@
+"""What `transformers` generates: the reference for models of every family."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+def greedy_tokens(path: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The next `num_tokens` token ids of each prompt, in float32, by the checkpoint in `path`; no token ends them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        tokens = torch.tensor([list(prompt)])
+        # Without a mask every token that equals the padding's would be hidden.
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
