@@ -137,7 +137,10 @@ class AsyncClient:
             return JobPage.from_pb(await self._stub.ListJobs(request))
 
     async def cancel_job(self, job_id: str) -> None:
-        """Ends a job; its streams then end with the reason "abort". Raises NotFoundError if it is not alive."""
+        """Ends a job; its streams then end with the reason "abort". No effect on one that is over.
+
+        Raises NotFoundError if there never was one, or it ended too long ago.
+        """
         with our_errors():
             await self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
 

@@ -121,7 +121,7 @@ class Client:
             return JobPage.from_pb(self._stub.ListJobs(request))
 
     def cancel_job(self, job_id: str) -> None:
-        """Ends a job; its streams then end with the reason "abort". Raises NotFoundError if it is not alive."""
+        """Ends a job; its streams then end with the reason "abort". See `AsyncClient.cancel_job`."""
         with our_errors():
             self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
+from slipstream.common.logprobs import TokenLogprobs
+from slipstream.common.usage import Usage
 from slipstream.protos import generation_pb2
 
 
 class FinishReason(enum.StrEnum):
-    """Why a job ended."""
+    """Why a job or one of its samples ended."""
 
     STOP = "stop"
-    """The model's end of sequence, or a stop token of the request."""
+    """The model's end of sequence, or a stop token or a stop string of the request."""
     LENGTH = "length"
     """As many tokens as were asked for."""
     ABORT = "abort"
@@ -38,56 +41,62 @@ _TO_PB: dict[FinishReason | None, generation_pb2.FinishReason] = {
 _FROM_PB: dict[int, FinishReason | None] = {number: reason for reason, number in _TO_PB.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """What a job took. All times in seconds, from its arrival at the scheduler."""
+MatchedStop = int | str
+"""What stopped a sample: a token id, or a stop string."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_draft_tokens: int
-    """Tokens that the draft proposed."""
-    total_accepted_tokens: int
-    """Those of them that the target accepted."""
-    num_verify_steps: int
-    """Steps in which the target checked a draft."""
-    mean_accept_length: float
-    """1 + total_accepted_tokens / num_verify_steps; 1 when nothing was drafted."""
-    seed: int
-    """The one given, or drawn for the job."""
-    queue_seconds: float
-    """To its admission."""
-    time_to_first_token_seconds: float
-    end_to_end_seconds: float
 
-    def to_pb(self) -> generation_pb2.Usage:
-        """The usage as it travels."""
-        return generation_pb2.Usage(**{name: getattr(self, name) for name in Usage.__slots__})
+class _HoldsMatchedStop(Protocol):
+    matched_token_id: int
+    matched_string: str
 
-    @classmethod
-    def from_pb(cls, message: generation_pb2.Usage) -> Usage:
-        """The usage that `to_pb` was made of."""
-        return cls(**{name: getattr(message, name) for name in Usage.__slots__})
+    def WhichOneof(self, oneof_group: Literal["matched_stop"], /) -> str | None: ...  # noqa: N802
+
+
+def matched_stop_to_pb(matched: MatchedStop | None) -> dict[str, Any]:
+    """The field of `matched_stop` that it travels in; none if nothing matched."""
+    if matched is None:
+        return {}
+    return {"matched_string" if isinstance(matched, str) else "matched_token_id": matched}
+
+
+def matched_stop_from_pb(message: _HoldsMatchedStop) -> MatchedStop | None:
+    """What a message says of what stopped a sample."""
+    match message.WhichOneof("matched_stop"):
+        case "matched_token_id":
+            return message.matched_token_id
+        case "matched_string":
+            return message.matched_string
+        case _:
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """The next tokens of a job, in order and without gaps."""
+    """The next tokens of one of a job's samples, in order and without gaps."""
 
     job_id: str
     token_offset: int
-    """Tokens before this chunk."""
+    """Tokens of the sample before this chunk."""
     token_ids: tuple[int, ...] = ()
-    """The token that stops the output is among them, but not in `text`."""
+    """The token that stops the output is among them, but not in `text`; what completes a stop string is the last."""
     text: str = ""
-    """The text that became certain; never half a character, so it may lag the tokens."""
+    """The text that became certain; never half a character or what may become a stop string: it may lag the tokens."""
     is_draft: tuple[bool, ...] = ()
     """For each token, whether the draft proposed it."""
     text_lengths: tuple[int, ...] = ()
     """For each token, how many code points of `text` became certain with it; a cancelled job may end with more."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """For each token; empty if they were not asked for."""
+    sample_index: int = 0
+    """Which of the job's samples this is of."""
     finish_reason: FinishReason | None = None
-    """Set in the last chunk."""
+    """Set in the last chunk of a sample."""
+    matched_stop: MatchedStop | None = None
+    """What stopped the sample. Set in its last chunk, when the reason is "stop"."""
     usage: Usage | None = None
-    """Set in the last chunk."""
+    """What the sample took. Set in its last chunk."""
+    job_usage: Usage | None = None
+    """What all samples took together. Set in the last chunk of all."""
 
     def to_pb(self) -> generation_pb2.GenerateResponse:
         """The chunk as it travels."""
@@ -98,8 +107,12 @@ class Chunk:
             text=self.text,
             is_draft=self.is_draft,
             text_lengths=self.text_lengths,
+            logprobs=[logprobs.to_pb() for logprobs in self.logprobs],
+            sample_index=self.sample_index,
             finish_reason=_TO_PB[self.finish_reason],
             usage=None if self.usage is None else self.usage.to_pb(),
+            job_usage=None if self.job_usage is None else self.job_usage.to_pb(),
+            **matched_stop_to_pb(self.matched_stop),
         )
 
     @classmethod
@@ -112,6 +125,10 @@ class Chunk:
             text=message.text,
             is_draft=tuple(message.is_draft),
             text_lengths=tuple(message.text_lengths),
+            logprobs=tuple(map(TokenLogprobs.from_pb, message.logprobs)),
+            sample_index=message.sample_index,
             finish_reason=FinishReason.from_pb(message.finish_reason),
+            matched_stop=matched_stop_from_pb(message),
             usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
+            job_usage=Usage.from_pb(message.job_usage) if message.HasField("job_usage") else None,
         )

@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from slipstream.common.chunk import FinishReason, Usage
+from slipstream.common.chunk import FinishReason, MatchedStop, matched_stop_from_pb, matched_stop_to_pb
+from slipstream.common.usage import Usage
 from slipstream.protos import generation_pb2
 
 
@@ -29,6 +30,39 @@ _STATE_FROM_PB: dict[int, JobState] = {number: state for state, number in _STATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInfo:
+    """One of a job's outputs at one moment."""
+
+    num_tokens: int
+    """Tokens generated so far."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; None before that, and when the job failed first."""
+    matched_stop: MatchedStop | None = None
+    """What stopped it, when the reason is "stop"."""
+    usage: Usage | None = None
+    """What it took. Set when it has ended."""
+
+    def to_pb(self) -> generation_pb2.Sample:
+        """The sample as it travels."""
+        return generation_pb2.Sample(
+            num_tokens=self.num_tokens,
+            finish_reason=FinishReason.to_pb(self.finish_reason),
+            usage=None if self.usage is None else self.usage.to_pb(),
+            **matched_stop_to_pb(self.matched_stop),
+        )
+
+    @classmethod
+    def from_pb(cls, message: generation_pb2.Sample) -> SampleInfo:
+        """The sample that `to_pb` was made of."""
+        return cls(
+            num_tokens=message.num_tokens,
+            finish_reason=FinishReason.from_pb(message.finish_reason),
+            matched_stop=matched_stop_from_pb(message),
+            usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
     """A job at one moment."""
 
@@ -37,13 +71,15 @@ class JobInfo:
     created_at: datetime
     """By the server's clock, in UTC."""
     num_tokens: int
-    """Tokens generated so far."""
+    """Tokens generated so far, of all samples together."""
     finish_reason: FinishReason | None = None
-    """Why it ended; None before that, and for a job that failed."""
+    """Why it ended; None before that, and for a job that failed. If its samples differ: "abort", else "length"."""
     error: str = ""
     """What made it fail; empty if nothing did."""
     usage: Usage | None = None
-    """What it took. Set when it has ended."""
+    """What it took, all samples together. Set when it has ended."""
+    samples: tuple[SampleInfo, ...] = ()
+    """Each of its outputs."""
 
     @property
     def is_over(self) -> bool:
@@ -59,6 +95,7 @@ class JobInfo:
             finish_reason=FinishReason.to_pb(self.finish_reason),
             error=self.error,
             usage=None if self.usage is None else self.usage.to_pb(),
+            samples=[sample.to_pb() for sample in self.samples],
         )
         message.create_time.FromDatetime(self.created_at)
         return message
@@ -74,6 +111,7 @@ class JobInfo:
             finish_reason=FinishReason.from_pb(message.finish_reason),
             error=message.error,
             usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
+            samples=tuple(map(SampleInfo.from_pb, message.samples)),
         )
 
 

@@ -115,7 +115,8 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends a job, wherever it is; its streams end with finish reason ABORT. NOT_FOUND if none such is waiting or running.
+        """Ends a job with all its samples, wherever it is; its streams end with finish reason ABORT. No effect on a job that
+        is over, so the call can be repeated. NOT_FOUND if there never was one, or it ended too long ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

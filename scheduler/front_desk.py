@@ -6,27 +6,22 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import (
-    AlreadyExistsError,
-    DeadlineExceededError,
-    InvalidArgumentError,
-    NotFoundError,
-    SlipstreamError,
-)
-from slipstream.scheduler.job_output import MAX_CHUNK_TOKENS
-from slipstream.scheduler.jobs import Job
+from slipstream.common.errors import AlreadyExistsError, NotFoundError, SlipstreamError
+from slipstream.scheduler.job_reader import JobReader
 from slipstream.scheduler.kept_job import KeptJob
 from slipstream.scheduler.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
     from slipstream.common.chunk import Chunk
     from slipstream.common.job_info import JobPage
+    from slipstream.scheduler.checked_request import CheckedRequest
     from slipstream.scheduler.detokenizer import Detokenizer
     from slipstream.scheduler.job_queue import JobQueue
     from slipstream.scheduler.job_store import JobStore
-    from slipstream.scheduler.jobs import JobSpec, Progress
+    from slipstream.scheduler.jobs import Job, Progress
+    from slipstream.scheduler.kept_sample import KeptSample
     from slipstream.scheduler.request_metrics import RequestMetrics
 
 DEADLINE_SLACK_S = 0.05
@@ -45,7 +40,7 @@ class FrontDesk:
         self._queue = queue
         self._store = store
         self._metrics = metrics
-        self._alive: dict[Job, KeptJob] = {}
+        self._alive: dict[Job, tuple[KeptJob, KeptSample]] = {}
         self._numbers = itertools.count(1)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -53,7 +48,7 @@ class FrontDesk:
     @property
     def num_jobs(self) -> int:
         """Jobs that wait or run, those whose client has gone included until the loop has let go of them."""
-        return len(self._alive)
+        return len({kept for kept, _ in self._alive.values()})
 
     async def wait_idle(self) -> None:
         """Returns when no job is alive."""
@@ -71,19 +66,18 @@ class FrontDesk:
             raise AlreadyExistsError(f"there is a job {job_id!r}, and another request made it")
         return kept
 
-    def create(self, spec: JobSpec, detokenizer: Detokenizer) -> KeptJob:
+    def create(self, request: CheckedRequest, new_detokenizer: Callable[[], Detokenizer]) -> KeptJob:
         """The job of a request: a new one, unless `find` finds it. Raises what `find` and `JobQueue.submit` raise."""
-        kept = self.find(spec.job_id, spec.digest)
+        kept = self.find(request.job_id, request.digest)
         if kept is not None:
             return kept
-        job = Job(spec=spec)
+        kept = KeptJob(request, new_detokenizer, number=next(self._numbers))
         try:
-            self._queue.submit(job)
+            self._queue.submit(*kept.jobs)
         except SlipstreamError:
             self._metrics.lost(REFUSED)
             raise
-        kept = KeptJob(job, detokenizer, number=next(self._numbers))
-        self._alive[job] = kept
+        self._alive |= {sample.job: (kept, sample) for sample in kept.samples if sample.job is not None}
         self._store.add(kept)
         self._is_idle.clear()
         return kept
@@ -100,43 +94,22 @@ class FrontDesk:
         return self._store.page(size, token)
 
     def cancel(self, job_id: str) -> None:
-        """Asks for the end of a job; its streams then end with the reason "abort". Raises NotFoundError."""
-        kept = self._store.get(job_id)
-        if kept is None or kept.job is None:
-            raise NotFoundError(f"no job {job_id!r} is waiting or running")
-        self._queue.cancel(kept.job)
+        """Asks for the end of a job; its streams then end with the reason "abort". No effect on one that is over.
 
-    async def watch(
-        self, kept: KeptJob, from_token: int = 0, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[Chunk, None]:
-        """Yields a job's output from a token on, up to its end.
-
-        Raises InvalidArgumentError for a token beyond those that there are, DeadlineExceededError when `timeout_s` is
-        over, and the error that ends the job.
+        Raises NotFoundError.
         """
-        output, offset = kept.output, from_token
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        if offset > output.num_tokens:
-            raise InvalidArgumentError("from_token", offset, f"0 to {output.num_tokens}, the tokens that there are")
-        while output.num_spelled < offset:
-            output.spell(min(offset, output.num_spelled + MAX_CHUNK_TOKENS))
-            await asyncio.sleep(0)
-        while True:
-            chunk = output.read(offset)
-            if chunk is not None:
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-                offset += len(chunk.token_ids)
-            elif kept.error is not None:
-                # The same one may end other calls, too.
-                raise kept.error.with_traceback(None)
-            else:
-                try:
-                    await kept.wait_for_change(deadline)
-                except TimeoutError:
-                    message = f"job {kept.job_id!r} had {output.num_tokens} tokens at the call's deadline"
-                    raise DeadlineExceededError(message) from None
+        self._end(self.get(job_id))
+
+    def watch(
+        self,
+        kept: KeptJob,
+        from_tokens: Sequence[int] = (),
+        *,
+        field: str = "from_token",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yields a job's output from a token of each sample on, up to its end. See `JobReader`."""
+        return JobReader(kept, from_tokens, field=field).chunks(timeout_s=timeout_s)
 
     def enter(self, kept: KeptJob) -> None:
         """A call begins that the job is for: with the last of them the job ends, unless it is detached."""
@@ -145,11 +118,11 @@ class FrontDesk:
     def leave(self, kept: KeptJob, time_left_s: float | None) -> None:
         """Such a call is over, so long before its deadline."""
         kept.num_callers -= 1
-        if kept.job is None or kept.is_detached or kept.num_callers:
+        if kept.is_over or kept.is_detached or kept.num_callers:
             return
         is_late = time_left_s is not None and time_left_s <= DEADLINE_SLACK_S
         kept.left_as = DEADLINE if is_late else DISCONNECTED
-        self._queue.cancel(kept.job)
+        self._end(kept)
 
     def cut_off(self) -> None:
         """A stream is given up because its client reads nothing."""
@@ -157,16 +130,25 @@ class FrontDesk:
 
     def deliver(self, deliveries: Iterable[tuple[Job, Progress]]) -> None:
         """Takes in what steps brought, for all jobs; for `call_soon_threadsafe`, once a step or less."""
-        changed: dict[Job, KeptJob] = {}
+        changed: dict[KeptJob, None] = {}
         for job, progress in deliveries:
-            kept = self._alive.get(job)
-            if kept is not None:
-                kept.add(progress)
-                changed[job] = kept
-        for job, kept in changed.items():
-            kept.settle(self._metrics)
-            if kept.is_over:
+            if job in self._alive:
+                kept, sample = self._alive[job]
+                changed[kept] = None
+                if sample.add(progress):
+                    self._queue.cancel(job)
+                elif sample.error is not None:
+                    # A job fails with any of its samples.
+                    self._end(kept, but=job)
+        for kept in changed:
+            for job in kept.settle(self._metrics):
                 del self._alive[job]
+            if kept.is_over:
                 self._store.end(kept)
         if not self._alive:
             self._is_idle.set()
+
+    def _end(self, kept: KeptJob, but: Job | None = None) -> None:
+        for job in kept.jobs:
+            if job is not but:
+                self._queue.cancel(job)

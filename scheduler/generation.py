@@ -6,7 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.errors import ResourceExhaustedError
+from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError
 from slipstream.common.unknown_fields import reject_unknown_fields
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from slipstream.scheduler.detokenizer import Vocabulary
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
     from slipstream.common.chunk import Chunk
     from slipstream.common.server_state import ServerState
+    from slipstream.scheduler.checked_request import CheckedRequest
     from slipstream.scheduler.front_desk import FrontDesk
-    from slipstream.scheduler.jobs import JobSpec
     from slipstream.scheduler.kept_job import KeptJob
-    from slipstream.scheduler.validation import JobRequest, RequestLimits
+    from slipstream.scheduler.prompt import JobRequest
+    from slipstream.scheduler.validation import RequestLimits
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -83,8 +84,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def WatchJob(self, request: generation_pb2.WatchJobRequest, context: Any) -> None:
         """See generation.proto."""
         kept = self._named(request)
-        chunks = self._desk.watch(kept, request.from_token, timeout_s=context.time_remaining())
-        await self._send(context, chunks)
+        if request.from_token and request.from_tokens:
+            raise InvalidArgumentError("from_tokens", list(request.from_tokens), "none where from_token is given")
+        field, offsets = "from_token", [request.from_token]
+        if request.from_tokens:
+            field, offsets = "from_tokens", list(request.from_tokens)
+        await self._send(context, self._desk.watch(kept, offsets, field=field, timeout_s=context.time_remaining()))
 
     async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
         """See generation.proto."""
@@ -123,11 +128,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         if kept is not None:
             return kept
         model = self._model()
-        spec = await self._parse(request, model)
-        return self._desk.create(spec, model.vocabulary.new_detokenizer())
+        checked = await self._parse(request, model)
+        return self._desk.create(checked, model.vocabulary.new_detokenizer)
 
-    async def _parse(self, request: JobRequest, model: ServedModel) -> JobSpec:
-        if len(request.text) <= LONG_TEXT_CHARACTERS:
+    async def _parse(self, request: JobRequest, model: ServedModel) -> CheckedRequest:
+        # What a model's chat template takes, nobody knows.
+        if len(request.text) <= LONG_TEXT_CHARACTERS and not request.HasField("messages"):
             return parse_request(request, model.limits, model.tokenizer)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, parse_request, request, model.limits, model.tokenizer)

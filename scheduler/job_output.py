@@ -1,4 +1,4 @@
-"""What came of a job: its tokens and their text, kept once and read by any number of watchers."""
+"""What came of one of a job's samples: its tokens and their text, kept once and read by any number of watchers."""
 
 from __future__ import annotations
 
@@ -8,28 +8,39 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from slipstream.common.chunk import Chunk, FinishReason
+from slipstream.scheduler.logprob_columns import LogprobColumns
+from slipstream.scheduler.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
-    from slipstream.common.chunk import Usage
+    from slipstream.common.chunk import MatchedStop
+    from slipstream.common.usage import Usage
+    from slipstream.scheduler.checked_request import CheckedRequest
     from slipstream.scheduler.detokenizer import Detokenizer
     from slipstream.scheduler.jobs import Progress
 
 MAX_CHUNK_TOKENS = 4096
-"""A few milliseconds of the event loop's time, in which it serves nobody else."""
+"""A few milliseconds of the event loop's time, in which it serves nobody else. Logprobs count like tokens."""
 
 
 class JobOutput:
-    """The output of one job. At most `max_new_tokens` tokens, at 20 to 30 bytes each with their text.
+    """The output of a sample. At most `max_new_tokens` tokens, at 20 to 30 bytes each with their text.
 
-    Tokens become text when they are read for the first time, so a job that nobody watches costs no such work.
+    Tokens become text when they are read for the first time, so a job that nobody watches costs no such work; with stop
+    strings they do at once, and the output is cut behind the token that completes one.
     """
 
-    def __init__(self, job_id: str, detokenizer: Detokenizer) -> None:
-        """`detokenizer` is this job's alone."""
-        self._job_id = job_id
+    def __init__(self, request: CheckedRequest, detokenizer: Detokenizer, *, sample_index: int = 0) -> None:
+        """`detokenizer` is this sample's alone."""
+        self._job_id = request.job_id
+        self._sample_index = sample_index
         self._detokenizer = detokenizer
+        self._stops = StopMatcher(request.stop) if request.stop else None
+        self._min_new_tokens = request.min_new_tokens
         self._token_ids = array("I")
         self._is_draft = bytearray()
+        num_top = request.samples[sample_index].top_logprobs
+        self._logprobs = None if num_top is None else LogprobColumns(num_top)
+        self._max_chunk_tokens = MAX_CHUNK_TOKENS // (1 + (num_top or 0))
         self._text = io.StringIO()
         self._text_ends = array("I")
         """For each token that is text by now, how many code points there are up to and with its own."""
@@ -50,24 +61,44 @@ class JobOutput:
         return len(self._text_ends)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a stop string is complete: there will be no more tokens, whatever the loop still brings."""
+        return self._stops is not None and self._stops.matched is not None
+
+    @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the job ended; None while it goes on, and for one that failed."""
+        """Why the sample ended; None while it goes on, and for one that failed."""
         return self._finish_reason
+
+    @property
+    def matched_stop(self) -> MatchedStop | None:
+        """What stopped the sample."""
+        if self._finish_reason is not FinishReason.STOP:
+            return None
+        return self._stops.matched if self._stops is not None and self.is_cut else self._token_ids[-1]
 
     def add(self, progress: Progress) -> None:
         """Adds what a step brought."""
-        self._token_ids.extend(progress.token_ids)
-        self._is_draft.extend(progress.is_draft)
-        self._finish_reason = progress.finish_reason
-        self._ends_with_token = bool(progress.token_ids)
+        if not self.is_cut:
+            self._token_ids.extend(progress.token_ids)
+            self._is_draft.extend(progress.is_draft)
+            if self._logprobs is not None:
+                self._logprobs.extend(progress.logprobs)
+            self._finish_reason = progress.finish_reason
+            self._ends_with_token = bool(progress.token_ids)
+            if self._stops is not None:
+                self.spell(self.num_tokens)
+        if self.is_cut:
+            # However the loop comes to the end of what was cut here.
+            self._finish_reason = FinishReason.STOP if progress.is_last else None
 
     def finish(self, usage: Usage) -> None:
-        """Says what the job took; the last chunk has it."""
+        """Says what the sample took; the last chunk has it."""
         self._usage = usage
 
     def read(self, offset: int) -> Chunk | None:
-        """The tokens from `offset` on, many at most; None if there are none yet, and the job has not finished."""
-        end = min(self.num_tokens, offset + MAX_CHUNK_TOKENS)
+        """The tokens from `offset` on, many at most; None if there are none yet, and the sample has not finished."""
+        end = min(self.num_tokens, offset + self._max_chunk_tokens)
         is_last = self._finish_reason is not None and end == self.num_tokens
         if offset == end and not is_last:
             return None
@@ -83,7 +114,10 @@ class JobOutput:
             text=text + (self._tail or "") if is_last else text,
             is_draft=tuple(map(bool, self._is_draft[offset:end])),
             text_lengths=tuple(after - before for before, after in pairwise((start_character, *text_ends))),
+            logprobs=() if self._logprobs is None else self._logprobs.read(offset, end),
+            sample_index=self._sample_index,
             finish_reason=self._finish_reason if is_last else None,
+            matched_stop=self.matched_stop if is_last else None,
             usage=self._usage if is_last else None,
         )
 
@@ -95,12 +129,32 @@ class JobOutput:
             before = self._text_ends[-1] if self._text_ends else 0
             self._text.write(text)
             self._text_ends.append(before + len(text))
+            if self.is_cut:
+                self._truncate(index + 1)
+                return
         if self._tail is None and self._finish_reason is not None and end == self.num_tokens:
-            self._tail = "" if self._ends_with_token else self._detokenizer.finish()
+            self._tail = "" if self._ends_with_token else self._spell_rest("", self.num_tokens)
 
     def _spell_token(self, index: int) -> str:
         is_end = self._finish_reason is not None and self._ends_with_token and index == self.num_tokens - 1
         # A token that stops the output is no part of the text.
         is_shown = not (is_end and self._finish_reason is FinishReason.STOP)
         text = self._detokenizer.push(self._token_ids[index]) if is_shown else ""
-        return text + self._detokenizer.finish() if is_end else text
+        return self._spell_rest(text, index) if is_end else self._certain(text, index)
+
+    def _spell_rest(self, text: str, index: int) -> str:
+        """`text` and what was not certain until now."""
+        certain = self._certain(text + self._detokenizer.finish(), index)
+        return certain if self._stops is None else certain + self._stops.finish()
+
+    def _certain(self, text: str, index: int) -> str:
+        """What no stop string takes away, when `text` came with token `index`."""
+        return text if self._stops is None else self._stops.push(text, counts=index >= self._min_new_tokens)
+
+    def _truncate(self, num_tokens: int) -> None:
+        """Leaves out what the same step brought behind the stop: nobody has seen it."""
+        del self._token_ids[num_tokens:]
+        del self._is_draft[num_tokens:]
+        if self._logprobs is not None:
+            self._logprobs.truncate(num_tokens)
+        self._tail = ""

@@ -28,15 +28,16 @@ class JobQueue:
         self._is_stopped = False
         self._changed = threading.Condition()
 
-    def submit(self, job: Job) -> None:
-        """Adds a job. Raises ResourceExhaustedError when the queue is full, UnavailableError when closed."""
+    def submit(self, *jobs: Job) -> None:
+        """Adds jobs, all or none. Raises ResourceExhaustedError when the queue is full, UnavailableError if closed."""
         with self._changed:
             if self._closed_by is not None:
                 raise UnavailableError(self._closed_by)
-            if len(self._waiting) >= self.capacity:
-                message = f"the queue is full: {self.capacity} jobs are waiting"
+            if len(self._waiting) + len(jobs) > self.capacity:
+                few = "full" if len(jobs) == 1 else f"too full for {len(jobs)} more"
+                message = f"the queue is {few}: {len(self._waiting)} jobs are waiting, of at most {self.capacity}"
                 raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
-            self._waiting.append(job)
+            self._waiting.extend(jobs)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:

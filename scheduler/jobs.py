@@ -1,4 +1,4 @@
-"""A client's job: what it asks for, and what comes back for it."""
+"""A job of the loop, a sample of a client's job: what it asks for, and what comes back for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.common.chunk import Usage
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.logprobs import MAX_TOP_LOGPROBS
+from slipstream.common.usage import Usage, mean_accept_length
 
 if TYPE_CHECKING:
     from slipstream.common.chunk import FinishReason
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A checked request: everything in it can be honoured."""
+    """What the loop must know of a checked request: everything in it can be honoured."""
 
     job_id: str
+    """Of the client's job, for all of its samples."""
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     max_new_tokens: int
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     """Every token that ends the output: the request's own and, unless ignored, the model's."""
-    digest: bytes = b""
-    """Of the request as it came, before anything was drawn for it: the same request has the same."""
     top_logprobs: int | None = None
     """How many of the most likely tokens come with each output token's own logprob; None is no logprobs at all."""
     max_draft_tokens: int | None = None
@@ -76,6 +75,7 @@ class JobCounts:
     admitted_at: float | None = None
     """Seconds of `time.monotonic`, like all times here."""
     first_token_at: float | None = None
+    last_token_at: float | None = None
     finished_at: float | None = None
 
     def add_draft(self, num_drafted: int, num_accepted: int) -> None:
@@ -89,7 +89,7 @@ class JobCounts:
     @property
     def mean_accept_length(self) -> float:
         """Tokens per verify step: 1 + accepted / steps; truncation at a stop is not counted."""
-        return 1.0 + self.total_accepted_tokens / self.num_verify_steps if self.num_verify_steps else 1.0
+        return mean_accept_length(self.total_accepted_tokens, self.num_verify_steps)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,21 +100,24 @@ class Job:
     arrived_at: float = field(default_factory=time.monotonic)
     counts: JobCounts = field(default_factory=JobCounts)
 
-    def usage(self) -> Usage:
-        """What the job took; for one that has come to its end."""
+    def usage(self, num_tokens: int, last_token_at: float | None) -> Usage:
+        """What the job took; for one that has come to its end, and whose client gets so many tokens."""
         counts = self.counts
         ended_at = time.monotonic() if counts.finished_at is None else counts.finished_at
         admitted_at = ended_at if counts.admitted_at is None else counts.admitted_at
         first_token_at = self.arrived_at if counts.first_token_at is None else counts.first_token_at
+        decoding_s = last_token_at - first_token_at if last_token_at is not None and num_tokens > 1 else 0.0
         return Usage(
             prompt_tokens=len(self.spec.prompt),
-            completion_tokens=counts.num_output_tokens,
+            completion_tokens=num_tokens,
             total_draft_tokens=counts.total_draft_tokens,
             total_accepted_tokens=counts.total_accepted_tokens,
             num_verify_steps=counts.num_verify_steps,
             mean_accept_length=counts.mean_accept_length,
+            accepted_per_position=tuple(counts.accepted_per_position),
             seed=self.spec.sampling.seed,
             queue_seconds=admitted_at - self.arrived_at,
             time_to_first_token_seconds=first_token_at - self.arrived_at,
             end_to_end_seconds=ended_at - self.arrived_at,
+            mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
         )

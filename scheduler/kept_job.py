@@ -1,4 +1,4 @@
-"""A job as the desk knows it, from its creation until it is forgotten."""
+"""A client's job as the desk knows it, from its creation until it is forgotten."""
 
 from __future__ import annotations
 
@@ -7,56 +7,84 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from slipstream.common.chunk import FinishReason
 from slipstream.common.job_info import JobInfo, JobState
+from slipstream.common.usage import Usage
 from slipstream.scheduler.job_output import JobOutput
+from slipstream.scheduler.jobs import Job
+from slipstream.scheduler.kept_sample import KeptSample
 from slipstream.scheduler.request_metrics import FAILED
 
 if TYPE_CHECKING:
-    from slipstream.common.chunk import Usage
+    from collections.abc import Callable
+
     from slipstream.common.errors import SlipstreamError
+    from slipstream.scheduler.checked_request import CheckedRequest
     from slipstream.scheduler.detokenizer import Detokenizer
-    from slipstream.scheduler.jobs import Job, Progress
     from slipstream.scheduler.request_metrics import RequestMetrics
+
+_STRONGEST_FIRST = (FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
 
 class KeptJob:
-    """A job, its output, and who cares for it. Belongs to the event loop."""
+    """A job's samples, and who cares for them. Belongs to the event loop."""
 
-    def __init__(self, job: Job, detokenizer: Detokenizer, *, number: int) -> None:
+    def __init__(self, request: CheckedRequest, new_detokenizer: Callable[[], Detokenizer], *, number: int) -> None:
         """`number` grows from job to job."""
-        self.job_id = job.spec.job_id
-        self.digest = job.spec.digest
+        self.job_id = request.job_id
+        self.digest = request.digest
         self.number = number
-        self.output = JobOutput(self.job_id, detokenizer)
-        self.error: SlipstreamError | None = None
-        """Why the job could not go on."""
+        self.samples = tuple(
+            KeptSample(Job(spec), JobOutput(request, new_detokenizer(), sample_index=index))
+            for index, spec in enumerate(request.samples)
+        )
         self.num_callers = 0
         """Calls that the job ends with, unless it is detached."""
         self.is_detached = False
         """Whether the job goes on without a caller."""
         self.left_as: str | None = None
         """How its last caller went, if that ends the job: an outcome of `RequestMetrics`."""
-        self._job: Job | None = job
         self._created_at = datetime.now(UTC)
-        self._usage: Usage | None = None
+        self._arrived_at = time.monotonic()
+        self._has_started = False
         self._changed = asyncio.Event()
-        self._num_measured = 0
-        self._last_tokens_at = 0.0
 
     @property
-    def job(self) -> Job | None:
-        """The job on its way; None when it is over."""
-        return self._job
+    def jobs(self) -> tuple[Job, ...]:
+        """The loop's jobs that are not over."""
+        return tuple(sample.job for sample in self.samples if sample.job is not None)
 
     @property
     def is_over(self) -> bool:
         """Whether there will be no more tokens."""
-        return self._job is None
+        return not self.jobs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, of all samples together."""
+        return sum(sample.output.num_tokens for sample in self.samples)
+
+    @property
+    def error(self) -> SlipstreamError | None:
+        """Why the job could not go on."""
+        return next((sample.error for sample in self.samples if sample.error is not None), None)
 
     @property
     def can_be_repeated(self) -> bool:
         """Whether the same request again asks for another try: its caller went away, or the job failed."""
         return self.left_as is not None or self.error is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the job ended; None while a sample goes on, and when one has failed."""
+        reasons = {sample.output.finish_reason for sample in self.samples}
+        return None if None in reasons else next(reason for reason in _STRONGEST_FIRST if reason in reasons)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the job took; None while a sample goes on."""
+        usages = [sample.usage for sample in self.samples if sample.usage is not None]
+        return Usage.together(usages) if len(usages) == len(self.samples) else None
 
     async def wait_for_change(self, deadline: float | None) -> None:
         """Returns when there is more to read. Raises TimeoutError at `deadline`, in the event loop's time."""
@@ -68,59 +96,47 @@ class KeptJob:
             async with asyncio.timeout_at(deadline):
                 await self._changed.wait()
 
-    def add(self, progress: Progress) -> None:
-        """Adds what a step brought; nothing comes after the end."""
-        if self._usage is not None or self._job is None:
-            return
-        self.output.add(progress)
-        self.error = progress.error
-        if progress.is_last:
-            self._usage = self._job.usage()
-            self.output.finish(self._usage)
-
-    def settle(self, metrics: RequestMetrics) -> None:
-        """Measures what was added since the last time, and wakes those who wait for it."""
-        assert self._job is not None, "a job that is over has been settled"
+    def settle(self, metrics: RequestMetrics) -> list[Job]:
+        """Measures what was added since the last time, and wakes those who wait. Returns the loop's jobs now over."""
         now = time.monotonic()
-        num_new = self.output.num_tokens - self._num_measured
-        if num_new:
-            metrics.generated(num_new)
-            if self._num_measured == 0:
-                self._measure_start(self._job, metrics, now)
-                num_new -= 1
-            if num_new:
-                metrics.went_on(num_new, now - self._last_tokens_at)
-            self._last_tokens_at = now
-            self._num_measured = self.output.num_tokens
-        if self._usage is not None:
-            if self.left_as is None and self.output.finish_reason is not None:
-                metrics.finished(self.output.finish_reason, now - self._job.arrived_at)
+        if not self._has_started and self.num_tokens:
+            self._has_started = True
+            self._measure_start(metrics, now)
+        ended = [job for sample in self.samples if (job := sample.settle(metrics, now)) is not None]
+        if self.is_over:
+            reason = self.finish_reason
+            if self.left_as is None and reason is not None:
+                metrics.finished(reason, now - self._arrived_at)
             else:
                 metrics.lost(self.left_as or FAILED)
-            # The prompt need not be kept.
-            self._job = None
         self._changed.set()
+        return ended
 
     def info(self) -> JobInfo:
         """The job as it is now."""
         state = JobState.ENDED
-        if self._job is not None:
-            state = JobState.WAITING if self._job.counts.admitted_at is None else JobState.RUNNING
+        if not self.is_over:
+            is_waiting = all(sample.usage is None for sample in self.samples) and all(
+                job.counts.admitted_at is None for job in self.jobs
+            )
+            state = JobState.WAITING if is_waiting else JobState.RUNNING
         return JobInfo(
             job_id=self.job_id,
             state=state,
             created_at=self._created_at,
-            num_tokens=self.output.num_tokens,
-            finish_reason=self.output.finish_reason,
+            num_tokens=self.num_tokens,
+            finish_reason=self.finish_reason,
             error="" if self.error is None else str(self.error),
-            usage=self._usage,
+            usage=self.usage,
+            samples=tuple(sample.info() for sample in self.samples),
         )
 
-    def _measure_start(self, job: Job, metrics: RequestMetrics, now: float) -> None:
-        counts, arrived_at = job.counts, job.arrived_at
-        self._last_tokens_at = now if counts.first_token_at is None else counts.first_token_at
+    def _measure_start(self, metrics: RequestMetrics, now: float) -> None:
+        jobs = self.jobs
+        admitted_at = min((job.counts.admitted_at or now for job in jobs), default=now)
+        first_token_at = min((job.counts.first_token_at or now for job in jobs), default=now)
         metrics.started(
-            prompt_tokens=len(job.spec.prompt),
-            queue_seconds=(now if counts.admitted_at is None else counts.admitted_at) - arrived_at,
-            first_token_seconds=self._last_tokens_at - arrived_at,
+            prompt_tokens=len(jobs[0].spec.prompt),
+            queue_seconds=admitted_at - self._arrived_at,
+            first_token_seconds=first_token_at - self._arrived_at,
         )

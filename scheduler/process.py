@@ -28,7 +28,7 @@ from slipstream.scheduler.job_queue import JobQueue
 from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.server_metrics import ServerMetrics
-from slipstream.scheduler.validation import RequestLimits
+from slipstream.scheduler.validation import MAX_SAMPLES, RequestLimits
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -142,6 +142,8 @@ class _Serving:
             vocab_size=verify.vocab_size,
             context_tokens=epoch.sizes.context_tokens,
             eos_token_ids=frozenset(verify.eos_token_ids),
+            num_draft_tokens=epoch.sizes.batch.num_draft_tokens,
+            max_samples=min(MAX_SAMPLES, self._queue.capacity),
         )
         self._model = ServedModel(_load_tokenizer(self._auto_tokenizer.result(), verify.tokenizer_path), limits)
         self._epoch = epoch

@@ -80,6 +80,7 @@ class Request:
                 break
         now = time.monotonic()
         counts.first_token_at = counts.first_token_at or now
+        counts.last_token_at = now
         counts.num_output_tokens += len(kept)
         if reason is not None:
             counts.finished_at = now

@@ -5,30 +5,31 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.logprobs import MAX_TOP_LOGPROBS
+from slipstream.common.sampling import MAX_LISTED_IDS, SamplingParams
 from slipstream.common.unknown_fields import reject_unknown_fields
+from slipstream.scheduler.checked_request import CheckedRequest, samples_of
 from slipstream.scheduler.jobs import JobSpec
+from slipstream.scheduler.prompt import check_ids, read_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from slipstream.protos import generation_pb2
-
-    JobRequest = generation_pb2.GenerateRequest | generation_pb2.CreateJobRequest
+    from slipstream.scheduler.prompt import JobRequest, Tokenizer
 
 JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
+MAX_SAMPLES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
 
-class Tokenizer(Protocol):
-    """What is asked of a `transformers` tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the model's tokenizer adds of its own accord."""
-        ...
+_SAMPLING_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +42,50 @@ class RequestLimits:
     """Prompt and output together."""
     eos_token_ids: frozenset[int]
     """Tokens with which the model ends a sequence."""
+    num_draft_tokens: int = 0
+    """K; 0 when nothing drafts."""
+    max_samples: int = MAX_SAMPLES
+    """Of one request; less where the queue has no room for as many."""
     default_max_new_tokens: int = 256
     """For a request that does not say; less where the context has no room for as many."""
 
 
-def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> JobSpec:
-    """Turns a request into a job. Raises InvalidArgumentError naming the field that cannot be honoured.
+def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> CheckedRequest:
+    """Turns a request into jobs. Raises InvalidArgumentError naming the field that cannot be honoured.
 
     An unset job id or seed is drawn here, so that the job can be told, and repeated, from then on.
     """
     reject_unknown_fields(request)
     params = request.sampling_params
     # What is cheap to check comes before the text is tokenised.
-    sampling = _sampling(params)
+    sampling = _sampling(params, limits)
     stop_token_ids = _stop_token_ids(params, limits)
+    stop = _stop(params)
+    num_samples = _num_samples(params, limits)
+    top_logprobs = _top_logprobs(params, limits)
+    max_draft_tokens = _max_draft_tokens(request.speculation, limits)
     job_id = _job_id(request.job_id)
-    prompt = _prompt(request, limits, tokenizer)
-    return JobSpec(
+    prompt = read_prompt(request, tokenizer, vocab_size=limits.vocab_size, context_tokens=limits.context_tokens)
+    max_new_tokens = _max_new_tokens(params, len(prompt), limits)
+    min_new_tokens = _min_new_tokens(params, max_new_tokens, stop_token_ids, limits)
+    if min_new_tokens and stop_token_ids:
+        masked = tuple(sorted(stop_token_ids))
+        sampling = replace(sampling, masked_before=len(prompt) + min_new_tokens, masked_token_ids=masked)
+    first = JobSpec(
         job_id=job_id,
         prompt=prompt,
-        max_new_tokens=_max_new_tokens(request, len(prompt), limits),
+        max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop_token_ids=stop_token_ids,
+        top_logprobs=top_logprobs,
+        max_draft_tokens=max_draft_tokens,
+    )
+    return CheckedRequest(
+        job_id=job_id,
         digest=digest_of(request),
+        samples=samples_of(first, num_samples),
+        stop=stop,
+        min_new_tokens=min_new_tokens,
     )
 
 
@@ -85,18 +107,18 @@ def _job_id(given: str) -> str:
     return given
 
 
-def _sampling(params: generation_pb2.SamplingParams) -> SamplingParams:
+def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> SamplingParams:
     # Defaults are those of SamplingParams, which also checks the ranges; NaN is in none.
-    given = {
-        name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p") if params.HasField(name)
-    }
+    given: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS if params.HasField(name)}
     seed = params.seed if params.HasField("seed") else secrets.randbits(64)
-    return SamplingParams(seed=seed, **given)
+    sampling = SamplingParams(seed=seed, logit_bias=tuple(sorted(params.logit_bias.items())), **given)
+    sampling.check_token_ids(limits.vocab_size)
+    return sampling
 
 
 def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits) -> frozenset[int]:
     field = "sampling_params.stop_token_ids"
-    _check_ids(params.stop_token_ids, limits.vocab_size, field)
+    check_ids(params.stop_token_ids, limits.vocab_size, field)
     given = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         return given | limits.eos_token_ids
@@ -109,46 +131,67 @@ def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits
     return given
 
 
-def _prompt(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> tuple[int, ...]:
-    field = request.WhichOneof("prompt")
-    if field is None:
-        raise InvalidArgumentError("prompt", None, "one of text and input_ids")
-    if field == "text":
-        if not request.text:
-            raise InvalidArgumentError("text", "", "at least one character")
-        prompt = tuple(tokenizer.encode(request.text))
-        _check_length(prompt, limits, "text")
-        if max(prompt) >= limits.vocab_size:
-            accepted = f"text that the tokenizer turns into token ids of 0 to {limits.vocab_size - 1}"
-            raise InvalidArgumentError("text", f"token id {max(prompt)}", accepted)
-        return prompt
-    prompt = tuple(request.input_ids.ids)
-    _check_length(prompt, limits, "input_ids.ids")
-    _check_ids(prompt, limits.vocab_size, "input_ids.ids")
-    return prompt
+def _stop(params: generation_pb2.SamplingParams) -> tuple[str, ...]:
+    field = "sampling_params.stop"
+    if len(params.stop) > MAX_STOPS:
+        raise InvalidArgumentError(field, f"{len(params.stop)} strings", f"at most {MAX_STOPS}")
+    for index, text in enumerate(params.stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            given = f"{len(text)} characters"
+            raise InvalidArgumentError(f"{field}[{index}]", given, f"1 to {MAX_STOP_CHARACTERS} characters")
+    return tuple(params.stop)
 
 
-def _check_length(prompt: Sequence[int], limits: RequestLimits, field: str) -> None:
-    if not prompt:
-        raise InvalidArgumentError(field, "no tokens", "at least one token")
-    if len(prompt) >= limits.context_tokens:
-        accepted = f"at most {limits.context_tokens - 1}, which leaves one of the context's for the output"
-        raise InvalidArgumentError(field, f"{len(prompt)} tokens", accepted)
+def _num_samples(params: generation_pb2.SamplingParams, limits: RequestLimits) -> int:
+    if not params.HasField("n"):
+        return 1
+    if not 1 <= params.n <= limits.max_samples:
+        accepted = f"1 to {limits.max_samples}"
+        if limits.max_samples < MAX_SAMPLES:
+            accepted += ", for which the queue has room"
+        raise InvalidArgumentError("sampling_params.n", params.n, accepted)
+    return params.n
 
 
-def _check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    # One pass in C for the many that are right.
-    if ids and max(ids) >= vocab_size:
-        index = next(index for index, token in enumerate(ids) if token >= vocab_size)
-        raise InvalidArgumentError(f"{field}[{index}]", ids[index], f"token ids of 0 to {vocab_size - 1}")
+def _top_logprobs(params: generation_pb2.SamplingParams, limits: RequestLimits) -> int | None:
+    field, most = "sampling_params.top_logprobs", min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    if params.top_logprobs > most:
+        raise InvalidArgumentError(field, params.top_logprobs, f"0 to {most}")
+    if params.top_logprobs and not params.logprobs:
+        raise InvalidArgumentError(field, params.top_logprobs, "0, or more with logprobs")
+    return params.top_logprobs if params.logprobs else None
 
 
-def _max_new_tokens(request: JobRequest, prompt_tokens: int, limits: RequestLimits) -> int:
+def _max_draft_tokens(speculation: generation_pb2.Speculation, limits: RequestLimits) -> int | None:
+    field, most = "speculation.max_draft_tokens", limits.num_draft_tokens
+    given = speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else None
+    if given is not None and given > most:
+        raise InvalidArgumentError(field, given, f"0 to {most}, as many as this server drafts in a step")
+    if speculation.HasField("enabled") and given is not None and speculation.enabled != (given > 0):
+        accepted = "1 or more where enabled is true" if speculation.enabled else "0 where enabled is false"
+        raise InvalidArgumentError(field, given, accepted)
+    return 0 if speculation.HasField("enabled") and not speculation.enabled else given
+
+
+def _max_new_tokens(params: generation_pb2.SamplingParams, prompt_tokens: int, limits: RequestLimits) -> int:
     room = limits.context_tokens - prompt_tokens
-    if not request.sampling_params.HasField("max_new_tokens"):
+    if not params.HasField("max_new_tokens"):
         return min(limits.default_max_new_tokens, room)
-    given = request.sampling_params.max_new_tokens
+    given = params.max_new_tokens
     if not 1 <= given <= room:
         accepted = f"1 to {room}: the context has {limits.context_tokens} tokens, the prompt takes {prompt_tokens}"
         raise InvalidArgumentError("sampling_params.max_new_tokens", given, accepted)
+    return given
+
+
+def _min_new_tokens(
+    params: generation_pb2.SamplingParams, max_new_tokens: int, stop_token_ids: frozenset[int], limits: RequestLimits
+) -> int:
+    field, given = "sampling_params.min_new_tokens", params.min_new_tokens
+    if given > max_new_tokens:
+        raise InvalidArgumentError(field, given, f"0 to {max_new_tokens}, the tokens to generate at most")
+    most = min(MAX_LISTED_IDS, limits.vocab_size - 1)
+    if given and len(stop_token_ids) > most:
+        accepted = f"0 where more than {most} tokens end the output, here {len(stop_token_ids)}"
+        raise InvalidArgumentError(field, given, accepted)
     return given

@@ -122,8 +122,10 @@ async def test_the_plain_client_does_all_that(tmp_path: object) -> None:
                 assert client.list_jobs(page_size=1).jobs[0].job_id == "mine"
                 with pytest.raises(AlreadyExistsError):
                     client.create_job([7], job_id="mine")
+                client.cancel_job("mine")
+                assert client.get_job("mine").finish_reason == "length"
                 with pytest.raises(NotFoundError):
-                    client.cancel_job("mine")
+                    client.cancel_job("other")
                 with pytest.raises(InvalidArgumentError, match="temperature"):
                     list(client.generate([5], temperature=-1.0))
                 with pytest.raises(InvalidArgumentError, match="top_k"):

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from slipstream.common.chunk import FinishReason
+from slipstream.common.logprobs import TokenLogprobs
 from slipstream.scheduler.jobs import Progress
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class FakeLoop:
                     self.running.remove(job)
             while job := self._queue.take_next(lambda _: len(self.running) < self._slots):
                 job.counts.admitted_at = time.monotonic()
+                job.counts.accepted_per_position = [0] * (TOKENS_PER_STEP - 1)
                 self.running.append(job)
             if self.may_step.is_set():
                 deliveries += [(job, self._step(job)) for job in tuple(self.running) if not self._is_paused(job)]
@@ -87,13 +89,18 @@ class FakeLoop:
             if token in spec.stop_token_ids:
                 tokens, reason = tokens[: number + 1], FinishReason.STOP
                 break
-        counts.first_token_at = counts.first_token_at or time.monotonic()
+        counts.last_token_at = time.monotonic()
+        counts.first_token_at = counts.first_token_at or counts.last_token_at
         counts.num_output_tokens += len(tokens)
-        counts.num_verify_steps += 1
-        counts.total_draft_tokens += TOKENS_PER_STEP - 1
-        counts.total_accepted_tokens += TOKENS_PER_STEP - 1
+        counts.add_draft(TOKENS_PER_STEP - 1, TOKENS_PER_STEP - 1)
         if reason is not None:
             counts.finished_at = time.monotonic()
             self.running.remove(job)
         is_draft = tuple(number < TOKENS_PER_STEP - 1 for number in range(len(tokens)))
-        return Progress(token_ids=tuple(tokens), is_draft=is_draft, finish_reason=reason)
+        logprobs = () if spec.top_logprobs is None else tuple(logprobs_of(token, spec.top_logprobs) for token in tokens)
+        return Progress(token_ids=tuple(tokens), is_draft=is_draft, logprobs=logprobs, finish_reason=reason)
+
+
+def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
+    """A token's, made up."""
+    return TokenLogprobs(-token / 2, tuple((token + number, -number / 4) for number in range(num_top)))

@@ -20,7 +20,7 @@ from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.validation import RequestLimits
 from tests.grpc_server import FREE_PORT, running_server
-from tests.scheduler.fake_loop import FakeLoop
+from tests.scheduler.fake_loop import TOKENS_PER_STEP, FakeLoop
 from tests.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
@@ -85,7 +85,12 @@ async def generation_server(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[GenerationServer]:
     """Serves a model with a tokenizer of `kind`."""
-    limits = RequestLimits(vocab_size=VOCAB_SIZE, context_tokens=context_tokens, eos_token_ids=frozenset({EOS_ID}))
+    limits = RequestLimits(
+        vocab_size=VOCAB_SIZE,
+        context_tokens=context_tokens,
+        eos_token_ids=frozenset({EOS_ID}),
+        num_draft_tokens=TOKENS_PER_STEP - 1,
+    )
     model = ServedModel(make_tokenizer(kind), limits)
     queue, registry = JobQueue(capacity), CollectorRegistry()
     metrics = RequestMetrics(registry, num_running=lambda: len(loop.running), num_waiting=lambda: len(queue))

@@ -4,28 +4,50 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.sampling import SamplingParams
 from slipstream.protos import generation_pb2
+from slipstream.scheduler.checked_request import SEED_STEP
 from slipstream.scheduler.validation import JOB_ID, RequestLimits, parse_request
 
-LIMITS = RequestLimits(vocab_size=1000, context_tokens=512, eos_token_ids=frozenset({1, 2}))
+if TYPE_CHECKING:
+    from slipstream.scheduler.checked_request import CheckedRequest
+    from slipstream.scheduler.jobs import JobSpec
+
+LIMITS = RequestLimits(vocab_size=1000, context_tokens=512, eos_token_ids=frozenset({1, 2}), num_draft_tokens=4)
 
 
 class WordTokenizer:
     """A token a word: its number. Begins with token 7, as tokenizers do that have a first token."""
 
-    def encode(self, text: str) -> list[int]:
+    chat_template: str | None = "a template"
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """See `Tokenizer`."""
-        return [7, *(int(word) for word in text.split())]
+        return [*([7] if add_special_tokens else []), *(int(word) for word in text.split())]
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        """A message is the number of its role, and what was said."""
+        assert add_generation_prompt
+        assert not tokenize
+        roles = {"system": "10", "user": "11", "assistant": "12"}
+        return " ".join([*(f"{roles[said['role']]} {said['content']}" for said in conversation), "12"])
 
 
-def parse(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> Any:
+def parse_all(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> CheckedRequest:
+    """What a request becomes."""
     return parse_request(request, limits, WordTokenizer())
+
+
+def parse(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> JobSpec:
+    """The first job of a request."""
+    return parse_all(request, limits).samples[0]
 
 
 def request_of(ids: Any = (5, 6), *, job_id: str = "", **params: Any) -> generation_pb2.GenerateRequest:
@@ -123,8 +145,8 @@ def test_an_empty_prompt() -> None:
 
 
 def test_a_text_without_tokens() -> None:
-    class Nothing:
-        def encode(self, text: str) -> list[int]:
+    class Nothing(WordTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return []
 
     with pytest.raises(InvalidArgumentError, match="no tokens") as caught:

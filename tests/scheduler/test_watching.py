@@ -139,7 +139,7 @@ async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
     spec = parse_request(
         generation_pb2.GenerateRequest(job_id="mine", text="a"), server.model.limits, server.model.tokenizer
     )
-    kept = server.desk.create(spec, server.model.vocabulary.new_detokenizer())
+    kept = server.desk.create(spec, server.model.vocabulary.new_detokenizer)
     server.desk.enter(kept)
     with pytest.raises(DeadlineExceededError, match="'mine' had 0 tokens"):
         await collect(server.desk.watch(kept, timeout_s=0.01))

@@ -1,0 +1,82 @@
+"""One watcher's way through a job's output."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError
+from slipstream.scheduler.job_output import MAX_CHUNK_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+
+    from slipstream.common.chunk import Chunk
+    from slipstream.scheduler.kept_job import KeptJob
+
+
+class JobReader:
+    """Reads every sample of a job from a token on, up to its end. Belongs to the event loop."""
+
+    def __init__(self, kept: KeptJob, from_tokens: Sequence[int], *, field: str) -> None:
+        """`from_tokens`: for each sample, 0 for those behind the last; `field` is what a client calls them.
+
+        Raises InvalidArgumentError for a token beyond those that there are, and for a sample that there is not.
+        """
+        samples = kept.samples
+        if len(from_tokens) > len(samples):
+            raise InvalidArgumentError(field, f"{len(from_tokens)} numbers", f"at most {len(samples)}, one a sample")
+        for index, (offset, sample) in enumerate(zip(from_tokens, samples, strict=False)):
+            if offset > sample.output.num_tokens:
+                name = field if len(samples) == 1 else f"{field}[{index}]"
+                accepted = f"0 to {sample.output.num_tokens}, the tokens that there are"
+                raise InvalidArgumentError(name, offset, accepted)
+        self._kept = kept
+        self._offsets = [*from_tokens, *(0 for _ in samples[len(from_tokens) :])]
+        self._unfinished = list(range(len(samples)))
+
+    async def chunks(self, *, timeout_s: float | None = None) -> AsyncGenerator[Chunk, None]:
+        """Yields the output as it comes.
+
+        Raises DeadlineExceededError when `timeout_s` is over, and the error that ends the job.
+        """
+        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        await self._spell_what_is_known()
+        while self._unfinished:
+            has_read = False
+            for chunk in self._read():
+                has_read = True
+                yield chunk
+            if has_read:
+                continue
+            if self._kept.error is not None:
+                # The same one may end other calls, too.
+                raise self._kept.error.with_traceback(None)
+            await self._wait(deadline)
+
+    def _read(self) -> Iterator[Chunk]:
+        """The next chunk of each sample that has one."""
+        for index in tuple(self._unfinished):
+            chunk = self._kept.samples[index].output.read(self._offsets[index])
+            if chunk is None:
+                continue
+            self._offsets[index] += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self._unfinished.remove(index)
+            yield chunk if self._unfinished else replace(chunk, job_usage=self._kept.usage)
+
+    async def _spell_what_is_known(self) -> None:
+        """A job that nobody has watched yet has its text to be made, which takes time."""
+        for sample, offset in zip(self._kept.samples, self._offsets, strict=True):
+            output = sample.output
+            while output.num_spelled < offset:
+                output.spell(min(offset, output.num_spelled + MAX_CHUNK_TOKENS))
+                await asyncio.sleep(0)
+
+    async def _wait(self, deadline: float | None) -> None:
+        try:
+            await self._kept.wait_for_change(deadline)
+        except TimeoutError:
+            message = f"job {self._kept.job_id!r} had {self._kept.num_tokens} tokens at the call's deadline"
+            raise DeadlineExceededError(message) from None

@@ -1,0 +1,82 @@
+"""One of a client's job's samples as the desk knows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.common.job_info import SampleInfo
+
+if TYPE_CHECKING:
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.common.usage import Usage
+    from slipstream.scheduler.job_output import JobOutput
+    from slipstream.scheduler.jobs import Job, Progress
+    from slipstream.scheduler.request_metrics import RequestMetrics
+
+
+class KeptSample:
+    """A job of the loop, and what came of it. Belongs to the event loop."""
+
+    def __init__(self, job: Job, output: JobOutput) -> None:
+        self.output = output
+        self.error: SlipstreamError | None = None
+        """Why the sample could not go on."""
+        self._job: Job | None = job
+        self._usage: Usage | None = None
+        self._last_token_at: float | None = None
+        self._num_measured = 0
+        self._measured_at = 0.0
+
+    @property
+    def job(self) -> Job | None:
+        """The loop's job; None when it is over."""
+        return self._job
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the sample took; None while it goes on."""
+        return self._usage
+
+    def add(self, progress: Progress) -> bool:
+        """Adds what a step brought; nothing comes after the end. Returns whether the loop must be told of the end."""
+        if self._usage is not None or self._job is None:
+            return False
+        was_cut = self.output.is_cut
+        self.output.add(progress)
+        if not was_cut:
+            self._last_token_at = self._job.counts.last_token_at
+        if not progress.is_last:
+            return self.output.is_cut and not was_cut
+        if not self.output.is_cut:
+            self.error = progress.error
+        self._usage = self._job.usage(self.output.num_tokens, self._last_token_at)
+        self.output.finish(self._usage)
+        return False
+
+    def settle(self, metrics: RequestMetrics, now: float) -> Job | None:
+        """Measures what was added since the last time. Returns the loop's job if it is over, which is let go of."""
+        num_new = self.output.num_tokens - self._num_measured
+        if num_new and self._job is not None:
+            metrics.generated(num_new)
+            if self._num_measured == 0:
+                first_token_at = self._job.counts.first_token_at
+                self._measured_at = now if first_token_at is None else first_token_at
+                num_new -= 1
+            if num_new:
+                metrics.went_on(num_new, now - self._measured_at)
+            self._measured_at = now
+            self._num_measured = self.output.num_tokens
+        if self._usage is None:
+            return None
+        # The prompt need not be kept.
+        job, self._job = self._job, None
+        return job
+
+    def info(self) -> SampleInfo:
+        """The sample as it is now."""
+        return SampleInfo(
+            num_tokens=self.output.num_tokens,
+            finish_reason=self.output.finish_reason,
+            matched_stop=self.output.matched_stop,
+            usage=self._usage,
+        )
