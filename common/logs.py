@@ -1,27 +1,69 @@
-"""The log of a service: lines on standard error."""
+"""The log of a service: lines on standard error, for people or as JSON.
+
+Code logs with the standard library; what a line belongs to goes into `extra`: `job`, `step`, `epoch`.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError
 
+if TYPE_CHECKING:
+    from structlog.typing import EventDict
+
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+CONSOLE, JSON = FORMATS = ("console", "json")
+CONTEXT = ("job", "step", "epoch")
+"""What a line may belong to; nothing else is taken out of a record's `extra`."""
 
 
-def configure_logging(service: str, level: str = "INFO") -> None:
-    """Sends everything logged in this process to stderr: time (UTC), level, `service`, logger, message.
+def configure_logging(service: str, level: str = "INFO", log_format: str = CONSOLE) -> None:
+    """Sends everything logged in this process to stderr: time (UTC), level, `service`, logger, message, context.
 
-    Raises ConfigError for a `level` that is none.
+    Raises ConfigError for a `level` or a `log_format` that is none.
     """
     if level.upper() not in LEVELS:
         raise ConfigError("log_level", level, ", ".join(LEVELS))
-    formatter = logging.Formatter(
-        f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {service} %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
-    )
-    formatter.converter = time.gmtime
+    if log_format not in FORMATS:
+        raise ConfigError("log_format", log_format, ", ".join(FORMATS))
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter)
+    handler.setFormatter(_json_formatter(service) if log_format == JSON else _ConsoleFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _ConsoleFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        line = f"%(asctime)s.%(msecs)03dZ %(levelname)-7s {service} %(name)s: %(message)s"
+        super().__init__(line, datefmt="%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
+        context = "".join(f" {name}={record.__dict__[name]}" for name in CONTEXT if name in record.__dict__)
+        return super().formatMessage(record) + context
+
+
+def _json_formatter(service: str) -> logging.Formatter:
+    # Takes 40 ms, which a start that nobody's log collector waits for need not have.
+    from structlog.processors import JSONRenderer, TimeStamper, format_exc_info
+    from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
+
+    def add_service(_logger: object, _method: str, event: EventDict) -> EventDict:
+        event["service"] = service
+        return event
+
+    return ProcessorFormatter(
+        processors=[
+            TimeStamper(fmt="%Y-%m-%dT%H:%M:%S.%fZ", utc=True, key="time"),
+            add_log_level,
+            add_service,
+            add_logger_name,
+            ExtraAdder(allow=CONTEXT),
+            format_exc_info,
+            ProcessorFormatter.remove_processors_meta,
+            JSONRenderer(default=str),
+        ]
+    )

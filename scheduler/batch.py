@@ -80,7 +80,8 @@ class Batch:
         self.slots = SlotAllocator(sizes.num_slots)
         self._running: dict[SlotLease, Request] = {}
         self._new: list[Request] = []
-        self._last_step = 0
+        self.last_step = 0
+        """Number of the last step that was made."""
         self._was_prefill = False
 
     @property
@@ -104,7 +105,7 @@ class Batch:
         if not waiting and not decoding:
             return None
         self._was_prefill = bool(waiting) and not (decoding and self._was_prefill)
-        self._last_step += 1
+        self.last_step += 1
         return self._prefill_step(waiting) if self._was_prefill else self._decode_step(decoding)
 
     def apply(self, step: Step, result: StepResult) -> list[Delivery]:
@@ -175,7 +176,7 @@ class Batch:
         updates = tuple(request.slot_update() for request in self._new)
         self._new.clear()
         return Step(
-            number=self._last_step,
+            number=self.last_step,
             kind=StepKind.PREFILL,
             members=tuple(members),
             yielding=tuple(yielding),
@@ -189,7 +190,7 @@ class Batch:
         for request in decoding:
             request.begin_output(self._num_drafted(request, kind) + 1)
         members = tuple(request.lease for request in decoding)
-        return Step(number=self._last_step, kind=kind, members=members, yielding=members)
+        return Step(number=self.last_step, kind=kind, members=members, yielding=members)
 
     def _num_drafted(self, request: Request, kind: StepKind) -> int:
         return request.num_drafted(self.sizes.num_draft_tokens) if kind is StepKind.DECODE else 0

@@ -130,7 +130,7 @@ class Conductor:
             raise
         except SlipstreamError as error:
             reason = f"epoch {epoch.number} is over: {error}"
-            self._lose(reason)
+            self._lose(epoch, reason)
         finally:
             self._queue.close(reason or "the scheduler is not attached to its workers")
             self._end_jobs(epoch, UnavailableError(reason or "the server is shutting down"))
@@ -160,10 +160,11 @@ class Conductor:
         loop.run()
         loop.finish()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, epoch: Epoch, reason: str) -> None:
         # The same trouble again and again is worth a line once.
         cause = reason.partition(": ")[2]
-        logger.log(logging.DEBUG if cause == self._last_cause else logging.ERROR, "%s", reason)
+        level = logging.DEBUG if cause == self._last_cause else logging.ERROR
+        logger.log(level, "%s", reason, extra={"epoch": epoch.number, "step": epoch.batch.last_step})
         self._last_cause = cause
         self._queue.close(reason)
         self._audience.detached(reason)

@@ -11,7 +11,7 @@ import typer
 
 from slipstream.common.errors import ConfigError, SlipstreamError
 from slipstream.common.listener import Listener
-from slipstream.common.logs import configure_logging
+from slipstream.common.logs import CONSOLE, configure_logging
 from slipstream.scheduler.config import SchedulerConfig
 
 LISTEN = "127.0.0.1:50051"
@@ -64,6 +64,7 @@ def scheduler(
         float, typer.Option(help="After the first SIGTERM, running jobs may take this long.")
     ] = SchedulerConfig.grace_s,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_format: Annotated[str, typer.Option(help="console or json.")] = CONSOLE,
     dispatch: Annotated[
         str, typer.Option(help="Measuring: together, or acknowledged (a command waits for what it depends on).")
     ] = SchedulerConfig.dispatch,
@@ -74,7 +75,7 @@ def scheduler(
 ) -> None:
     """Takes generation jobs and drives the draft and the verify service."""
     try:
-        configure_logging("scheduler", log_level)
+        configure_logging("scheduler", log_level, log_format)
         config = SchedulerConfig(
             verify=verify,
             draft=draft,

@@ -32,6 +32,7 @@ LoadFormatOption = Annotated[
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="Compute threads on a CPU; half the cores.")]
 MetricsOption = Annotated[int, typer.Option("--metrics-port", help="Prometheus port on loopback; 0 is any free one.")]
 LogLevelOption = Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.")]
+LogFormatOption = Annotated[str, typer.Option("--log-format", help="console or json.")]
 StandInOption = Annotated[
     float | None, typer.Option("--stand-in-ms", help="Measuring: wait this long in place of the model's work.")
 ]
@@ -50,12 +51,13 @@ class ServeOptions:
     listen: str
     metrics_port: int
     log_level: str
+    log_format: str
 
 
 def serve(role: Role, options: ServeOptions, make_config: Callable[[], WorkerConfig]) -> None:
     """Claims the address, then loads the model and serves. Ends the process, with one line for an error of ours."""
     try:
-        configure_logging(role.value, options.log_level)
+        configure_logging(role.value, options.log_level, options.log_format)
         config = make_config()
         with Listener.claim(options.listen, field="listen") as listener:
             sys.exit(_run(role, options, config, listener))

@@ -89,7 +89,8 @@ class Engine:
         self._fences: dict[FenceName, Fence] = {}
         self.last_epoch = 0
         """The largest epoch that was attached."""
-        self._last_step = 0
+        self.last_step = 0
+        """Number of the last step of the open epoch."""
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
@@ -121,7 +122,7 @@ class Engine:
             self._role.close()
             arena.close()
             raise
-        self.last_epoch, self._last_step = attachment.epoch, 0
+        self.last_epoch, self.last_step = attachment.epoch, 0
         self._is_ending = False
         self._arena, self._fences, self._state = arena, fences, state
 
@@ -134,7 +135,7 @@ class Engine:
         state.slots.check(command)
         phases = self._role.phases(command, state)
         _check_signals(command, phases)
-        self._last_step = command.step
+        self.last_step = command.step
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
         if command.updates:
@@ -227,8 +228,8 @@ class Engine:
             raise FailedPreconditionError("not attached")
         if command.epoch != self._state.attachment.epoch:
             raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {self._state.attachment.epoch}")
-        if command.step <= self._last_step:
-            raise InvalidArgumentError("step", command.step, f"above {self._last_step}, the last one")
+        if command.step <= self.last_step:
+            raise InvalidArgumentError("step", command.step, f"above {self.last_step}, the last one")
         return self._state
 
     def _wait(self, point: FencePoint, step: int) -> None:

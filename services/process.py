@@ -85,7 +85,8 @@ async def run_worker(
         await server.stop(0 if broken.done() else STOP_GRACE_S)
         await loop.run_in_executor(device_thread, engine.close)
         if broken.done():
-            logger.error("the %s stream is broken", role.value, exc_info=broken.result())
+            context = {"epoch": engine.last_epoch, "step": engine.last_step}
+            logger.error("the %s stream is broken", role.value, exc_info=broken.result(), extra=context)
             return 1
     return 0
 

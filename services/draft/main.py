@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.common.logs import CONSOLE
 from slipstream.common.step import Role
 from slipstream.services.command_line import (
     AccessLogOption,
@@ -15,6 +16,7 @@ from slipstream.services.command_line import (
     DtypeOption,
     ListenOption,
     LoadFormatOption,
+    LogFormatOption,
     LogLevelOption,
     MetricsOption,
     ModelOption,
@@ -47,12 +49,13 @@ def draft(
     threads: ThreadsOption = WorkerConfig.threads,
     metrics_port: MetricsOption = 0,
     log_level: LogLevelOption = "INFO",
+    log_format: LogFormatOption = CONSOLE,
     stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
     acknowledge_done: AcknowledgeOption = WorkerConfig.acknowledge_done,
     access_log_dir: AccessLogOption = WorkerConfig.access_log_dir,
 ) -> None:
     """Serves a draft model, which proposes tokens."""
-    options = ServeOptions(listen=listen, metrics_port=metrics_port, log_level=log_level)
+    options = ServeOptions(listen=listen, metrics_port=metrics_port, log_level=log_level, log_format=log_format)
     serve(
         Role.DRAFT,
         options,
