@@ -50,7 +50,7 @@ def load_eagle3(
             del slots[_EMBEDDING]
         check_tensors(files, slots, "an EAGLE-3 head", lambda name: name in _TABLES)
         token_ids = _token_ids(files, config)
-        head = Eagle3Head(config, device=device, dtype=dtype)
+        head = _empty_head(config, device=device, dtype=dtype)
         head.token_ids.copy_(token_ids)
         fill(head, slots, files, on_progress)
         if _EMBEDDING not in slots:
@@ -67,11 +67,20 @@ def _dummy(
     on_progress: Callable[[float], None] | None,
 ) -> Eagle3Head:
     """A head with random weights, whose tokens are spread evenly over the target's."""
-    head = Eagle3Head(config, device=device, dtype=dtype)
+    head = _empty_head(config, device=device, dtype=dtype)
     fill_with_noise(head, on_progress=on_progress)
     head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)
     head.pack()
     return head.eval()
+
+
+def _empty_head(config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
+    if device.type == "cuda":
+        # Here, as there is no triton where there is no GPU.
+        from slipstream.services.models.fused_eagle3 import FusedEagle3Head
+
+        return FusedEagle3Head(config, device=device, dtype=dtype)
+    return Eagle3Head(config, device=device, dtype=dtype)
 
 
 def _slots(config: Eagle3Config) -> Iterator[tuple[str, Slot]]:

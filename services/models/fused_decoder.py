@@ -1,0 +1,84 @@
+"""The decoder on a GPU: the same weights, and in place of PyTorch's small operations a few kernels a layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.services.models.decoder import Decoder, DecoderOutput
+from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
+from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
+from slipstream.services.models.kernels.rotation import rotation_of
+
+if TYPE_CHECKING:
+    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.decoder import DecoderLayer
+    from slipstream.services.models.kernels.paged_attention import PagedLayerAttention
+    from slipstream.services.models.kv_cache import PagedKV
+
+
+class FusedDecoder(Decoder):
+    """As `Decoder`; what it launches depends on shapes alone, so that it can be captured in a CUDA graph."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._paged = PagedAttention(config)
+        super().__init__(config, attention=self._paged, device=device, dtype=dtype)
+        self._norms = [query_key_norms(layer, config) for layer in self.layers]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
+        """See `Decoder.forward`."""
+        config = self.config
+        num_rows, width = batch.tokens.shape
+        x = F.embedding(batch.tokens.flatten().clamp(0, config.vocab_size - 1), self.embedding)
+        rotation = rotation_of(batch.positions, self._inverse_frequencies, config.max_position_embeddings)
+        attend = self._paged.prepare(batch, cache)
+        following = [*(layer.attention_norm for layer in self.layers), self.norm]
+        normed = rms_norm(x, following[0].weight, config.rms_norm_eps)
+        stream = {}
+        for index, layer in enumerate(self.layers):
+            if index in aux_layers:
+                stream[index] = x
+            x, delta = run_layer(layer, index, x, normed, rotation, attend, self._norms[index], config.rms_norm_eps)
+            x, normed = add_rms_norm(x, delta, following[index + 1].weight, config.rms_norm_eps)
+        stream[config.num_layers] = x
+        aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
+        return DecoderOutput(
+            hidden=normed.view(num_rows, width, config.hidden_size),
+            aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
+        )
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.logits`, but for the dtype: the model's own, as the sampler's kernels read any."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def run_layer(
+    layer: DecoderLayer,
+    index: int,
+    x: torch.Tensor,
+    attention_input: torch.Tensor,
+    rotation: torch.Tensor,
+    attend: PagedLayerAttention,
+    norms: QueryKeyNorms | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x`: [N, hidden_size], what both branches add to. `attention_input`: [N, input_size], normed.
+
+    Returns x with attention's branch added, and the branch of the MLP, which is still to be added.
+    """
+    mixed = attend.rotate_and_attend(index, layer.qkv(attention_input), rotation, norms)
+    x, normed = add_rms_norm(x, layer.output(mixed), layer.mlp_norm.weight, eps)
+    return x, layer.down(swiglu(layer.gate_up(normed)))
+
+
+def query_key_norms(layer: DecoderLayer, config: ModelConfig) -> QueryKeyNorms | None:
+    """Those of a layer, if it has any."""
+    if layer.query_norm is None or layer.key_norm is None:
+        return None
+    return QueryKeyNorms(query=layer.query_norm.weight, key=layer.key_norm.weight, eps=config.rms_norm_eps)

@@ -1,0 +1,49 @@
+"""An EAGLE-3 head on a GPU: the same weights, and a few kernels for what PyTorch does in many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.services.models.eagle3 import Eagle3Head
+from slipstream.services.models.fused_decoder import query_key_norms, run_layer
+from slipstream.services.models.kernels.block_ops import rms_norm
+from slipstream.services.models.kernels.paged_attention import PagedAttention
+from slipstream.services.models.kernels.rotation import rotation_of
+
+if TYPE_CHECKING:
+    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.eagle3_config import Eagle3Config
+    from slipstream.services.models.kv_cache import PagedKV
+
+
+class FusedEagle3Head(Eagle3Head):
+    """As `Eagle3Head`; what it launches depends on shapes alone, so that it can be captured in a CUDA graph."""
+
+    def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._paged = PagedAttention(config.layer)
+        super().__init__(config, attention=self._paged, device=device, dtype=dtype)
+        self._norms = query_key_norms(self.layer, config.layer)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
+        """See `Eagle3Head.forward`."""
+        layer, eps = self.config.layer, self.config.layer.rms_norm_eps
+        rotation = rotation_of(batch.positions, self._inverse_frequencies, layer.max_position_embeddings)
+        attend = self._paged.prepare(batch, cache)
+        embedded = F.embedding(batch.tokens.flatten().clamp(0, layer.vocab_size - 1), self.embedding)
+        x = states.flatten(0, 1).contiguous()
+        normed = rms_norm(x, self.hidden_norm.weight, eps)
+        both = torch.cat((rms_norm(embedded, self.layer.attention_norm.weight, eps), normed), dim=-1)
+        residual = normed if self.config.has_normed_residual else x
+        x, delta = run_layer(self.layer, 0, residual, both, rotation, attend, self._norms, eps)
+        return (x + delta).view(states.shape)
+
+    @torch.inference_mode()
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., draft_vocab_size] in the model's dtype, by the draft's own ids."""
+        normed = rms_norm(states.reshape(-1, states.shape[-1]), self.norm.weight, self.config.layer.rms_norm_eps)
+        logits: torch.Tensor = self.head(normed)
+        return logits.view(*states.shape[:-1], -1)

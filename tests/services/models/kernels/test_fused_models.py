@@ -1,0 +1,113 @@
+"""Models that work by kernels against the same models in PyTorch: prompts, then further tokens, over pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.checkpoint import load_decoder
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.eagle3 import Eagle3Head
+from slipstream.services.models.eagle3_checkpoint import load_eagle3
+from slipstream.services.models.fused_decoder import FusedDecoder
+from slipstream.services.models.fused_eagle3 import FusedEagle3Head
+from slipstream.services.models.kv_cache import PagedKV
+from slipstream.services.models.linear import Linear
+from tests.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.eagle3_checkpoints import LAYOUTS, write_head
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.services.models.config import ModelConfig
+
+PAGE_SIZE = 8
+NUM_PAGES = 9
+FAMILIES = ("llama", "qwen2", "qwen3")
+AUX_LAYERS = (0, 1, 2)
+CPU = torch.device("cpu")
+
+
+def random(shape: tuple[int, ...]) -> torch.Tensor:
+    """The same each time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+def batches(device: torch.device) -> list[ForwardBatch]:
+    """Two prompts of different lengths, and then three tokens behind each."""
+    tokens = torch.randint(0, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(3))
+    lengths = torch.tensor([11, 6])
+    page_table = torch.tensor([[3, 1, 7, 0], [2, 8, 5, 0]])
+    made = []
+    for starts, widths in ((torch.zeros(2, dtype=torch.int64), lengths), (lengths, torch.tensor([3, 3]))):
+        columns = torch.arange(int(widths.max()))
+        is_valid = columns < widths[:, None]
+        positions = starts[:, None] + torch.minimum(columns, widths[:, None] - 1)
+        made.append(
+            ForwardBatch(
+                tokens=tokens.gather(1, positions).to(device),
+                positions=positions.to(device),
+                is_valid=is_valid.to(device),
+                page_table=page_table.to(device),
+                limits=torch.tensor([24, 24], device=device),
+            )
+        )
+    return made
+
+
+def cache_for(config: ModelConfig, device: torch.device) -> PagedKV:
+    """Empty pages."""
+    return PagedKV(config, num_pages=NUM_PAGES, page_size=PAGE_SIZE, device=device, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed weights could not be taken from one model to the other."""
+    monkeypatch.setattr(Linear, "pack", lambda self: None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_decoder_has_the_decoders_numbers(family: str, tmp_path: Path, device: torch.device) -> None:
+    path = write_checkpoint(tmp_path, family=family, seed=1)
+    plain = load_decoder(path, device=CPU, dtype=torch.float32)
+    assert type(plain) is Decoder
+    fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)
+    fused.load_state_dict(plain.state_dict())
+    caches = cache_for(plain.config, CPU), cache_for(plain.config, device)
+    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
+        expected = plain.forward(batch, caches[0], aux_layers=AUX_LAYERS)
+        output = fused.forward(on_device, caches[1], aux_layers=AUX_LAYERS)
+        assert expected.aux is not None
+        assert output.aux is not None
+        valid = batch.is_valid
+        assert_close(output.hidden.cpu()[valid], expected.hidden[valid])
+        assert_close(output.aux.cpu()[valid], expected.aux[valid])
+        logits = fused.logits(output.hidden).cpu()
+        assert_close(logits[valid], plain.logits(expected.hidden)[valid])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device: torch.device) -> None:
+    path = write_head(tmp_path, layout=layout)
+    plain = load_eagle3(path, target=None, device=CPU, dtype=torch.float32)
+    assert type(plain) is Eagle3Head
+    fused = FusedEagle3Head(plain.config, device=device, dtype=torch.float32)
+    fused.load_state_dict(plain.state_dict())
+    fused.token_ids.copy_(plain.token_ids)
+    layer = plain.config.layer
+    caches = cache_for(layer, CPU), cache_for(layer, device)
+    for batch, on_device in zip(batches(CPU), batches(device), strict=True):
+        states = plain.fuse(random((*batch.tokens.shape, plain.config.fused_width)))
+        expected = plain(batch, states, caches[0])
+        output = fused(on_device, states.to(device), caches[1])
+        valid = batch.is_valid
+        assert_close(output.cpu()[valid], expected[valid])
+        assert_close(fused.own_logits(output).cpu()[valid], plain.logits(expected)[valid][:, plain.token_ids])
+
+
+def assert_close(values: torch.Tensor, expected: torch.Tensor) -> None:
+    """As far as the order of sums goes; TF32 is off by default."""
+    torch.testing.assert_close(values, expected, atol=2e-4, rtol=1e-4)
