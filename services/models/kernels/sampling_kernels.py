@@ -1,0 +1,142 @@
+"""Triton kernels that choose tokens: each block of the vocabulary by itself, then the blocks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from slipstream.services.models.kernels.filter_kernels import NUM_BINS, deficits_of, greatest_of, load_logits
+from slipstream.services.models.kernels.noise_kernels import gumbel, noise_words, noise_words_of, rough_gumbel
+
+ROUGH_ERROR = tl.constexpr(4e-4)
+"""Twice what a score is off at most when its noise is rough, and room."""
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_blocks"])
+def greatest_kernel(
+    logits: Any,  # [N, vocab_size]
+    block_best: Any,  # [N, num_blocks] float32, written
+    block_index: Any,  # [N, num_blocks] int32, written: of equal ones the first
+    vocab_size: Any,
+    num_blocks: Any,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The greatest logit of a block. Grid: (num_blocks, N)."""
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    values = load_logits(logits, row, index, vocab_size)
+    best = tl.max(values, axis=0)
+    tl.store(block_best + row * num_blocks + block, best)
+    first = tl.min(tl.where((values == best) & (index < vocab_size), index, vocab_size), axis=0)
+    tl.store(block_index + row * num_blocks + block, tl.minimum(first, vocab_size - 1))
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_blocks", "num_rows", "level"])
+def score_kernel(
+    logits: Any,  # [N, vocab_size]
+    block_best: Any,  # [N, num_blocks] float32
+    temperatures: Any,  # [N] float32
+    min_ps: Any,  # [N] float32, read if HAS_FILTERS
+    seeds: Any,  # [N] int64
+    positions: Any,  # [N] int64
+    token_ids: Any,  # [vocab_size] int64, ascending, read if HAS_IDS
+    cut_bits: Any,  # [N] int32, read if HAS_FILTERS, and so on
+    cut_ties: Any,  # [N] int32
+    is_cut_by_mass: Any,  # [N] int8
+    top_k_counts: Any,  # [LEVELS, N, num_blocks, NUM_BINS] int32
+    top_p_counts: Any,
+    block_score: Any,  # [N, num_blocks] float32, written for rows with a temperature
+    block_chosen: Any,  # [N, num_blocks] int32, written: index of the best score, of equal ones the first
+    vocab_size: Any,
+    num_blocks: Any,
+    num_rows: Any,
+    LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+) -> None:
+    """The best score of a block: noise less deficit, of what the filters keep. Grid: (num_blocks, N).
+
+    Rough noise leaves one or two tokens that may be the best, and only theirs is computed in float64.
+    """
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    temperature = tl.load(temperatures + row)
+    if temperature <= 0.0:
+        return
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    greatest = greatest_of(block_best, row, num_blocks, BLOCK_G)
+    deficits = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
+    is_kept = (index < vocab_size) & (deficits < float("inf"))
+    if HAS_FILTERS:
+        keys = deficits.to(tl.int32, bitcast=True)
+        cut = tl.load(cut_bits + row)
+        g = tl.arange(0, BLOCK_G)
+        at = (((LEVELS - 1) * num_rows + row) * num_blocks + g) * NUM_BINS + (cut & (NUM_BINS - 1))
+        is_before = g < block
+        if tl.load(is_cut_by_mass + row) != 0:
+            earlier = tl.sum(tl.load(top_p_counts + at, mask=is_before, other=0), axis=0)
+        else:
+            earlier = tl.sum(tl.load(top_k_counts + at, mask=is_before, other=0), axis=0)
+        is_tie = keys == cut
+        rank = earlier + tl.cumsum(is_tie.to(tl.int32), axis=0)
+        is_kept = is_kept & ((keys < cut) | (is_tie & (rank <= tl.load(cut_ties + row))))
+        min_p = tl.load(min_ps + row).to(tl.float64)
+        least = tl.where(min_p > 0.0, -tl.log(tl.where(min_p > 0.0, min_p, 1.0)), float("inf"))
+        is_kept = is_kept & (deficits.to(tl.float64) <= least)
+
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
+    if HAS_IDS:
+        ids = tl.load(token_ids + index, mask=index < vocab_size, other=0).to(tl.int32)
+        words = noise_words_of(seed, position, ids)
+    else:
+        words = noise_words(seed, position, block * BLOCK, BLOCK)
+    rough = tl.where(is_kept, rough_gumbel(words) - deficits, float("-inf"))
+    candidate = tl.where(is_kept & (rough >= tl.max(rough, axis=0) - ROUGH_ERROR), index, vocab_size)
+    best = tl.full([], float("-inf"), tl.float32)
+    chosen = vocab_size - 1
+    first = tl.min(candidate, axis=0)
+    while first < vocab_size:
+        is_first = index == first
+        word = tl.sum(tl.where(is_first, words.to(tl.int64), 0), axis=0)
+        score = gumbel(word) - tl.sum(tl.where(is_first, deficits, 0.0), axis=0)
+        chosen = tl.where(score > best, first, chosen)
+        best = tl.maximum(score, best)
+        candidate = tl.where(is_first, vocab_size, candidate)
+        first = tl.min(candidate, axis=0)
+    tl.store(block_score + row * num_blocks + block, best)
+    tl.store(block_chosen + row * num_blocks + block, chosen)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def choose_kernel(
+    block_best: Any,  # [N, num_blocks] float32
+    block_index: Any,  # [N, num_blocks] int32
+    block_score: Any,  # [N, num_blocks] float32
+    block_chosen: Any,  # [N, num_blocks] int32
+    temperatures: Any,  # [N] float32
+    token_ids: Any,  # [vocab_size] int64, read if HAS_IDS
+    tokens: Any,  # [N] int64, written
+    num_blocks: Any,
+    BLOCK_G: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+) -> None:
+    """A row's token: the greatest logit or the best score, of equal ones the first. Grid: (N,)."""
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, BLOCK_G)
+    mask = g < num_blocks
+    if tl.load(temperatures + row) > 0.0:
+        value = tl.load(block_score + row * num_blocks + g, mask=mask, other=float("-inf"))
+        index = tl.load(block_chosen + row * num_blocks + g, mask=mask, other=0x7FFFFFFF)
+    else:
+        value = tl.load(block_best + row * num_blocks + g, mask=mask, other=float("-inf"))
+        index = tl.load(block_index + row * num_blocks + g, mask=mask, other=0x7FFFFFFF)
+    token = tl.min(tl.where(value == tl.max(value, axis=0), index, 0x7FFFFFFF), axis=0).to(tl.int64)
+    if HAS_IDS:
+        token = tl.load(token_ids + token)
+    tl.store(tokens + row, token)

@@ -1,0 +1,163 @@
+"""The sampler's kernels against the sampler, and their noise against `common/noise.py`."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.common.noise import gumbel_of_words, philox_words
+from slipstream.common.sampling import LEAST_TEMPERATURE, SamplingParams
+from slipstream.services.models import sampler
+from slipstream.services.models.kernels.sampling import sample
+from slipstream.services.models.sampler import SamplingRows
+from tests.services.models.kernels.noise_case import gumbel_by_kernel, words_by_kernel
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""Triton's interpreter is numpy, which warns of the infinities that the kernels mean."""
+
+KINDS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.7, seed=1),
+    SamplingParams(temperature=1.3, top_k=5, seed=2**64 - 1),
+    SamplingParams(temperature=0.9, top_p=0.8, seed=3),
+    SamplingParams(temperature=1.0, min_p=0.1, seed=2**63),
+    SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.02, seed=5),
+    SamplingParams(temperature=0.8, top_p=0.9999, seed=6),
+    SamplingParams(temperature=2.0, top_k=2**31 - 1, top_p=0.3, seed=7),
+    SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5, seed=8),
+)
+SIZES = [1, 272, 4099, *([128_256] if torch.cuda.is_available() else [])]
+
+
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], positions: torch.Tensor, device: torch.device, **options: Any
+) -> list[int]:
+    rows = SamplingRows.of(params, device=device)
+    tokens = sample(logits.to(device), rows, positions.to(device), **options)
+    assert tokens.dtype == torch.int64
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "first"), [(0, 0, 0), (-1, 2**32 - 1, 128_192), (-(2**63) + 5, 2**31, 4096), (77, 3, 64)]
+)
+def test_words(seed: int, position: int, first: int, device: torch.device) -> None:
+    expected = philox_words(torch.tensor([seed]), torch.tensor([position]), (first + 64) // 4)[0, first:]
+    for words in words_by_kernel(seed, position, first, device):
+        assert torch.equal(words.cpu(), expected)
+
+
+def test_noise_of_words(device: torch.device) -> None:
+    """Exact noise is what the CPU has, but for the last bit of a logarithm; rough noise leads to the same token."""
+    print("numpy seed 4")
+    edges = [0, 1, 2, 3, 2**32 - 1, 2**32 - 2, 2**31 - 1, 2**31, 2**28 - 1, 2**28, 2**28 + 1]
+    near_one = (2**32 * (1 - np.exp(-1.0))) + np.arange(-500, 500)  # where the noise is about 0
+    random = np.random.default_rng(4).integers(0, 2**32, 1 << (20 if device.type == "cuda" else 14))
+    words = torch.from_numpy(np.concatenate((edges, near_one.astype(np.int64), random)))
+    exact, rough = (noise.cpu() for noise in gumbel_by_kernel(words.to(device)))
+    expected = gumbel_of_words(words)
+    ulps = (exact.view(torch.int32).to(torch.int64) - expected.view(torch.int32).to(torch.int64)).abs()
+    print(f"{int((ulps > 0).sum())} of {len(words)} differ, by {int(ulps.max())} units in the last place at most")
+    assert ulps.max() <= 1
+    assert (rough - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "whole"])
+def test_equals_the_sampler(vocab_size: int, kind: str, device: torch.device) -> None:
+    """`bfloat16` and `whole` numbers: many tokens with the same logit."""
+    print("torch seed 9")
+    generator = torch.Generator().manual_seed(9)
+    params = list(KINDS) * (2 if vocab_size < 100_000 else 4)
+    logits = 3 * torch.randn(len(params), vocab_size, generator=generator)
+    if kind == "whole":
+        logits = logits.round()
+    elif kind == "bfloat16":
+        logits = logits.to(torch.bfloat16)
+    positions = torch.randint(0, 2**32, (len(params),), generator=generator)
+    expected = sampler.sample(logits.to(torch.float32), SamplingRows.of(params), positions)
+    assert draw(logits, params, positions, device) == expected.tolist()
+
+
+def test_without_filters(device: torch.device) -> None:
+    print("torch seed 10")
+    generator = torch.Generator().manual_seed(10)
+    params = [KINDS[0], KINDS[1]] * 10
+    logits = torch.randn(20, 5000, generator=generator)
+    positions = torch.randint(0, 1000, (20,), generator=generator)
+    expected = sampler.sample(logits, SamplingRows.of(params), positions)
+    assert draw(logits, params, positions, device, has_filters=False) == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"temperature": 0.0}, {1}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 4}, {1, 3, 4, 0}),
+        ({"top_p": 0.05}, {1}),
+        ({"top_p": 1 / 3 + 0.01}, {1, 3}),
+        ({"min_p": 1.0}, {1, 3, 4}),
+        ({"min_p": 0.3}, {0, 1, 2, 3, 4, 5}),
+        ({"top_k": 5, "min_p": 0.3}, {0, 1, 2, 3, 4}),
+        ({"top_k": 4, "top_p": 0.999}, {1, 3, 4, 0}),
+    ],
+)
+def test_ties_go_to_the_lower_id(changes: dict[str, Any], expected: set[int], device: torch.device) -> None:
+    num_draws = 40 if device.type == "cpu" else 600
+    logits = torch.tensor([[-1.0, 0.0, -1.0, 0.0, 0.0, -1.0]]).repeat(num_draws, 1)
+    params = replace(SamplingParams(temperature=1.0, seed=1), **changes)
+    assert set(draw(logits, [params] * num_draws, torch.arange(num_draws), device)) == expected
+
+
+def test_ties_across_blocks(device: torch.device) -> None:
+    """The kept ones of 9000 equal tokens are counted over three programs."""
+    logits = torch.zeros(12, 9000)
+    params = [SamplingParams(temperature=1.0, seed=3, top_k=4098)] * 6
+    params += [SamplingParams(temperature=1.0, seed=3, top_p=8195 / 9000)] * 6
+    positions = torch.arange(12)
+    tokens = draw(logits, params, positions, device)
+    assert tokens == sampler.sample(logits, SamplingRows.of(params), positions).tolist()
+    assert max(tokens[:6]) < 4098
+    assert 4098 < max(tokens[6:]) < 8196
+
+
+def test_extreme_logits_choose_a_token_of_the_vocabulary(device: torch.device) -> None:
+    infinite = float("inf")
+    logits = torch.zeros(5, 10)
+    logits[0, :9] = -infinite
+    logits[1, 4] = 3e38
+    logits[1, 5] = -3e38
+    logits[2] = float("nan")
+    logits[3, 3] = infinite
+    logits[4] = -infinite
+    for params in (*KINDS, SamplingParams(temperature=LEAST_TEMPERATURE)):
+        tokens = draw(logits, [params] * 5, torch.arange(5), device)
+        assert tokens[:2] == [9, 4]
+        assert tokens[3] == 3
+        assert all(0 <= token < 10 for token in tokens)
+
+
+def test_a_draft_vocabulary(device: torch.device) -> None:
+    """The noise, and the token, are those of the target's ids."""
+    print("torch seed 11")
+    generator = torch.Generator().manual_seed(11)
+    token_ids = torch.randperm(20_000, generator=generator)[:5000].sort()[0]
+    own = torch.randn(len(KINDS), 5000, generator=generator)
+    positions = torch.arange(len(KINDS))
+    logits = torch.full((len(KINDS), 20_000), float("-inf"))
+    logits[:, token_ids] = own
+    expected = sampler.sample(logits, SamplingRows.of(KINDS), positions)
+    assert draw(own, list(KINDS), positions, device, token_ids=token_ids.to(device)) == expected.tolist()
+
+
+def test_no_rows(device: torch.device) -> None:
+    rows = SamplingRows.of([SamplingParams()], device=device)
+    none = SamplingRows(**{field.name: getattr(rows, field.name)[:0] for field in fields(rows)})
+    positions = torch.empty(0, dtype=torch.int64, device=device)
+    assert sample(torch.empty(0, 10, device=device), none, positions).shape == (0,)
