@@ -93,8 +93,8 @@ class FailedPreconditionError(SlipstreamError):
 class DeviceError(FailedPreconditionError):
     """A GPU failed, or cannot do what is needed."""
 
-    def __init__(self, code: str, message: str) -> None:
-        """`code`: the driver's name of the error, or ours."""
+    def __init__(self, message: str, code: str = "") -> None:
+        """`code`: the driver's name of the error, if it is one of the driver's."""
         self.code = code
         super().__init__(message)
 

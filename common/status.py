@@ -157,6 +157,7 @@ def _builder(kind: type[errors.SlipstreamError]) -> Callable[[str, status_pb2.St
 _REBUILT = (
     *(kind for kind in CODES if not issubclass(kind, errors.ConfigError)),
     errors.ConnectionLostError,
+    errors.DeviceError,
     errors.MismatchError,
     errors.StaleEpochError,
     errors.OutOfMemoryError,

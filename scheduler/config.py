@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 DISPATCH_TOGETHER = "together"
 DISPATCH_ACKNOWLEDGED = "acknowledged"
+DEVICES = ("auto", "cpu", "cuda")
+FENCES = ("auto", "timeline", "event")
+"""Of a GPU; a CPU has one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,10 @@ class SchedulerConfig:
     """After the first signal to end, running jobs may take this long."""
     dispatch: str = DISPATCH_TOGETHER
     """ "together", or "acknowledged": a command is sent when all that it waits for was acknowledged."""
+    device: str = "auto"
+    """Where the shared memory is: "auto", "cpu" or "cuda"; as the workers have it."""
+    fence: str = "auto"
+    """How streams wait for each other on a GPU: "timeline", "event", or "auto", the first of both that works."""
     debug: bool = False
     """Check the FutureMap's rules at run time."""
     access_log_dir: Path | None = None
@@ -88,5 +95,9 @@ class SchedulerConfig:
                 raise ConfigError(name, seconds, "above 0, less than a day")
         if not 0 <= self.stream_interval_ms <= 10_000:
             raise ConfigError("stream_interval_ms", self.stream_interval_ms, "0 to 10000")
+        if self.device not in DEVICES:
+            raise ConfigError("device", self.device, ", ".join(DEVICES))
+        if self.fence not in FENCES:
+            raise ConfigError("fence", self.fence, ", ".join(FENCES))
         if self.dispatch not in (DISPATCH_TOGETHER, DISPATCH_ACKNOWLEDGED):
             raise ConfigError("dispatch", self.dispatch, f"{DISPATCH_TOGETHER} or {DISPATCH_ACKNOWLEDGED}")

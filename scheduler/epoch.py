@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
-from slipstream.common.device.manifest import DTYPES
+from slipstream.common.device.manifest import DTYPES, EVENT
 from slipstream.common.errors import MismatchError
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.step import FenceName, Role
@@ -113,14 +113,16 @@ class Epoch:
             ring=self._shape.ring,
             step_timeout_s=config.step_timeout_s,
         )
+        results = ResultReader(self._device, arena, self._shape, log)
+        self._held.callback(results.close)
         return StepLoop(
             settings,
             queue=self._queue,
             batch=self.batch,
             links=self._links,
             dispatch=self._dispatch(),
-            results=ResultReader(self._device, arena, self._shape, log),
-            timings=StepTimings(arena, self._shape, log, self._metrics.observe),
+            results=results,
+            timings=StepTimings(self._device, arena, self._shape, log, self._metrics.observe),
             metrics=self._metrics,
             draft_done=arena.fence(FenceName.DRAFT_DONE),
             log=log,
@@ -128,7 +130,7 @@ class Epoch:
         )
 
     def _dispatch(self) -> Dispatch:
-        if self._config.dispatch == DISPATCH_ACKNOWLEDGED:
+        if self._config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT:
             return DispatchAcknowledged(self._links, self._metrics, self._config.step_timeout_s)
         return DispatchTogether()
 

@@ -61,6 +61,10 @@ class ResultReader:
                 self._log.access(name, [row], is_write=False, step=step.number)
         return self._decode(step, *copied)
 
+    def close(self) -> None:
+        """Ends the stream; what it still waits for is never to come."""
+        self._copy.close()
+
     def _decode(
         self, step: Step, seq_lens: torch.Tensor, num_accepted: torch.Tensor, output_tokens: torch.Tensor
     ) -> StepResult:

@@ -68,6 +68,10 @@ def scheduler(
     dispatch: Annotated[
         str, typer.Option(help="Measuring: together, or acknowledged (a command waits for what it depends on).")
     ] = SchedulerConfig.dispatch,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda, as the workers have it.")] = SchedulerConfig.device,
+    fence: Annotated[
+        str, typer.Option(help="On a GPU: auto, timeline (stream memory operations) or event (IPC events).")
+    ] = SchedulerConfig.fence,
     debug: Annotated[bool, typer.Option(help="Check the FutureMap's rules at run time.")] = SchedulerConfig.debug,
     access_log_dir: Annotated[
         Path | None, typer.Option(help="Debugging: log accesses to shared memory there.")
@@ -94,6 +98,8 @@ def scheduler(
             read_timeout_s=read_timeout_s,
             grace_s=grace_s,
             dispatch=dispatch,
+            device=device,
+            fence=fence,
             debug=debug,
             access_log_dir=access_log_dir,
         )

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu_share import yield_to_streams
-from slipstream.common.device.host_device import HostDevice
 from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.server_state import ServerState, ServiceState
@@ -48,7 +48,9 @@ SWITCH_INTERVAL_S = 0.0005
 async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_port: int | None) -> int:
     """Serves until a signal, or until the workers turn out not to fit; returns the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    yield_to_streams()
+    device = choose_device(config.device, config.fence)
+    if device.has_stream_threads:
+        yield_to_streams()
     loop = asyncio.get_running_loop()
     registry = make_registry()
     queue = JobQueue(config.queue)
@@ -76,7 +78,7 @@ async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_por
         await server.start()
         conductor = Conductor(
             config,
-            HostDevice(),
+            device,
             queue,
             registry=registry,
             audience=serving,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.access_log import AccessLog
-    from slipstream.common.device.face import Arena
+    from slipstream.common.device.face import Arena, Device
     from slipstream.common.future_map import FutureMapShape
     from slipstream.scheduler.batch import Step
 
@@ -73,17 +73,23 @@ class StepTimings:
     """Reads the stamps of each step when the fences say that they are there, which is one step late."""
 
     def __init__(
-        self, arena: Arena, shape: FutureMapShape, log: AccessLog, observe: Callable[[StepTiming], None]
+        self,
+        device: Device,
+        arena: Arena,
+        shape: FutureMapShape,
+        log: AccessLog,
+        observe: Callable[[StepTiming], None],
     ) -> None:
         """`observe` is called once for each step, in order."""
+        self._device = device
         self._ring = shape.ring
         self._has_draft = shape.num_draft_tokens > 0
         self._log = log
         self._observe = observe
         self._stash = arena.fence(FenceName.VERIFY_STASH)
         self._done = arena.fence(FenceName.DRAFT_DONE)
-        self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
-        self._draft_stamps = arena.tensor(BufferName.DRAFT_STAMPS) if self._has_draft else None
+        names = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * self._has_draft
+        self._stamps = {name: arena.tensor(name) for name in names}
         self._unread: deque[tuple[Step, bool]] = deque()
         self._is_idle = True
         self._before: Interval = (0, 0)
@@ -101,8 +107,8 @@ class StepTimings:
         """Reads the stamps of steps up to this one that are there by now."""
         while self._unread and self._unread[0][0].number <= up_to_step and self._is_there(self._unread[0][0]):
             step, is_first = self._unread.popleft()
-            verify = self._read(BufferName.VERIFY_STAMPS, step)
-            draft = self._read(BufferName.DRAFT_STAMPS, step) if self._has_half_in(step) else None
+            verify, *drafts = self._read(step)
+            draft = drafts[0] if drafts else None
             self._observe(time_step(step.kind, None if is_first else self._before, verify, draft))
             self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 
@@ -120,11 +126,12 @@ class StepTimings:
                 self._log.fence(LogOp.POLL, name, step.number, step=step.number)
         return True
 
-    def _read(self, name: BufferName, step: Step) -> Interval:
+    def _read(self, step: Step) -> list[Interval]:
+        """Of verify, and of draft if the step has a half in it."""
         row = step.number % self._ring
+        names = list(self._stamps)[: 1 + self._has_half_in(step)]
         if self._log.is_enabled:
-            self._log.access(name, [row], is_write=False, step=step.number)
-        stamps = self._draft_stamps if name is BufferName.DRAFT_STAMPS else self._verify_stamps
-        assert stamps is not None, "draft stamps are read only where there is a draft"
-        start, end = stamps[row].tolist()
-        return start, end
+            for name in names:
+                self._log.access(name, [row], is_write=False, step=step.number)
+        copies = self._device.to_host([self._stamps[name][row] for name in names])
+        return [(start, end) for start, end in (copy.tolist() for copy in copies)]

@@ -54,8 +54,6 @@ class WorkerConfig:
             raise ConfigError("algorithm", self.algorithm, ", ".join(ALGORITHMS))
         if self.device not in DEVICES:
             raise ConfigError("device", self.device, ", ".join(DEVICES))
-        if self.device == "cuda":
-            raise ConfigError("device", self.device, "auto or cpu: the CUDA backend is not part of this version")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", self.dtype, ", ".join(DTYPES))
         if self.load_format not in LOAD_FORMATS:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu_share import yield_to_streams
-from slipstream.common.device.host_device import HostDevice, worker_threads
+from slipstream.common.device.host_device import worker_threads
 from slipstream.common.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
@@ -53,7 +54,9 @@ async def run_worker(
 ) -> int:
     """Serves until a signal; returns the exit status. `make_role` loads the model, on the device thread."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    yield_to_streams()
+    device = choose_device(config.device)
+    if device.has_stream_threads:
+        yield_to_streams()
     torch.set_num_threads(config.threads or worker_threads())
     registry = make_registry()
     broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
@@ -63,10 +66,9 @@ async def run_worker(
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
         # Closed in the opposite order: the thread releases what the stream waits for, and the stream writes the log.
         log = _access_log(role, config, held)
-        device = HostDevice()
         stream = device.create_stream(role.value, _reporter(broken))
         held.callback(stream.close)
-        device_thread = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="device"))
+        device_thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log)

@@ -37,7 +37,7 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
     """The verify service's side of a step. Raises CheckpointError."""
     description = _describe_verify(config, device, metrics_port)
     if config.stand_in_ms is not None:
-        return StandInVerify(description, config.stand_in_ms)
+        return StandInVerify(description, config.stand_in_ms, device)
     if config.simulate_accept_length is not None:
         logger.warning(
             "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
@@ -51,7 +51,7 @@ def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleE
     is_head = config.algorithm == EAGLE3
     description = (_describe_head if is_head else _describe_draft)(config, device, metrics_port)
     if config.stand_in_ms is not None:
-        return StandInDraft(description, config.stand_in_ms)
+        return StandInDraft(description, config.stand_in_ms, device)
     return DraftEngine(_load_head(config, device) if is_head else StandaloneDrafter(_load(config, device)), description)
 
 

@@ -6,10 +6,8 @@ Everything else of a step is real: waits, stamps, the FutureMap, signals. Contex
 
 from __future__ import annotations
 
-import ctypes
-import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,20 +15,14 @@ from slipstream.common.future_map import Outcome
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
 from slipstream.services.models.acceptance import accept
+from slipstream.services.stand_in_kernel import GpuKernel, HostKernel, Kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from slipstream.common.device.face import Device
     from slipstream.common.step import StepCommand
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import EpochState
 
-SPIN_S = 0.00015
-"""A sleep may end late by so much, and a kernel must not: 90 us are common on a virtual machine."""
-T = TypeVar("T")
-
-_PR_SET_TIMERSLACK = 29
-_libc = ctypes.CDLL(None)
 MAX_CONTEXT_TOKENS = 1 << 20
 FIRST_TOKEN = 32
 NUM_TOKENS = 64
@@ -46,33 +38,22 @@ def token_at(positions: torch.Tensor) -> torch.Tensor:
     return FIRST_TOKEN + positions % NUM_TOKENS
 
 
-class Kernel:
-    """A kernel of a known length: what it computes is part of it. Belongs to one stream."""
+def _kernel(length_ms: float, device: Device | None) -> Kernel:
+    if device is None or device.torch_device.type == "cpu":
+        return HostKernel(length_ms)
+    from slipstream.common.device.cuda_device import CudaDevice
 
-    def __init__(self, length_ms: float) -> None:
-        self._length_s = length_ms / 1000
-        self._is_precise = False
-
-    def run(self, compute: Callable[[], T]) -> T:
-        """Returns what `compute` does, when the length is over; sleeps, and looks at the clock for the last bit."""
-        end = time.monotonic() + self._length_s
-        if not self._is_precise:
-            # Of the calling thread: the kernel else bundles its wake-ups with others' up to 50 us later.
-            _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-            self._is_precise = True
-        result = compute()
-        time.sleep(max(0.0, end - time.monotonic() - SPIN_S))
-        while time.monotonic() < end:
-            pass
-        return result
+    assert isinstance(device, CudaDevice), "there is no other device"
+    return GpuKernel(length_ms, device.kernels, device.torch_device)
 
 
 class _StandIn:
     """What both stand-ins are: a description, and a kernel in place of a model."""
 
-    def __init__(self, description: WorkerDescription, length_ms: float) -> None:
+    def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
+        """`device`: None is the CPU."""
         self._description = without_context_cost(description)
-        self._kernel = Kernel(length_ms)
+        self._kernel = _kernel(length_ms, device)
 
     def describe(self) -> WorkerDescription:
         """See `RoleEngine.describe`."""
@@ -92,12 +73,12 @@ class StandInVerify(_StandIn):
         """See `RoleEngine.phases`."""
         chunks = [chunk for chunk in command.chunks if chunk.is_last]
         is_prefill = command.kind is StepKind.PREFILL
-        rows = torch.tensor([chunk.slot for chunk in chunks] if is_prefill else command.slots, dtype=torch.int64)
+        rows = self._kernel.rows([chunk.slot for chunk in chunks] if is_prefill else command.slots)
         outcome: list[Outcome] = []
 
         def publish() -> None:
             if is_prefill:
-                ends = torch.tensor([chunk.start + len(chunk.tokens) for chunk in chunks], dtype=torch.int64)
+                ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
                 outcome.append(self._kernel.run(lambda: _first_tokens(ends)))
             else:
                 outcome.append(self._decode(command, state, rows))
@@ -122,7 +103,7 @@ class StandInDraft(_StandIn):
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
-        rows = torch.tensor(command.slots, dtype=torch.int64)
+        rows = self._kernel.rows(command.slots)
         num_tokens = state.attachment.shape.num_draft_tokens
 
         def propose() -> None:
@@ -138,13 +119,14 @@ class StandInDraft(_StandIn):
 
 def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """[B, num_tokens] draft tokens behind B bonus tokens, the first half of them right."""
-    tokens = token_at(seq_lens[:, None] + 1 + torch.arange(num_tokens))
+    tokens = token_at(seq_lens[:, None] + 1 + torch.arange(num_tokens, device=seq_lens.device))
     tokens[:, (num_tokens + 1) // 2 :] = 0
     return tokens
 
 
 def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor, most: torch.Tensor) -> Outcome:
-    tokens = token_at(seq_lens[:, None] + 1 + torch.arange(draft_tokens.shape[1] + 1))
+    steps = torch.arange(draft_tokens.shape[1] + 1, device=seq_lens.device)
+    tokens = token_at(seq_lens[:, None] + 1 + steps)
     num_accepted = torch.minimum(accept(draft_tokens, tokens), most)
     return Outcome(seq_lens=seq_lens + num_accepted + 1, num_accepted=num_accepted, tokens=tokens)
 

@@ -39,6 +39,10 @@ class Stream(Protocol):
         """Blocks the host until all is done. Raises DeadlineExceededError, or the stream's failure."""
         ...
 
+    def bind_thread(self) -> None:
+        """What the calling thread itself does with tensors from now on goes to this stream as well, where it can."""
+        ...
+
     def close(self) -> None:
         """Ends the stream after what is enqueued; fences that it waits for must have been released."""
         ...
@@ -101,7 +105,14 @@ class HostCopy(Protocol):
         ...
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
-        """Blocks until that copy is there and returns the rows; None if the time is over first."""
+        """Blocks until that copy is there and returns the rows; None if the time is over first.
+
+        The rows are the caller's until the next copy of the same row is started.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the stream. What it still waits for is released: nobody else may wait for that any more."""
         ...
 
 
@@ -142,6 +153,10 @@ class Device(Protocol):
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
         """Writes the time in nanoseconds into `target` ([] int64) when the stream gets there."""
+        ...
+
+    def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Small contiguous tensors as the host can read them, now: behind nothing that is enqueued anywhere."""
         ...
 
     def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> HostCopy:

@@ -16,7 +16,7 @@ import torch
 
 from slipstream.common.device.futex import FutexWord
 from slipstream.common.device.host_fence import HostFence
-from slipstream.common.device.manifest import Manifest, lay_out
+from slipstream.common.device.manifest import HOST, Manifest, lay_out
 from slipstream.common.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.common.step import FenceName
 
 KIND = "file"
-FENCE_KIND = "host"
+FENCE_KIND = HOST
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream-"
 

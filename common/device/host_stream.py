@@ -41,6 +41,9 @@ class HostStream:
             if timeout_s <= 0:
                 raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
 
+    def bind_thread(self) -> None:
+        """There is nothing to bind: tensors are computed where they are touched."""
+
     def close(self) -> None:
         """See `Stream.close`."""
         self._work.put(None)

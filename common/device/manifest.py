@@ -27,6 +27,9 @@ HANDLE_BYTES = 64
 MAX_EVENTS = 256
 """Of a fence."""
 
+HOST, TIMELINE, EVENT = "host", "timeline", "event"
+"""The kinds of fences."""
+
 DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,

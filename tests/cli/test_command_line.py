@@ -35,7 +35,7 @@ def test_help_names_the_commands() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("up", "--target", "MODEL", "--device", "cuda"), "--device: got 'cuda'"),
+        (("up", "--target", "MODEL", "--device", "tpu"), "--device: got 'tpu'"),
         (("up", "--target", "/nothing"), "--target: got '/nothing'"),
         (("up", "--no-such-option"), "--no-such-option"),
     ],

@@ -22,6 +22,7 @@ EXAMPLES: list[errors.SlipstreamError] = [
     errors.DeadlineExceededError("too long"),
     errors.CancelledError("on the way down"),
     errors.FailedPreconditionError("not attached"),
+    errors.DeviceError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"),
     errors.MismatchError(["vocab_size: 1 and 2", "dtype: float32 and bfloat16"]),
     errors.StaleEpochError("epoch 1 is over"),
     errors.OutOfMemoryError("GPU memory: 2 MiB are needed"),

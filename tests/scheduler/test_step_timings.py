@@ -13,6 +13,7 @@ import pytest
 from slipstream.common.access_log import NullAccessLog
 from slipstream.common.buffers import BufferName
 from slipstream.common.device.host_arena import HostArena
+from slipstream.common.device.host_device import HostDevice
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import FenceName, Role, StepCommand, StepKind
@@ -84,7 +85,7 @@ class Stamps:
     def __init__(self) -> None:
         self.timings: list[StepTiming] = []
         self.arena = HostArena.create(SHAPE.specs(), list(FenceName))
-        self.collector = StepTimings(self.arena, SHAPE, NullAccessLog(), self.timings.append)
+        self.collector = StepTimings(HostDevice(), self.arena, SHAPE, NullAccessLog(), self.timings.append)
 
     def send(self, number: int, kind: StepKind = DECODE) -> None:
         """A step is sent."""

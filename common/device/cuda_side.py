@@ -1,0 +1,81 @@
+"""Small reads and writes of a GPU's memory beside whatever is queued: on a stream that never waits for anybody."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from cuda.bindings import driver as cu
+
+from slipstream.common.device.naps import Naps
+from slipstream.common.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.common.device.cuda_driver import CudaDriver
+    from slipstream.common.device.cuda_kernels import CudaKernels
+
+TIMEOUT_S = 10.0
+"""Far more than a copy takes; only a GPU that is lost needs longer."""
+SPIN_S = 0.00003
+"""A copy of a few bytes takes 7 us: less than a sleep."""
+
+
+class SideStream:
+    """Any thread may call; each call is over when its copy or write is."""
+
+    def __init__(self, driver: CudaDriver, kernels: CudaKernels) -> None:
+        self.handle = driver.create_stream()
+        self._driver = driver
+        self._kernels = kernels
+        self._lock = threading.Lock()
+        self._word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._word_value = ctypes.c_uint64.from_address(self._word.data_ptr())
+
+    def read_word(self, address: int) -> int:
+        """The 64 bits at an address of the device."""
+        with self._lock:
+            self._driver.call(cu.cuMemcpyDtoHAsync, self._word.data_ptr(), address, 8, self.handle)
+            self._finish()
+            return self._word_value.value
+
+    def write_word(self, address: int, value: int) -> None:
+        """Sets 64 bits at once."""
+        with self._lock:
+            self._kernels.store(self.handle, address, value)
+            self._finish()
+
+    def zero(self, address: int, size: int) -> None:
+        """Sets `size` bytes to 0."""
+        with self._lock:
+            self._driver.call(cu.cuMemsetD8Async, address, 0, size, self.handle)
+            self._finish()
+
+    def to_host(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of contiguous tensors, in host memory."""
+        copies = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+        with self._lock:
+            for source, copy in zip(sources, copies, strict=True):
+                size = source.numel() * source.element_size()
+                self._driver.call(cu.cuMemcpyDtoHAsync, copy.data_ptr(), source.data_ptr(), size, self.handle)
+            self._finish()
+        return copies
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Waits for what a caller enqueued on `handle`. Raises DeadlineExceededError."""
+        with self._lock:
+            self._finish(timeout_s)
+
+    def _finish(self, timeout_s: float = TIMEOUT_S) -> None:
+        started = time.monotonic()
+        naps = Naps()
+        while not self._driver.is_idle(self.handle):
+            waited = time.monotonic() - started
+            if waited > timeout_s:
+                raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
+            if waited > SPIN_S:
+                naps.take(started + timeout_s)

@@ -1,0 +1,122 @@
+"""Results on the host: copies into pinned memory, on a stream of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from cuda.bindings import driver as cu
+
+from slipstream.common.device import timeline_fence
+from slipstream.common.device.naps import Naps, Rhythm, sleep_precisely
+
+if TYPE_CHECKING:
+    from slipstream.common.device.cuda_driver import CudaDriver
+    from slipstream.common.device.cuda_side import SideStream
+    from slipstream.common.device.timeline_fence import TimelineFence
+    from slipstream.common.device.word_fence import WordFence
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _RowCopy:
+    source: int
+    target: int
+    size: int
+
+
+class PinnedCopy:
+    """Implements `HostCopy` behind a timeline fence.
+
+    The stream waits for the fence, copies, and then says so in a word of pinned memory, which the host looks at when
+    the rhythm of the steps so far lets it be expected: an interrupt would come later.
+    """
+
+    def __init__(self, driver: CudaDriver, fence: TimelineFence, sources: list[torch.Tensor]) -> None:
+        """`sources`: contiguous, of the device, the same number of rows each."""
+        self._driver = driver
+        self._fence = fence
+        self._sources = sources
+        self._stream = driver.create_stream()
+        self._mirrors = [torch.zeros(s.shape, dtype=s.dtype, pin_memory=True) for s in sources]
+        self._rows = [list(row) for row in zip(*(mirror.unbind() for mirror in self._mirrors), strict=True)]
+        self._copies = [
+            [
+                _RowCopy(s.data_ptr(), m.data_ptr(), s.numel() * s.element_size())
+                for s, m in zip(split, row, strict=True)
+            ]
+            for split, row in zip(zip(*(source.unbind() for source in sources), strict=True), self._rows, strict=True)
+        ]
+        self._landed_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._landed = ctypes.c_int64.from_address(self._landed_word.data_ptr())
+        self._started = 0
+        self._rhythm = Rhythm()
+
+    def start(self, value: int, row: int) -> None:
+        """See `HostCopy.start`."""
+        self._started = value
+        self._fence.hold(self._stream, value)
+        for copy in self._copies[row]:
+            self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self._stream)
+        timeline_fence.write(self._driver, self._stream, self._landed_word.data_ptr(), value)
+
+    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+        """See `HostCopy.finish`. The rows are those of the mirror: they stay until the row's next copy."""
+        if not self._wait(value, timeout_s):
+            return None
+        self._rhythm.came(time.monotonic())
+        return self._rows[row]
+
+    def close(self) -> None:
+        """See `HostCopy.close`."""
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        naps = Naps()
+        # Repeated: a producer that is late may set the word back.
+        while self._landed.value < self._started:
+            if time.monotonic() > deadline:
+                logger.warning("the copy stream does not come to its end: it is given up")
+                return
+            self._fence.release(self._started)
+            naps.take(deadline)
+        self._driver.call(cu.cuStreamDestroy, self._stream)
+
+    def _wait(self, value: int, timeout_s: float) -> bool:
+        if self._landed.value >= value:
+            return True
+        now = time.monotonic()
+        deadline = now + timeout_s
+        sleep_precisely(min(self._rhythm.not_before(now), deadline) - now)
+        naps = Naps()
+        while self._landed.value < value:
+            if time.monotonic() >= deadline:
+                return False
+            naps.take(deadline)
+        return True
+
+
+class LatePinnedCopy:
+    """Implements `HostCopy` behind an event fence: no stream waits for it, so that a dead producer holds up none."""
+
+    def __init__(self, side: SideStream, fence: WordFence, sources: list[torch.Tensor]) -> None:
+        self._side = side
+        self._fence = fence
+        self._rows = list(zip(*(source.unbind() for source in sources), strict=True))
+
+    def start(self, value: int, row: int) -> None:
+        """Nothing to do ahead of time."""
+
+    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+        """See `HostCopy.finish`."""
+        if not self._fence.wait_on_host(value, timeout_s):
+            return None
+        return self._side.to_host(self._rows[row])
+
+    def close(self) -> None:
+        """Nothing is under way between two calls."""

@@ -1,0 +1,61 @@
+"""The fence of a GPU with 64-bit stream memory operations: streams write the word, and wait for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cuda.bindings import driver as cu
+
+from slipstream.common.device.cuda_stream import handle_of
+from slipstream.common.device.manifest import TIMELINE
+from slipstream.common.device.word_fence import WordFence
+from slipstream.common.errors import DeviceError
+
+if TYPE_CHECKING:
+    from slipstream.common.device.cuda_driver import CudaDriver
+    from slipstream.common.device.cuda_side import SideStream
+    from slipstream.common.device.face import Stream
+
+KIND = TIMELINE
+_AT_LEAST = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+_PLAIN = cu.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+
+
+class TimelineFence(WordFence):
+    """Implements `Fence`. A wait may be enqueued before its signal; a dead producer is released by anybody."""
+
+    def __init__(self, address: int, driver: CudaDriver, side: SideStream, memory: object) -> None:
+        super().__init__(address, side, memory)
+        self._driver = driver
+
+    def signal(self, stream: Stream, value: int) -> None:
+        """See `Fence.signal`."""
+        stream.enqueue(lambda: write(self._driver, handle_of(stream), self.address, value))
+
+    def wait(self, stream: Stream, value: int) -> None:
+        """See `Fence.wait`."""
+        stream.enqueue(lambda: self.hold(handle_of(stream), value))
+
+    def hold(self, stream: int, value: int) -> None:
+        """The same for a stream given by its handle."""
+        self._driver.call(cu.cuStreamWaitValue64, stream, self.address, value, _AT_LEAST)
+
+
+def write(driver: CudaDriver, stream: int, address: int, value: int) -> None:
+    """Sets a word when the stream gets there: of the device, or of pinned host memory."""
+    driver.call(cu.cuStreamWriteValue64, stream, address, value, _PLAIN)
+
+
+def works(driver: CudaDriver, side: SideStream) -> bool:
+    """Whether streams can do this here. Tried, because the driver's attribute may read 0 where the calls work."""
+    word = driver.call(cu.cuMemAlloc, 8)
+    try:
+        side.zero(int(word), 8)
+        write(driver, side.handle, int(word), 1)
+        driver.call(cu.cuStreamWaitValue64, side.handle, word, 1, _AT_LEAST)
+        side.finish()
+        return side.read_word(int(word)) == 1
+    except DeviceError:
+        return False
+    finally:
+        driver.call(cu.cuMemFree, word)
