@@ -61,7 +61,8 @@ def load_decoder(
 
     Everything is checked against `config.json` before memory is taken. On a GPU the decoder works by kernels of its
     own, unless `attention` is given; on a CPU that is PyTorch's. `on_progress` is called with the fraction of the
-    weights that are in place. Raises `CheckpointError` when the directory is not a whole checkpoint of a supported decoder.
+    weights that are in place. Raises `CheckpointError` when the directory is not a whole checkpoint of a supported
+    decoder.
     """
     path = Path(path)
     config = ModelConfig.from_directory(path)
