@@ -73,6 +73,11 @@ class CudaDevice:
         handle, address = handle_of(stream), target.data_ptr()
         stream.enqueue(lambda: self.kernels.stamp(handle, address))
 
+    def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
+        """See `Device.stamp_row`."""
+        handle, stride = handle_of(stream), targets.stride(0) * targets.element_size()
+        stream.enqueue(lambda: self.kernels.stamp_row(handle, targets.data_ptr(), stride, row.data_ptr()))
+
     def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> HostCopy:
         """See `Device.host_copy`."""
         if isinstance(fence, TimelineFence):

@@ -26,6 +26,21 @@ _PTX = b"""
     ret;
 }
 
+.visible .entry stamp_row(.param .u64 targets, .param .u64 stride, .param .u64 row)
+{
+    .reg .b64 %rd<6>;
+    ld.param.u64 %rd1, [targets];
+    ld.param.u64 %rd2, [stride];
+    ld.param.u64 %rd3, [row];
+    cvta.to.global.u64 %rd1, %rd1;
+    cvta.to.global.u64 %rd3, %rd3;
+    ld.global.u64 %rd4, [%rd3];
+    mad.lo.u64 %rd1, %rd4, %rd2, %rd1;
+    mov.u64 %rd5, %globaltimer;
+    st.global.u64 [%rd1], %rd5;
+    ret;
+}
+
 .visible .entry store(.param .u64 target, .param .u64 value)
 {
     .reg .b64 %rd<4>;
@@ -62,6 +77,7 @@ class CudaKernels:
         self._driver = driver
         module = driver.call(cu.cuModuleLoadData, _PTX)
         self._stamp = driver.call(cu.cuModuleGetFunction, module, b"stamp")
+        self._stamp_row = driver.call(cu.cuModuleGetFunction, module, b"stamp_row")
         self._store = driver.call(cu.cuModuleGetFunction, module, b"store")
         self._spin_until = driver.call(cu.cuModuleGetFunction, module, b"spin_until")
         self._warm_up()
@@ -69,6 +85,10 @@ class CudaKernels:
     def stamp(self, stream: int, target: int) -> None:
         """Writes %globaltimer, in nanoseconds, into the 64 bits at `target`."""
         self._launch(self._stamp, stream, _arguments(target))
+
+    def stamp_row(self, stream: int, targets: int, stride_bytes: int, row: int) -> None:
+        """As `stamp`, into the target whose number is in the 64 bits at `row`."""
+        self._launch(self._stamp_row, stream, _arguments(targets, stride_bytes, row))
 
     def store(self, stream: int, target: int, value: int) -> None:
         """Writes 64 bits at once."""
@@ -85,6 +105,7 @@ class CudaKernels:
         scratch = self._driver.call(cu.cuMemAlloc, 8)
         stream = self._driver.create_stream()
         self.store(stream, int(scratch), 0)
+        self.stamp_row(stream, int(scratch), 8, int(scratch))
         self.stamp(stream, int(scratch))
         self.spin_until(stream, int(scratch), 0)
         self._driver.call(cu.cuStreamSynchronize, stream)

@@ -155,6 +155,10 @@ class Device(Protocol):
         """Writes the time in nanoseconds into `target` ([] int64) when the stream gets there."""
         ...
 
+    def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
+        """As `stamp`, into the row of `targets` ([rows] int64) that `row` ([1] int64) says by then."""
+        ...
+
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Small contiguous tensors as the host can read them, now: behind nothing that is enqueued anywhere."""
         ...

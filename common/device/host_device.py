@@ -47,6 +47,10 @@ class HostDevice:
         word = ctypes.c_int64.from_address(target.data_ptr())
         stream.enqueue(lambda: _write_time(word, target))
 
+    def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
+        """See `Device.stamp_row`."""
+        stream.enqueue(lambda: targets.index_fill_(0, row, time.monotonic_ns()))
+
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """They are there already."""
         return tensors
