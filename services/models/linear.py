@@ -27,8 +27,12 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         if self._packed is not None:
-            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-            return packed
+            rows = x.reshape(-1, x.shape[-1])
+            num_rows = len(rows)
+            if padding := padded_rows(num_rows) - num_rows:
+                rows = F.pad(rows, (0, 0, 0, padding))
+            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+            return packed[:num_rows].view(*x.shape[:-1], -1)
         assert self.weight is not None, "a weight is only given up once it is packed"
         return F.linear(x, self.weight, self.bias)
 
@@ -38,6 +42,16 @@ class Linear(nn.Module):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_TOKENS)
         self.weight = None
+
+
+def padded_rows(num_rows: int) -> int:
+    """So many rows are multiplied instead: eight sizes between a power of two and the next, an eighth more at most.
+
+    oneDNN makes and keeps a kernel of about half a MiB for every number of rows that it meets. Prompts bring all of
+    them, and a process would grow by gigabytes.
+    """
+    granule = 1 << max(0, num_rows.bit_length() - 4)
+    return -(-num_rows // granule) * granule
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.linear import Linear
+from slipstream.services.models.linear import Linear, padded_rows
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 40, 130])
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 41, 130])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_weight(num_tokens: int, has_bias: bool) -> None:
     print("torch seed 2")
@@ -23,6 +23,14 @@ def test_packed_weight(num_tokens: int, has_bias: bool) -> None:
     linear.pack()
     linear.pack()
     torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=0)
+    assert linear(x[None]).shape == (1, num_tokens, 96)
+
+
+def test_few_sizes_of_a_product_are_met() -> None:
+    for num_rows in range(1, 5000):
+        assert num_rows <= padded_rows(num_rows) <= 1.125 * num_rows
+        assert num_rows > 16 or padded_rows(num_rows) == num_rows
+    assert len({padded_rows(num_rows) for num_rows in range(1, 513)}) == 56
 
 
 def test_other_dtypes_stay_as_they_are() -> None:
