@@ -12,7 +12,7 @@ from slipstream.common.step import StepKind
 from slipstream.scheduler.step_timings import EDGES
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Counter
 
     from slipstream.scheduler.batch import DraftCount
     from slipstream.scheduler.step_timings import StepTiming
@@ -26,7 +26,6 @@ STEP_BUCKETS_S = (
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """Where the loop's thread may be blocked."""
-MAX_POSITIONS = 16
 _PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "decode"}
 
 
@@ -112,9 +111,9 @@ class StepMetrics:
         self._drafts = families.drafts.labels(algorithm)
         self._draft_tokens = families.draft_tokens.labels(algorithm)
         self._accepted = families.accepted_tokens.labels(algorithm)
-        self._accepted_at = [
-            families.accepted_per_position.labels(algorithm, str(position)) for position in range(1, MAX_POSITIONS + 1)
-        ]
+        self._accepted_per_position = families.accepted_per_position
+        self._algorithm = algorithm
+        self._accepted_at: list[Counter] = []
 
     def observe(self, timing: StepTiming) -> None:
         """Takes in the time of a step."""
@@ -141,8 +140,14 @@ class StepMetrics:
         self._drafts.inc(len(drafts))
         self._draft_tokens.inc(sum(draft.num_drafted for draft in drafts))
         self._accepted.inc(sum(accepted))
+        self._add_positions(max(draft.num_drafted for draft in drafts))
         for position, count_here in enumerate(self._accepted_at[: max(accepted)]):
             count_here.inc(sum(count > position for count in accepted))
+
+    def _add_positions(self, num_drafted: int) -> None:
+        """A position is there from the first draft on that reaches it."""
+        for position in range(len(self._accepted_at) + 1, num_drafted + 1):
+            self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
 
 
 class _Window:
