@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.access_log import LogOp
 from slipstream.common.buffers import BufferName
+from slipstream.common.captured_step import CapturedStep
 from slipstream.common.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -25,15 +27,19 @@ from slipstream.common.errors import (
 from slipstream.common.future_map import FutureMap
 from slipstream.common.step import FenceName, Role
 from slipstream.common.worker_contract import PROTOCOL_VERSION
+from slipstream.services.graphed_step import GraphedStep
+from slipstream.services.graphs import CudaCapture, HostCapture
 from slipstream.services.slot_table import SlotTable
+from slipstream.services.staging import HostStaging, PinnedStaging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena, Device, Fence, Stream
-    from slipstream.common.step import FencePoint, StepCommand
+    from slipstream.common.step import FencePoint, SlotUpdate, StepCommand
     from slipstream.common.worker_contract import Attachment, WorkerDescription
+    from slipstream.services.staging import Staging
 
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
@@ -45,6 +51,8 @@ class Phase:
 
     work: Callable[[], None]
     fence: FenceName
+    is_stamped: bool = False
+    """Whether the work of the first phase stamps its start, and that of the last one its end, by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,9 @@ class EpochState:
     attachment: Attachment
     future_map: FutureMap
     slots: SlotTable
+    staging: Staging = field(default_factory=HostStaging)
+    graphs: GraphedStep | None = None
+    """What graphs are made with; None where steps run without."""
 
 
 class RoleEngine(Protocol):
@@ -79,11 +90,15 @@ class RoleEngine(Protocol):
 class Engine:
     """The device side of a worker."""
 
-    def __init__(self, role: RoleEngine, device: Device, stream: Stream, log: AccessLog) -> None:
+    def __init__(
+        self, role: RoleEngine, device: Device, stream: Stream, log: AccessLog, *, uses_graphs: bool = True
+    ) -> None:
+        """`uses_graphs`: whether steps are captured where the device has graphs; only to find out what they change."""
         self._role = role
         self._device = device
         self._stream = stream
         self._log = log
+        self._uses_graphs = uses_graphs
         self._state: EpochState | None = None
         self._arena: Arena | None = None
         self._fences: dict[FenceName, Fence] = {}
@@ -116,7 +131,11 @@ class Engine:
                 is_debug=attachment.is_debug,
             )
             slots = SlotTable(attachment, self.description.vocab_size, self._device.torch_device)
-            state = EpochState(attachment, future_map, slots)
+            staging = self._staging(attachment)
+            state = EpochState(
+                attachment, future_map, slots, staging, self._graphed_step(future_map, staging, attachment)
+            )
+            self._stream.bind_thread()
             self._role.open(state)
         except BaseException:
             self._role.close()
@@ -133,25 +152,40 @@ class Engine:
 
     def _enqueue(self, state: EpochState, command: StepCommand) -> None:
         state.slots.check(command)
+        state.staging.begin(command.step % state.attachment.shape.ring, command.slots)
+        take_over = self._taking_over(state, command.updates)
         phases = self._role.phases(command, state)
         _check_signals(command, phases)
         self.last_step = command.step
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
+        if not self.enqueues_at_once:
+            self._stream.enqueue(state.staging.flush)
         if command.updates:
-            self._stream.enqueue(lambda: state.slots.apply(command.updates))
+            self._stream.enqueue(take_over)
         for point in command.ops.waits:
             self._wait(point, command.step)
+        self._enqueue_phases(state, command, phases)
+
+    def _enqueue_phases(self, state: EpochState, command: StepCommand, phases: list[Phase]) -> None:
         start, end = state.future_map.stamps(self.description.role, command.step)
-        self._device.stamp(self._stream, start)
+        if not phases[0].is_stamped:
+            self._device.stamp(self._stream, start)
         for number, phase in enumerate(phases, start=1):
             self._stream.enqueue(phase.work)
             if number == len(phases):
-                self._device.stamp(self._stream, end)
+                if not phase.is_stamped:
+                    self._device.stamp(self._stream, end)
                 self._log_stamps(state, command.step)
             for point in command.ops.signals:
                 if point.fence is phase.fence:
                     self._signal(point, command.step)
+
+    def _taking_over(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
+        """Stream work that takes over what changed. What has to be staged for it is put now."""
+        if self.enqueues_at_once:
+            return lambda: state.slots.take_over(state.slots.changes(updates, state.staging))
+        return partial(state.slots.take_over, state.slots.changes(updates, state.staging)) if updates else _do_nothing
 
     def synchronize(self) -> None:
         """Blocks until everything enqueued is done: only for a worker told to acknowledge work that is done."""
@@ -206,6 +240,29 @@ class Engine:
         self._fences.clear()
         self._waited.clear()
 
+    def _staging(self, attachment: Attachment) -> Staging:
+        if self.enqueues_at_once:
+            return HostStaging()
+        return PinnedStaging(
+            num_slots=attachment.shape.num_slots,
+            num_bytes=_staged_bytes(attachment),
+            depth=attachment.shape.ring,
+            device=self._device.torch_device,
+        )
+
+    def _graphed_step(self, future_map: FutureMap, staging: Staging, attachment: Attachment) -> GraphedStep | None:
+        # In debug mode rows are looked at on the host, which a graph cannot.
+        if not isinstance(staging, PinnedStaging) or attachment.is_debug or not self._uses_graphs:
+            return None
+        start, end = future_map.stamp_columns(self.description.role)
+        return GraphedStep(
+            capture=CudaCapture() if self._device.torch_device.type == "cuda" else HostCapture(),
+            slots=staging.slots,
+            step=CapturedStep(staging.ring_row),
+            stamp_start=partial(self._device.stamp_row, self._stream, start, staging.ring_row),
+            stamp_end=partial(self._device.stamp_row, self._stream, end, staging.ring_row),
+        )
+
     def _check_fit(self, attachment: Attachment) -> None:
         if attachment.protocol_version != PROTOCOL_VERSION:
             given = attachment.protocol_version
@@ -249,6 +306,17 @@ class Engine:
             name = BufferName.DRAFT_STAMPS if is_draft else BufferName.VERIFY_STAMPS
             row = step % state.attachment.shape.ring
             self._stream.enqueue(lambda: self._log.access(name, [row], is_write=True, step=step))
+
+
+def _do_nothing() -> None:
+    """Nothing has changed."""
+
+
+def _staged_bytes(attachment: Attachment) -> int:
+    """What a step's command takes at most, but for chunks of very different lengths side by side."""
+    shape, page_bytes, row_bytes = attachment.shape, 16, 8192
+    token_bytes = 2 * (8 + 8 + 1)
+    return attachment.num_pages * page_bytes + shape.num_slots * row_bytes + shape.chunk_tokens * token_bytes
 
 
 def _check_signals(command: StepCommand, phases: list[Phase]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +12,27 @@ from slipstream.common.step import StepKind
 from slipstream.services.models.adjustments import AdjustmentRows
 from slipstream.services.models.sampler import SamplingRows
 from slipstream.services.models.token_history import TokenHistory
+from slipstream.services.slot_changes import SlotChanges
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.common.sampling import SamplingParams
     from slipstream.common.step import SlotUpdate, StepCommand
     from slipstream.common.worker_contract import Attachment
+    from slipstream.services.slot_changes import TakenSlots
+    from slipstream.services.staging import Staging
+
+
+class Needs(enum.Enum):
+    """What it takes to choose the tokens of a batch; each includes what is above it."""
+
+    NOISE = enum.auto()
+    """Some requests are greedy, the others have noise."""
+    FILTERS = enum.auto()
+    """Some have top-k, top-p or min-p."""
+    ADJUSTMENTS = enum.auto()
+    """Some change the logits before: bias, penalties, a mask."""
 
 
 class SlotTable:
@@ -47,7 +64,8 @@ class SlotTable:
         """Stream work: whether the last request of any slot has logit bias, penalties or a mask."""
         self.has_penalties = False
         """Stream work: whether the last request of any slot has penalties."""
-        self._adjusted: dict[int, SamplingParams] = {}
+        self._params: dict[int, SamplingParams] = {}
+        self._adjusted: set[int] = set()
 
     def check(self, command: StepCommand) -> None:
         """Raises InvalidArgumentError for a slot, page or token that there is not, before anything is enqueued."""
@@ -65,32 +83,43 @@ class SlotTable:
         """Stream work: the limits of B slots, [B] int64."""
         return self.limits.index_select(0, rows)
 
-    def apply(self, updates: tuple[SlotUpdate, ...]) -> None:
-        """Stream work: takes over what changed."""
-        for update in updates:
-            row = self.page_table[update.slot]
-            end = update.first_page_index + len(update.pages)
-            if update.first_page_index == 0:
-                row.zero_()
-            row[update.first_page_index : end] = torch.tensor(update.pages, dtype=torch.int64)
-            self.limits[update.slot] = update.limit_tokens
-            self.max_draft_tokens[update.slot] = self._most_accepted(update)
-        taken = {update.slot: update.sampling for update in updates if update.sampling is not None}
-        if taken:
-            self._take(taken)
+    def needs(self, slots: Sequence[int]) -> Needs:
+        """Stream work: what it takes to choose tokens for these slots."""
+        if self._params.keys().isdisjoint(slots):
+            return Needs.NOISE
+        params = [self._params[slot] for slot in slots if slot in self._params]
+        return Needs.ADJUSTMENTS if any(row.adjusts_logits for row in params) else Needs.FILTERS
 
-    def _take(self, taken: dict[int, SamplingParams]) -> None:
-        device = self.limits.device
-        slots, params = torch.tensor(list(taken)).to(device), list(taken.values())
-        self.sampling.put(slots, SamplingRows.of(params, device=device))
-        adjusted = {slot: sampling for slot, sampling in taken.items() if sampling.adjusts_logits}
-        if adjusted or not self._adjusted.keys().isdisjoint(taken):
-            self.adjustments.put(slots, AdjustmentRows.of(params, device=device))
-            self.history.clear(slots)
-            others = {slot: sampling for slot, sampling in self._adjusted.items() if slot not in taken}
-            self._adjusted = others | adjusted
-            self.adjusts_logits = bool(self._adjusted)
-            self.has_penalties = any(sampling.has_penalty for sampling in self._adjusted.values())
+    def changes(self, updates: tuple[SlotUpdate, ...], staging: Staging) -> SlotChanges:
+        """What `take_over` is to write, in the order of the commands: it depends on what was taken over before."""
+        return SlotChanges.of(
+            updates,
+            staging,
+            max_pages=self._max_pages,
+            max_draft_tokens=[self._most_accepted(update) for update in updates],
+            adjusted=set(self._adjusted),
+        )
+
+    def take_over(self, changes: SlotChanges) -> None:
+        """Stream work: writes what changed."""
+        self.page_table.index_fill_(0, changes.emptied, 0)
+        self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
+        self.limits.index_copy_(0, changes.slots, changes.limits)
+        self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
+        if changes.taken is not None:
+            self._take(changes.taken)
+
+    def _take(self, taken: TakenSlots) -> None:
+        self.sampling.put(taken.slots, taken.sampling)
+        others = {slot: params for slot, params in self._params.items() if slot not in taken.params}
+        self._params = others | {slot: params for slot, params in taken.params.items() if not params.is_plain}
+        if taken.adjustments is None:
+            return
+        self.adjustments.put(taken.slots, taken.adjustments)
+        self.history.clear(taken.slots)
+        self._adjusted = {slot for slot, params in self._params.items() if params.adjusts_logits}
+        self.adjusts_logits = bool(self._adjusted)
+        self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
 
     def _most_accepted(self, update: SlotUpdate) -> int:
         most = self._num_draft_tokens
