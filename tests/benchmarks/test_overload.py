@@ -1,0 +1,43 @@
+"""Far more requests than the server can take, for a few seconds: `benchmarks/overload.py` without its stopwatch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.benchmarks.lengths import Lengths
+from slipstream.benchmarks.overload import Plan, lines, overload
+from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
+from slipstream.benchmarks.workload import Workload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.timeout(180)
+async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path) -> None:
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    plan = Plan(
+        seconds=4.0,
+        warm_up_s=1.0,
+        capacity_seconds=2.0,
+        capacity_warm_up_s=0.5,
+        slots=4,
+        queue=4,
+        sample_s=0.1,
+        seed=seed,
+    )
+    models = Models().with_draft(STANDALONE)
+    workload = Workload(models.target, Lengths(scale=0.1))
+    async with ServingStack.start(tmp_path / "logs", models) as stack:
+        report = await overload(stack, workload, models, plan)
+    print("\n".join(lines(report)))
+    assert not report.faults()
+    assert report.load.num_rejected > report.load.num_completed > 0
+    assert report.goodput > 0
+    assert set(report.footprints) == {"scheduler", "verify", "draft"}
+    assert asdict(report)["load"]["rejection_ms"]["count"] == report.load.num_rejected
