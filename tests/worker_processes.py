@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from slipstream.common.device.face import Device
     from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.epoch import Epoch
@@ -156,8 +157,10 @@ class _Audience:
 
 
 @contextmanager
-def conducting(processes: WorkerProcesses, *, has_draft: bool = True, **settings: object) -> Iterator[Client]:
-    """A conductor and its clients' side, for the length of a block."""
+def conducting(
+    processes: WorkerProcesses, *, device: Device | None = None, has_draft: bool = True, **settings: object
+) -> Iterator[Client]:
+    """A conductor and its clients' side, for the length of a block; `device`: the CPU, if there is none."""
     client = Client()
     config = SchedulerConfig(
         verify=processes.address(Role.VERIFY),
@@ -166,7 +169,7 @@ def conducting(processes: WorkerProcesses, *, has_draft: bool = True, **settings
     )
     conductor = Conductor(
         config,
-        HostDevice(),
+        device or HostDevice(),
         client.queue,
         registry=CollectorRegistry(),
         audience=client.audience(),

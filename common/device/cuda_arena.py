@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.device import event_fence, timeline_fence
 from slipstream.common.device.cuda_memory import CudaMemory
 from slipstream.common.device.event_fence import EventFence, EventRing
-from slipstream.common.device.manifest import FenceWord, Manifest, lay_out
+from slipstream.common.device.manifest import FEWEST_EVENTS, FenceWord, Manifest, lay_out
 from slipstream.common.device.timeline_fence import TimelineFence
 from slipstream.common.errors import DeviceError, ManifestError, MismatchError
 
@@ -125,7 +125,7 @@ def _check(manifest: Manifest) -> None:
         if word.kind not in (timeline_fence.KIND, event_fence.KIND):
             accepted = f"{timeline_fence.KIND!r} and {event_fence.KIND!r}"
             raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r}: this worker opens {accepted}")
-        if (word.kind == event_fence.KIND) is not (len(word.events) >= event_fence.FEWEST_EVENTS):
+        if (word.kind == event_fence.KIND) is not (len(word.events) >= FEWEST_EVENTS):
             count = len(word.events)
             raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r} with {count} events")
     manifest.check()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda_stream import handle_of
-from slipstream.common.device.manifest import EVENT, HANDLE_BYTES
+from slipstream.common.device.manifest import EVENT, EVENTS, HANDLE_BYTES
 from slipstream.common.device.word_fence import WordFence
 from slipstream.common.errors import DeviceError
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.face import Stream
 
 KIND = EVENT
-EVENTS = 16
-"""Of a fence: at least run-ahead + 2, so that an event is recorded again only when nobody waits for it any more."""
-FEWEST_EVENTS = 2
 
 
 class EventRing:

@@ -24,8 +24,10 @@ FENCE_BYTES = 64
 MAX_DIMENSIONS = 8
 HANDLE_BYTES = 64
 """Of CUDA's IPC handles, of memory and of events."""
-MAX_EVENTS = 256
-"""Of a fence."""
+EVENTS = 16
+"""Of an "event" fence: at least run-ahead + 2, so that an event is recorded again only when nobody waits for it."""
+FEWEST_EVENTS, MOST_EVENTS = 2, 256
+"""That another process is believed."""
 
 HOST, TIMELINE, EVENT = "host", "timeline", "event"
 """The kinds of fences."""
@@ -137,8 +139,8 @@ class Manifest:
         if len(self.handle) not in (0, HANDLE_BYTES):
             raise ManifestError(f"a memory handle of {len(self.handle)} bytes instead of {HANDLE_BYTES}")
         for word in self.fences:
-            if len(word.events) > MAX_EVENTS:
-                raise ManifestError(f"fence {word.fence.name}: {len(word.events)} events, at most {MAX_EVENTS}")
+            if len(word.events) > MOST_EVENTS:
+                raise ManifestError(f"fence {word.fence.name}: {len(word.events)} events, at most {MOST_EVENTS}")
             for handle in word.events:
                 if len(handle) != HANDLE_BYTES:
                     raise ManifestError(f"fence {word.fence.name}: an event handle of {len(handle)} bytes")

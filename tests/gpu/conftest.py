@@ -1,0 +1,74 @@
+"""Settings of the tests that need a GPU: skipped where there is none, and said why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.device.choose import cuda_obstacle
+from slipstream.common.device.manifest import EVENT, TIMELINE, BufferSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
+
+SPECS = (
+    BufferSpec("lengths", (3, 4), torch.int64, "verify"),
+    BufferSpec("states", (5, 7, 2), torch.bfloat16, "verify"),
+    BufferSpec("halves", (6, 3), torch.float16, "verify"),
+    BufferSpec("floats", (2, 9), torch.float32, "verify"),
+    BufferSpec("tokens", (4,), torch.int32, "draft"),
+    BufferSpec("seen", (512,), torch.int64, "draft"),
+    BufferSpec("stamps", (512,), torch.int64, "verify"),
+)
+KINDS = (TIMELINE, EVENT)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks every test in this folder."""
+    obstacle = cuda_obstacle()
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if obstacle is not None:
+                item.add_marker(pytest.mark.skip(reason=obstacle))
+
+
+@pytest.fixture(scope="session")
+def device() -> CudaDevice:
+    """The GPU with its best fences."""
+    from slipstream.common.device.cuda_device import CudaDevice
+
+    return CudaDevice()
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def device_of_kind(request: pytest.FixtureRequest) -> CudaDevice:
+    """The GPU with fences of either kind."""
+    from slipstream.common.device.cuda_device import CudaDevice
+
+    return CudaDevice(request.param)
+
+
+@pytest.fixture
+def arena(device: CudaDevice) -> Iterator[OwnedArena]:
+    """An arena that this process owns."""
+    from slipstream.common.step import FenceName
+
+    made = device.create_arena(SPECS, list(FenceName))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena_of_kind(device_of_kind: CudaDevice) -> Iterator[OwnedArena]:
+    """An arena with fences of either kind."""
+    from slipstream.common.step import FenceName
+
+    made = device_of_kind.create_arena(SPECS, list(FenceName))
+    yield made
+    made.close()

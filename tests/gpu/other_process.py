@@ -1,0 +1,70 @@
+"""Another process on the same GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.common.wire import manifest_to_pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.face import Arena
+    from slipstream.common.device.manifest import Manifest
+
+_SCRIPT = Path(__file__).with_name("gpu_user.py")
+
+
+class OtherProcess:
+    """Runs `gpu_user.py`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    @classmethod
+    @contextmanager
+    def running(cls, arena: Arena | None = None) -> Iterator[OtherProcess]:
+        """Starts it, with an arena open, and has it gone at the end."""
+        command = [sys.executable, str(_SCRIPT)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            other = cls(process)
+            try:
+                assert other._answer() == "ready"
+                if arena is not None:
+                    assert other.open(arena.manifest) == "opened"
+                yield other
+            finally:
+                process.kill()
+
+    def open(self, manifest: Manifest) -> str:
+        """Gives it a manifest, over the wire's encoding."""
+        return self.tell(f"open {manifest_to_pb(manifest).SerializeToString().hex()}")
+
+    def tell(self, line: str) -> str:
+        """Gives it something to do; returns its answer."""
+        assert self._process.stdin is not None, "a pipe was asked for"
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def do(self, *lines: str) -> None:
+        """Gives it work that only is enqueued."""
+        for line in lines:
+            assert self.tell(line) == "ok", line
+
+    def read(self, name: str) -> list[float]:
+        """What it sees in a buffer."""
+        return [float(number) for number in self.tell(f"read {name}").split()]
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None, "a pipe was asked for"
+        return self._process.stdout.readline().strip()

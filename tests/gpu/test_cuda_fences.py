@@ -1,0 +1,128 @@
+"""Both kinds of fences between streams of different processes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.device.manifest import EVENTS
+from slipstream.common.step import FenceName
+from tests.gpu.other_process import OtherProcess
+
+if TYPE_CHECKING:
+    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
+
+DONE, PUBLISH, STASH = (int(name) for name in FenceName)
+
+
+def seen(arena: OwnedArena, device: CudaDevice, count: int) -> list[int]:
+    """The first elements of what was copied."""
+    values: list[int] = device.to_host([arena.tensor("seen")])[0].tolist()
+    return values[:count]
+
+
+def test_a_stream_waits_for_work_of_another_process(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
+    """More values than an event fence has events, and each seen with what was written before it."""
+    rounds = 3 * EVENTS + 1
+    with OtherProcess.running(arena_of_kind) as producer, OtherProcess.running(arena_of_kind) as consumer:
+        for value in range(1, rounds):
+            producer.do("spin 300", f"fill lengths {value}", f"signal {DONE} {value}")
+            consumer.do(f"wait {DONE} {value}", f"copy lengths {value}", f"signal {PUBLISH} {value}")
+            producer.do(f"wait {PUBLISH} {value}")
+        assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
+        assert seen(arena_of_kind, device_of_kind, rounds) == list(range(rounds))
+        assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0]
+
+
+def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, arena: OwnedArena) -> None:
+    rounds = 200
+    with OtherProcess.running(arena) as producer, OtherProcess.running(arena) as consumer:
+        consumer.do(f"many {rounds} wait {DONE} {{}}; copy lengths {{}}; signal {PUBLISH} {{}}")
+        assert consumer.tell("sync 0.05") == "late"
+        producer.do(f"many {rounds} fill lengths {{}}; signal {DONE} {{}}; wait {PUBLISH} {{}}")
+        assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
+        assert seen(arena, device, rounds + 1) == list(range(rounds + 1))
+
+
+def test_the_clock_is_one_for_all_processes(device: CudaDevice, arena: OwnedArena) -> None:
+    """Two streams take turns; their stamps are in the order of the turns."""
+    turns = 100
+    with OtherProcess.running(arena) as one, OtherProcess.running(arena) as two:
+        one.do(f"many {turns} stamp {{}}; signal {DONE} {{}}; wait {STASH} {{}}")
+        two.do(f"many {turns} wait {DONE} {{}}; copy stamps {{}}; signal {STASH} {{}}")
+        assert one.tell("sync 10") == two.tell("sync 10") == "done"
+        ones = device.to_host([arena.tensor("stamps")])[0].tolist()[1 : turns + 1]
+    assert ones == sorted(set(ones))
+    assert ones[-1] - ones[0] < 10e9
+
+
+def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: OwnedArena) -> None:
+    with OtherProcess.running(arena) as one, OtherProcess.running(arena) as two:
+        for number in range(50):
+            one.do(f"wait {STASH} {number}", f"stamp {4 * number}", "spin 20", f"stamp {4 * number + 1}")
+            one.do(f"signal {DONE} {number + 1}")
+            two.do(f"wait {DONE} {number + 1}", f"stamp {4 * number + 2}", "spin 20", f"stamp {4 * number + 3}")
+            two.do(f"signal {STASH} {number + 1}")
+        assert one.tell("sync 10") == two.tell("sync 10") == "done"
+    stamps = device.to_host([arena.tensor("stamps")])[0].tolist()[:200]
+    assert stamps == sorted(stamps)
+    assert all(end - start >= 20_000 for start, end in zip(stamps[::2], stamps[1::2], strict=True))
+
+
+def test_the_host_waits_no_longer_than_it_is_told_to(arena_of_kind: OwnedArena) -> None:
+    fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
+    started = time.monotonic()
+    assert not fence.wait_on_host(1, 0.05)
+    assert time.monotonic() - started >= 0.05
+    with OtherProcess.running(arena_of_kind) as producer:
+        producer.do("spin 50000", f"signal {DONE} 3")
+        assert fence.wait_on_host(3, 10.0)
+        assert fence.poll() == 3
+
+
+def test_a_release_never_sets_a_counter_back(arena_of_kind: OwnedArena) -> None:
+    fence = arena_of_kind.fence(FenceName.VERIFY_STASH)
+    for released, counter in ((5, 5), (3, 5), (2**40, 2**40)):
+        fence.release(released)
+        assert fence.poll() == counter
+
+
+def test_who_waits_for_a_producer_that_was_killed_is_released(device: CudaDevice, arena: OwnedArena) -> None:
+    """With work in flight: the owner's write ends the wait, and the stream goes on."""
+    with OtherProcess.running(arena) as producer, OtherProcess.running(arena) as consumer:
+        producer.do("spin 60000000", f"signal {DONE} 1")
+        consumer.do(f"wait {DONE} 1", "fill lengths 4", "copy lengths 1")
+        assert consumer.tell("sync 0.1") == "late"
+        producer.kill()
+        assert consumer.tell("sync 0.1") == "late"
+        arena.fence(FenceName.DRAFT_DONE).release(1)
+        assert consumer.tell("sync 10") == "done"
+        assert seen(arena, device, 2) == [0, 4]
+        consumer.do("fill lengths 5", "copy lengths 2")
+        assert consumer.tell("sync 10") == "done"
+        assert seen(arena, device, 3) == [0, 4, 5]
+
+
+def test_a_process_may_release_its_own_stream(arena: OwnedArena) -> None:
+    """A worker that lost its scheduler does: from a stream of its own that never waits."""
+    with OtherProcess.running(arena) as consumer:
+        consumer.do(f"wait {DONE} 7", f"release {DONE} 7")
+        assert consumer.tell("sync 10") == "done"
+
+
+@pytest.mark.parametrize("device_of_kind", ["event"], indirect=True)
+def test_who_waits_for_an_event_of_a_killed_producer_cannot_be_released(
+    arena_of_kind: OwnedArena, device_of_kind: CudaDevice
+) -> None:
+    """What `timeline` is for. The host is not held up, the memory is intact, and the consumer can be ended."""
+    with OtherProcess.running(arena_of_kind) as producer, OtherProcess.running(arena_of_kind) as consumer:
+        producer.do("spin 60000000", f"signal {DONE} 1")
+        consumer.do(f"wait {DONE} 1")
+        producer.kill()
+        arena_of_kind.fence(FenceName.DRAFT_DONE).release(1)
+        assert arena_of_kind.fence(FenceName.DRAFT_DONE).wait_on_host(1, 10.0)
+        assert consumer.tell("sync 0.5") == "late"
+        consumer.kill()
+    assert device_of_kind.to_host([arena_of_kind.tensor("tokens")])[0].tolist() == [0, 0, 0, 0]

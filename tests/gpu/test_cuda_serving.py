@@ -1,0 +1,98 @@
+"""The whole of a step between three processes on a GPU, with stand-ins for the models."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from slipstream.bundled import standalone_dir, target_dir
+from slipstream.common.errors import UnavailableError
+from slipstream.common.sampling import SamplingParams
+from slipstream.common.step import Role
+from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.services.stand_in import token_at
+from tests.waiting import until
+from tests.worker_processes import WorkerProcesses, conducting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.cuda_device import CudaDevice
+
+MODELS = {Role.VERIFY: target_dir(), Role.DRAFT: standalone_dir()}
+OPTIONS = ("--device", "cuda", "--stand-in-ms", "0.4")
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """Both workers, started and perhaps not ready yet."""
+    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), MODELS, *OPTIONS) as made:
+        made.start(*Role)
+        yield made
+
+
+def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Job:
+    """A greedy job."""
+    spec = JobSpec(
+        job_id=str(prompt_tokens),
+        prompt=tuple(range(prompt_tokens)),
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+    )
+    return Job(spec)
+
+
+def expected(job: Job) -> list[int]:
+    """What stand-ins answer."""
+    first = len(job.spec.prompt)
+    tokens: list[int] = token_at(torch.arange(first, first + job.spec.max_new_tokens)).tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+async def test_the_right_tokens(processes: WorkerProcesses, device_of_kind: CudaDevice, run_ahead: int) -> None:
+    """Prompts of one and of several chunks, more jobs than slots; half of the draft is right."""
+    sizes = {"slots": 3, "chunk_tokens": 16, "num_draft_tokens": 4, "context_tokens": 4096}
+    settings: dict[str, Any] = {"device": device_of_kind, "run_ahead": run_ahead, **sizes}
+    with conducting(processes, **settings) as client:
+        await client.attached.wait()
+        jobs = [make_job(length) for length in (1, 5, 16, 17, 40, 100)]
+        assert await client.run(*jobs) == [expected(job) for job in jobs]
+        assert all(job.counts.mean_accept_length > 2.5 for job in jobs)
+        assert client.epoch is not None
+        assert client.epoch.fence_kind == device_of_kind.fence_kind
+    assert not client.errors
+    assert not client.reasons
+
+
+async def test_without_a_draft(processes: WorkerProcesses, device: CudaDevice) -> None:
+    with conducting(processes, device=device, has_draft=False, run_ahead=2, context_tokens=4096) as client:
+        await client.attached.wait()
+        jobs = [make_job(length) for length in (3, 30)]
+        assert await client.run(*jobs) == [expected(job) for job in jobs]
+
+
+@pytest.mark.parametrize("role", Role)
+async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(
+    processes: WorkerProcesses, device: CudaDevice, role: Role
+) -> None:
+    with conducting(processes, device=device, run_ahead=1, context_tokens=1 << 16) as client:
+        await client.attached.wait()
+        jobs = [make_job(length, max_new_tokens=50_000) for length in (3, 30)]
+        running = [asyncio.create_task(client.run(job)) for job in jobs]
+        await until(lambda: jobs[0].counts.num_output_tokens > 10)
+        processes.send_signal(role, signal.SIGKILL)
+        ends = await asyncio.gather(*running, return_exceptions=True)
+        assert all(isinstance(end, UnavailableError) for end in ends), ends
+        await until(lambda: bool(client.reasons))
+        assert processes.wait(role) == -signal.SIGKILL
+        processes.start(role)
+        await client.attached.wait()
+        job = make_job(7)
+        assert await client.run(job) == [expected(job)]
+    assert client.errors == []

@@ -1,0 +1,170 @@
+"""The stream of a GPU, the copies beside it, and its clock."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.step import FenceName
+from tests.gpu.other_process import OtherProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda_stream import CudaStream
+
+DONE = int(FenceName.DRAFT_DONE)
+
+
+class Failures(list[BaseException]):
+    """What streams reported."""
+
+
+@pytest.fixture
+def failures() -> Failures:
+    """None yet."""
+    return Failures()
+
+
+@pytest.fixture
+def stream(device: CudaDevice, failures: Failures) -> Iterator[CudaStream]:
+    """A stream that must come to its end."""
+    before = torch.cuda.current_stream()
+    made = device.create_stream("test", failures.append)
+    yield made
+    torch.cuda.set_stream(before)
+    made.close()
+    assert device.driver.is_idle(made.handle)
+
+
+def test_work_runs_in_order_on_the_stream(stream: CudaStream, device: CudaDevice) -> None:
+    numbers = torch.zeros(4, dtype=torch.int64, device=device.torch_device)
+    torch.cuda.synchronize()
+    used: list[int] = []
+
+    def double_and_add() -> None:
+        used.append(torch.cuda.current_stream().cuda_stream)
+        numbers.mul_(2).add_(1)
+
+    for _ in range(10):
+        stream.enqueue(double_and_add)
+    stream.synchronize(10.0)
+    assert device.to_host([numbers])[0].tolist() == [2**10 - 1] * 4
+    assert set(used) == {stream.handle}
+
+
+def test_work_that_raises_breaks_the_stream(stream: CudaStream, failures: Failures) -> None:
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    for number, work in enumerate((lambda: ran.append(0), fail, lambda: ran.append(2), fail)):
+        assert number == 0 or ran == [0]
+        stream.enqueue(work)
+    assert ran == [0]
+    assert [str(failure) for failure in failures] == ["on purpose"]
+    with pytest.raises(ValueError, match="on purpose"):
+        stream.synchronize(10.0)
+
+
+def test_synchronize_has_an_end(stream: CudaStream, arena: OwnedArena) -> None:
+    fence = arena.fence(FenceName.DRAFT_DONE)
+    fence.wait(stream, 1)
+    with pytest.raises(DeadlineExceededError, match="stream test did not finish"):
+        stream.synchronize(0.05)
+    fence.release(1)
+    stream.synchronize(10.0)
+
+
+def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: OwnedArena, device: CudaDevice) -> None:
+    """What it does with tensors stands behind what the stream waits for."""
+    fence, tensor = arena.fence(FenceName.DRAFT_DONE), arena.tensor("tokens")
+
+    def work() -> None:
+        stream.bind_thread()
+        fence.wait(stream, 1)
+        tensor.fill_(3)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert device.to_host([tensor])[0].tolist() == [0, 0, 0, 0]
+    fence.release(1)
+    stream.synchronize(10.0)
+    assert device.to_host([tensor])[0].tolist() == [3, 3, 3, 3]
+
+
+def test_results_come_to_the_host_past_everything_else(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
+    """The producer goes on working, and this process's own streams are full."""
+    fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
+    sources = [arena_of_kind.tensor("lengths"), arena_of_kind.tensor("states")]
+    copy = device_of_kind.host_copy(fence, sources)
+    before = torch.cuda.current_stream()
+    busy = device_of_kind.create_stream("busy", lambda error: None)
+    ended = torch.zeros(1, dtype=torch.int64, device=device_of_kind.torch_device)
+    with OtherProcess.running(arena_of_kind) as producer:
+        _spin(device_of_kind, busy, 4_000_000_000)
+        device_of_kind.stamp(busy, ended[0])
+        for step in range(1, 40):
+            row = step % 3
+            copy.start(step, row)
+            if step == 1:
+                assert copy.finish(step, row, 0.02) is None
+            producer.do(f"fill lengths {step}", f"fill states {step}", f"signal {DONE} {step}")
+            if step == 5:
+                producer.do("spin 100000")
+            found = copy.finish(step, row, 10.0)
+            assert found is not None
+            assert [part.tolist() for part in found] == [[step] * 4, [[step] * 2] * 7]
+            assert all(part.device.type == "cpu" for part in found)
+        assert device_of_kind.to_host([ended])[0].item() == 0, "the busy stream was still busy"
+    copy.close()
+    torch.cuda.set_stream(before)
+    busy.close()
+
+
+def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
+    fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
+    copy = device_of_kind.host_copy(fence, [arena_of_kind.tensor("lengths")])
+    with OtherProcess.running(arena_of_kind) as producer:
+        producer.do("spin 60000000", f"signal {DONE} 2")
+        for step in (1, 2):
+            copy.start(step, step)
+        producer.kill()
+    assert copy.finish(1, 1, 0.05) is None
+    copy.close()
+    fresh = device_of_kind.host_copy(arena_of_kind.fence(FenceName.VERIFY_STASH), [arena_of_kind.tensor("lengths")])
+    fresh.start(1, 0)
+    arena_of_kind.fence(FenceName.VERIFY_STASH).release(1)
+    assert fresh.finish(1, 0, 10.0) is not None
+    fresh.close()
+
+
+def test_stamps_can_be_captured(device: CudaDevice, arena: OwnedArena) -> None:
+    stamps, capturing = arena.tensor("stamps"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capturing):
+        handle = torch.cuda.current_stream().cuda_stream
+        device.kernels.stamp(handle, stamps[0].data_ptr())
+        device.kernels.spin_until(handle, stamps[0].data_ptr(), 50_000)
+        device.kernels.stamp(handle, stamps[1].data_ptr())
+    taken = []
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        taken += device.to_host([stamps[:2]])[0].tolist()
+    assert taken == sorted(taken)
+    assert all(end - start >= 50_000 for start, end in zip(taken[::2], taken[1::2], strict=True))
+
+
+def _spin(device: CudaDevice, stream: CudaStream, length_ns: int) -> None:
+    start = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+    torch.cuda.synchronize()
+    device.stamp(stream, start[0])
+    stream.enqueue(lambda: device.kernels.spin_until(stream.handle, start.data_ptr(), length_ns))
