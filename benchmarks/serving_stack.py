@@ -1,21 +1,52 @@
-"""The bundled model served by the real console scripts, for scripts that measure or check."""
+"""Models served by the real console scripts, for scripts that measure or check."""
 
 from __future__ import annotations
 
 import socket
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
+
+NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
+ALGORITHMS = (NONE, STANDALONE, EAGLE3)
+
+
+def _bundled_drafts() -> Mapping[str, Path]:
+    return {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """What is served: the bundled models, unless others are named."""
+
+    target: Path = field(default_factory=target_dir)
+    drafts: Mapping[str, Path] = field(default_factory=_bundled_drafts)
+    """By algorithm."""
+    device: str = "cpu"
+
+    @classmethod
+    def choose(cls, *, target: Path | None, drafts: Mapping[str, Path | None], device: str) -> Models:
+        """The models that are given, None for those that are not; without a target, the bundled ones besides."""
+        given = {algorithm: path for algorithm, path in drafts.items() if path is not None}
+        if target is None:
+            return cls(drafts={**_bundled_drafts(), **given}, device=device)
+        return cls(target=target, drafts=given, device=device)
+
+    def with_draft(self, algorithm: str) -> Models:
+        """The same target with the draft of this algorithm alone; with none for "none"."""
+        drafts = {name: path for name, path in self.drafts.items() if name == algorithm}
+        return Models(target=self.target, drafts=drafts, device=self.device)
 
 
 class ServingStack:
-    """Verify and drafts of the bundled model, which stay, and schedulers that come and go."""
+    """Verify and drafts of a model, which stay, and schedulers that come and go."""
 
     def __init__(self, stack: Stack) -> None:
         """Use `start`."""
@@ -23,13 +54,15 @@ class ServingStack:
 
     @classmethod
     @asynccontextmanager
-    async def start(cls, log_dir: Path) -> AsyncIterator[ServingStack]:
+    async def start(cls, log_dir: Path, models: Models | None = None) -> AsyncIterator[ServingStack]:
         """Loads all models."""
+        models = models or Models()
         async with Stack(log_dir) as stack:
-            await stack.worker("verify", "--model", str(target_dir()))
-            await stack.worker("draft", "--model", str(standalone_dir()))
-            head = ("--model", str(eagle3_dir()), "--target", str(target_dir()), "--algorithm", "eagle3")
-            await stack.worker("draft", *head, name="eagle3")
+            device = ("--device", models.device)
+            await stack.worker("verify", "--model", str(models.target), *device)
+            for algorithm, path in models.drafts.items():
+                head = ("--model", str(path), "--target", str(models.target), "--algorithm", algorithm)
+                await stack.worker("draft", *head, *device, name=algorithm)
             yield cls(stack)
 
     @asynccontextmanager
@@ -37,8 +70,7 @@ class ServingStack:
         self, algorithm: str, *, run_ahead: int = 1, metrics_port: int = 0, arguments: tuple[str, ...] = ()
     ) -> AsyncIterator[str]:
         """A scheduler with "standalone" or "eagle3" drafts or "none"; yields its address."""
-        name = {"standalone": "draft", "eagle3": "eagle3"}.get(algorithm)
-        draft = () if name is None else ("--draft", self._stack.socket(name))
+        draft = () if algorithm == NONE else ("--draft", self._stack.socket(algorithm))
         (port,) = free_ports(1)
         async with self._stack.scheduler(
             *("--verify", self._stack.socket("verify")),

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import typer
 
+from slipstream.benchmarks.held import Held, settled
 from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
@@ -28,29 +29,7 @@ from slipstream.common.errors import NotFoundError
 
 NUM_CLIENTS = 32
 MAX_NEW_TOKENS = 64
-SETTLE_S = 20.0
-POLL_S = 0.1
 LOG_DIR = Path("build/benchmarks")
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What is in use at one moment."""
-
-    num_free_pages: int
-    num_running: int
-    num_waiting: int
-    threads: dict[str, int]
-    """By service."""
-    descriptors: dict[str, int]
-
-    def exceeds(self, before: Held) -> bool:
-        """Whether more is in use than before."""
-        counts = ((self.threads, before.threads), (self.descriptors, before.descriptors))
-        return (
-            (self.num_free_pages, self.num_running, self.num_waiting)
-            != (before.num_free_pages, before.num_running, before.num_waiting)
-        ) or any(now[name] > then[name] for now, then in counts for name in now)
 
 
 @dataclass(slots=True)
@@ -72,11 +51,11 @@ async def soak(stack: ServingStack, seconds: float, seed: int, *, num_clients: i
     report = SoakReport(seconds, num_clients, seed)
     async with stack.scheduler("standalone") as address, AsyncClient(address) as client:
         await _warm_up(client, num_clients)
-        report.before = await _settled(client, None)
+        report.before = await settled(client, None)
         deadline = time.monotonic() + seconds
         runs = [_client(client, random.Random(f"{seed}-{n}"), deadline, report) for n in range(num_clients)]
         await asyncio.gather(*runs)
-        report.after = await _settled(client, report.before)
+        report.after = await settled(client, report.before)
     if report.after.exceeds(report.before):
         report.problems.append(f"before: {report.before}, after: {report.after}")
     return report
@@ -124,29 +103,6 @@ async def _warm_up(client: AsyncClient, num_clients: int) -> None:
             pass
 
     await asyncio.gather(*(run() for _ in range(num_clients)))
-
-
-async def _settled(client: AsyncClient, before: Held | None) -> Held:
-    """What is in use when it is no more than `before`, or nothing runs; as it is if that takes too long."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        held = await _held(client)
-        is_idle = held.num_running == held.num_waiting == 0
-        if (is_idle if before is None else not held.exceeds(before)) or time.monotonic() > deadline:
-            return held
-        await asyncio.sleep(POLL_S)
-
-
-async def _held(client: AsyncClient) -> Held:
-    info = await client.server_info()
-    processes = {service.name: Path("/proc") / str(service.pid) for service in info.services}
-    return Held(
-        num_free_pages=info.num_free_pages,
-        num_running=info.num_running,
-        num_waiting=info.num_waiting,
-        threads={name: len(list((path / "task").iterdir())) for name, path in processes.items()},
-        descriptors={name: len(list((path / "fd").iterdir())) for name, path in processes.items()},
-    )
 
 
 def main(

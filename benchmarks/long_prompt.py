@@ -1,0 +1,245 @@
+"""Does a long prompt stop the tokens of others? A running stream while a prompt of 4,000 tokens comes in.
+
+    python benchmarks/long_prompt.py --json benchmarks/results/long_prompt_cpu.json \
+        --picture benchmarks/results/long_prompt_cpu.png
+
+A prompt is taken in by chunks, in steps that take turns with decoding. For each size of the chunks a stream runs
+alone for a while, then together with the long prompt until that has its first token; the last size takes the whole
+prompt at once. The bundled models were trained for 1,024 tokens: copies with a larger `max_position_embeddings` take
+as long for a step as any model of their sizes, whatever their words are worth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from slipstream.benchmarks.hardware import host
+from slipstream.benchmarks.load_report import Percentiles
+from slipstream.benchmarks.longer_context import with_context
+from slipstream.benchmarks.reader import Reader
+from slipstream.benchmarks.serving_stack import EAGLE3, NONE, STANDALONE, Models, ServingStack
+from slipstream.client import AsyncClient
+
+LOG_DIR = Path("build/benchmarks/long_prompt")
+TEMPERATURE = 0.8
+STREAM_PROMPT = list(range(100, 132))
+
+
+# Without slots, so that the command line can read the defaults from the class.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    algorithm: str = STANDALONE
+    prompt_tokens: int = 4000
+    chunk_sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 4096)
+    repeats: int = 2
+    quiet_s: float = 1.5
+    """In which the stream runs alone, each time."""
+    stream_tokens: int = 3000
+    """What the stream may generate at most; it is left before that."""
+    slots: int = 4
+    context_tokens: int = 8192
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Of the messages of the stream: seconds since the one before, and tokens."""
+
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+
+    def inter_token_ms(self) -> Percentiles:
+        """Between tokens; those of one message share the time since the one before."""
+        return Percentiles.of_seconds(gap / count for gap, count in self.gaps for _ in range(count))
+
+    def message_gap_ms(self) -> Percentiles:
+        """Between messages: how long a reader sees nothing new."""
+        return Percentiles.of_seconds(gap for gap, _ in self.gaps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSize:
+    """What came out for one size of the chunks."""
+
+    chunk_tokens: int
+    quiet_inter_token_ms: Percentiles
+    inter_token_ms: Percentiles
+    """While the long prompt comes in; so below."""
+    quiet_message_gap_ms: Percentiles
+    message_gap_ms: Percentiles
+    gap_ratio_p50: float
+    """With the long prompt over without, of the gaps between messages."""
+    gap_ratio_p99: float
+    inter_token_ratio_p50: float
+    inter_token_ratio_p99: float
+    first_token_s: list[float]
+    """Of the long prompt, beside the stream, in each repeat."""
+    first_token_alone_s: float
+    """Of the long prompt when nothing else runs."""
+    messages: list[tuple[float, int]]
+    """Of the first repeat's stream: seconds since the long prompt was sent, and tokens."""
+
+
+async def measure(models: Models, plan: Plan) -> list[ChunkSize]:
+    """Starts the services once, and a scheduler for each size of the chunks."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
+        longer = _with_context(models, plan.context_tokens, Path(directory))
+        results = []
+        async with ServingStack.start(LOG_DIR, longer) as stack:
+            for chunk_tokens in plan.chunk_sizes:
+                arguments = (
+                    *("--chunk-tokens", str(chunk_tokens), "--slots", str(plan.slots)),
+                    *("--context-tokens", str(plan.context_tokens)),
+                )
+                async with (
+                    stack.scheduler(plan.algorithm, arguments=arguments) as address,
+                    AsyncClient(address) as client,
+                ):
+                    results.append(await _measure(client, plan, chunk_tokens))
+                print(line(results[-1]), flush=True)
+    return results
+
+
+async def _measure(client: AsyncClient, plan: Plan, chunk_tokens: int) -> ChunkSize:
+    info = await client.server_info()
+    prompt = [100 + number * 7919 % (info.vocab_size - 100) for number in range(plan.prompt_tokens)]
+    alone_s = await _first_token_s(client, prompt)
+    quiet, together, first_token_s, messages = Gaps(), Gaps(), [], []
+    for repeat in range(plan.repeats):
+        stream = Reader.reading(
+            client,
+            STREAM_PROMPT,
+            max_new_tokens=plan.stream_tokens,
+            temperature=TEMPERATURE,
+            seed=plan.seed + repeat,
+        )
+        async with stream as reader:
+            started = time.monotonic()
+            await asyncio.sleep(plan.quiet_s)
+            sent = time.monotonic()
+            first_token_s.append(await _first_token_s(client, prompt))
+            ended = time.monotonic()
+            # What was waited for when the prompt's first token came was held up by it, too.
+            await reader.next_message()
+            quiet.gaps += reader.gaps_within(started, sent)
+            together.gaps += reader.gaps_across(sent, ended)
+            if not messages:
+                times = zip(reader.times_s, reader.counts, strict=True)
+                messages = [(round(at - sent, 4), count) for at, count in times]
+    return _result(chunk_tokens, quiet, together, first_token_s, alone_s, messages)
+
+
+async def _first_token_s(client: AsyncClient, prompt: list[int]) -> float:
+    sent = time.monotonic()
+    async for _ in client.generate(prompt, max_new_tokens=1, ignore_eos=True):
+        pass
+    return time.monotonic() - sent
+
+
+def _result(
+    chunk_tokens: int,
+    quiet: Gaps,
+    together: Gaps,
+    first_token_s: list[float],
+    alone_s: float,
+    messages: list[tuple[float, int]],
+) -> ChunkSize:
+    gaps = quiet.message_gap_ms(), together.message_gap_ms()
+    tokens = quiet.inter_token_ms(), together.inter_token_ms()
+    return ChunkSize(
+        chunk_tokens=chunk_tokens,
+        quiet_inter_token_ms=tokens[0],
+        inter_token_ms=tokens[1],
+        quiet_message_gap_ms=gaps[0],
+        message_gap_ms=gaps[1],
+        gap_ratio_p50=_ratio(gaps, "p50"),
+        gap_ratio_p99=_ratio(gaps, "p99"),
+        inter_token_ratio_p50=_ratio(tokens, "p50"),
+        inter_token_ratio_p99=_ratio(tokens, "p99"),
+        first_token_s=first_token_s,
+        first_token_alone_s=alone_s,
+        messages=messages,
+    )
+
+
+def _ratio(pair: tuple[Percentiles, Percentiles], percentile: str) -> float:
+    quiet, together = (float(getattr(each, percentile)) for each in pair)
+    return round(together / quiet, 3)
+
+
+def _with_context(models: Models, context_tokens: int, directory: Path) -> Models:
+    drafts = {
+        algorithm: with_context(path, context_tokens, directory / algorithm)
+        for algorithm, path in models.drafts.items()
+    }
+    return replace(models, target=with_context(models.target, context_tokens, directory / "target"), drafts=drafts)
+
+
+def line(result: ChunkSize) -> str:
+    """One size of the chunks."""
+    quiet, together = result.quiet_message_gap_ms, result.message_gap_ms
+    seconds = " and ".join(f"{each:.2f}" for each in result.first_token_s)
+    return (
+        f"chunks of {result.chunk_tokens:>4}: between messages {quiet.p50:.1f} / {quiet.p99:.1f} ms alone (p50 / p99), "
+        f"{together.p50:.1f} / {together.p99:.1f} ms with the long prompt, ratio {result.gap_ratio_p50:.2f} / "
+        f"{result.gap_ratio_p99:.2f}; between tokens {result.quiet_inter_token_ms.p50:.2f} and "
+        f"{result.inter_token_ms.p50:.2f} ms (p50); its first token after {seconds} s, "
+        f"{result.first_token_alone_s:.2f} s when nothing else runs"
+    )
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu; the GPU comes with the CUDA backend.")] = "cpu",
+    target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
+    standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
+    eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
+    algorithm: Annotated[str, typer.Option(help=f"{NONE}, {STANDALONE} or {EAGLE3}.")] = Plan.algorithm,
+    prompt_tokens: Annotated[int, typer.Option(help="Of the long prompt.")] = Plan.prompt_tokens,
+    chunk_sizes: Annotated[str, typer.Option(help="Prompt tokens in a prefill step.")] = "32,64,128,256,512,4096",
+    context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Plan.context_tokens,
+    repeats: Annotated[int, typer.Option(help="Long prompts for each size.")] = Plan.repeats,
+    seed: Annotated[int, typer.Option(help="Of what is sampled.")] = Plan.seed,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+) -> None:
+    """Measures what a long prompt does to a running stream."""
+    if device != "cpu":
+        raise typer.BadParameter("only cpu so far", param_hint="--device")
+    plan = Plan(
+        algorithm=algorithm,
+        prompt_tokens=prompt_tokens,
+        chunk_sizes=tuple(map(int, chunk_sizes.split(","))),
+        context_tokens=context_tokens,
+        repeats=repeats,
+        seed=seed,
+    )
+    models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)
+    print(f"{host()}; {device}; {models.target.name}, {algorithm}; T = {TEMPERATURE}, seed {seed}")
+    results = asyncio.run(measure(models.with_draft(algorithm), plan))
+    written: dict[str, Any] = {
+        "host": host(),
+        "device": device,
+        "model": models.target.name,
+        "temperature": TEMPERATURE,
+        "plan": asdict(plan),
+        "results": [asdict(result) for result in results],
+    }
+    if json_file is not None:
+        json_file.write_text(json.dumps(written, indent=1) + "\n")
+    if picture is not None:
+        from slipstream.benchmarks.long_prompt_picture import draw
+
+        draw(written, picture)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,257 @@
+"""Ten times what the server can do, for a minute: does it go on doing what it can, and say no at once?
+
+    python benchmarks/overload.py --json benchmarks/results/overload_cpu.json
+
+The capacity is found by saturation before and after, in the same run; in between, requests come as a Poisson process
+at ten times its rate, with the workload of `serving.py`. Goodput is the output tokens per second of requests that
+complete. Status 1 if it falls below 90 % of the capacity, a rejection takes 50 ms (at the 99th percentile, from when
+the request was to be made) or carries no RetryInfo, health is ever anything but SERVING, an accepted request fails,
+or the memory of a service grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.benchmarks.capacity import find_capacity
+from slipstream.benchmarks.hardware import host
+from slipstream.benchmarks.health_watch import HealthWatch
+from slipstream.benchmarks.held import settled
+from slipstream.benchmarks.lengths import Lengths
+from slipstream.benchmarks.load_generator import REJECTED, LoadGenerator
+from slipstream.benchmarks.load_report import failures, report_of
+from slipstream.benchmarks.process_watch import ProcessWatch
+from slipstream.benchmarks.serving_stack import EAGLE3, STANDALONE, Models, ServingStack
+from slipstream.benchmarks.workload import Workload
+from slipstream.client import AsyncClient
+
+if TYPE_CHECKING:
+    from slipstream.benchmarks.health_watch import HealthReport
+    from slipstream.benchmarks.held import Held
+    from slipstream.benchmarks.load_generator import LoadRun
+    from slipstream.benchmarks.load_report import LoadReport
+    from slipstream.benchmarks.process_watch import Footprint
+
+LOG_DIR = Path("build/benchmarks/overload")
+
+LEAST_GOODPUT = 0.9
+"""Of the capacity."""
+MOST_REJECTION_MS = 50.0
+MOST_GROWTH = 0.02
+"""Of resident memory, from the first third of the time to the last."""
+
+
+# Without slots, so that the command line can read the defaults from the class.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is done."""
+
+    algorithm: str = STANDALONE
+    factor: float = 10.0
+    """Times the capacity."""
+    seconds: float = 60.0
+    warm_up_s: float = 5.0
+    """Of these, what does not count: the queue fills up."""
+    capacity_seconds: float = 13.0
+    """Before, and again after."""
+    capacity_warm_up_s: float = 3.0
+    drain_s: float = 60.0
+    slots: int = 16
+    queue: int = 64
+    """Requests that may wait."""
+    kept_jobs: int = 100
+    """Jobs that are kept after their end: few, so that there are as many from the beginning of the minute on."""
+    sample_s: float = 0.5
+    seed: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class OverloadReport:
+    """What happened."""
+
+    host: str
+    device: str
+    model: str
+    plan: Plan
+    lengths: Lengths
+    capacity_before: LoadReport
+    capacity_after: LoadReport
+    offered_requests_per_second: float
+    load: LoadReport
+    """The minute."""
+    rejections_without_retry_info: int
+    health: HealthReport
+    footprints: dict[str, Footprint]
+    """Of the services, in the minute."""
+    footprints_at_capacity: dict[str, Footprint]
+    before: Held
+    after: Held
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> float:
+        """Tokens per second, the mean of before and after."""
+        return (self.capacity_before.tokens_per_second + self.capacity_after.tokens_per_second) / 2
+
+    @property
+    def goodput(self) -> float:
+        """Of the capacity."""
+        return self.load.completed_tokens_per_second / self.capacity
+
+    def faults(self) -> list[str]:
+        """What is wrong whatever the machine and however busy it is."""
+        faults = [f"failed: {failure}" for failure in self.failures[:10]]
+        if not self.load.num_rejected or not self.load.num_completed:
+            faults.append(f"{self.load.num_rejected} rejected, {self.load.num_completed} completed")
+        if self.load.num_left:
+            faults.append(f"{self.load.num_left} requests did not come to an end")
+        if self.rejections_without_retry_info:
+            faults.append(f"{self.rejections_without_retry_info} rejections without a RetryInfo")
+        if not self.health.is_always_serving:
+            faults.append(f"health: {', '.join(self.health.statuses)}")
+        if self.after.exceeds(self.before):
+            faults.append(f"before: {self.before}, after: {self.after}")
+        return faults
+
+    def shortcomings(self) -> list[str]:
+        """What is slower, or bigger, than it should be."""
+        found = []
+        if self.goodput < LEAST_GOODPUT:
+            found.append(f"goodput is {self.goodput:.3f} of the capacity, below {LEAST_GOODPUT}")
+        if self.load.rejection_ms.p99 >= MOST_REJECTION_MS:
+            found.append(f"rejections take {self.load.rejection_ms.p99:.1f} ms at p99")
+        for name, footprint in self.footprints.items():
+            if footprint.growth > MOST_GROWTH:
+                found.append(f"the memory of {name} grew by {100 * footprint.growth:.1f} %")
+        return found
+
+
+async def overload(stack: ServingStack, workload: Workload, models: Models, plan: Plan) -> OverloadReport:
+    """Runs it against a scheduler of its own."""
+    arguments = ("--slots", str(plan.slots), "--queue", str(plan.queue), "--kept-jobs", str(plan.kept_jobs))
+    arguments += ("--context-tokens", str(workload.lengths.context_tokens))
+    async with (
+        stack.scheduler(plan.algorithm, arguments=arguments) as address,
+        AsyncClient(address) as client,
+    ):
+        with LoadGenerator() as generator:
+            pids = {service.name: service.pid for service in (await client.server_info()).services}
+            at_capacity, in_overload = ProcessWatch(pids), ProcessWatch(pids)
+            async with at_capacity.watching(plan.sample_s, after_s=plan.capacity_warm_up_s):
+                capacity_before = await _capacity(generator, workload, address, plan, "before")
+            before = await settled(client, None)
+            rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
+            arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
+            health = HealthWatch(address)
+            async with health.watching(), in_overload.watching(plan.sample_s, after_s=plan.warm_up_s):
+                run = await generator.open_loop(address, arrivals, plan.seconds, plan.drain_s)
+            after = await settled(client, before)
+            capacity_after = await _capacity(generator, workload, address, plan, "after")
+    return OverloadReport(
+        host=host(),
+        device=models.device,
+        model=models.target.name,
+        plan=plan,
+        lengths=workload.lengths,
+        capacity_before=capacity_before,
+        capacity_after=capacity_after,
+        offered_requests_per_second=rate,
+        load=report_of(run, plan.warm_up_s),
+        rejections_without_retry_info=_without_retry_info(run),
+        health=health.report(),
+        footprints=in_overload.footprints(),
+        footprints_at_capacity=at_capacity.footprints(),
+        before=before,
+        after=after,
+        failures=failures(run),
+    )
+
+
+async def _capacity(generator: LoadGenerator, workload: Workload, address: str, plan: Plan, when: str) -> LoadReport:
+    return await find_capacity(
+        generator,
+        workload,
+        address,
+        num_slots=plan.slots,
+        seconds=plan.capacity_seconds,
+        warm_up_s=plan.capacity_warm_up_s,
+        seed=f"{plan.seed} {when}",
+    )
+
+
+def _without_retry_info(run: LoadRun) -> int:
+    return sum(record.outcome == REJECTED and record.retry_after_ms is None for record in run.records)
+
+
+def lines(report: OverloadReport) -> list[str]:
+    """What to print."""
+    load, rejection = report.load, report.load.rejection_ms
+    result = [
+        f"{report.host}; {report.device}; {report.model}; {report.lengths}; seed {report.plan.seed}",
+        f"capacity {report.capacity_before.tokens_per_second:.0f} tokens/s before, "
+        f"{report.capacity_after.tokens_per_second:.0f} after; offered {report.offered_requests_per_second:.0f} "
+        f"requests/s, {report.plan.factor:g} times it",
+        f"goodput {load.completed_tokens_per_second:.0f} tokens/s, {report.goodput:.3f} of the capacity "
+        f"({load.requests_per_second:.1f} requests/s)",
+        f"{load.num_rejected} of {load.num_requests} requests rejected, after {rejection.p50:.1f} / "
+        f"{rejection.p99:.1f} / {rejection.most:.1f} ms (p50 / p99 / most), "
+        f"{report.rejections_without_retry_info} of them without a RetryInfo",
+        f"health {', '.join(report.health.statuses)}; checks answered after {report.health.check_ms.p99:.1f} ms at p99",
+        f"the generator made requests {load.lateness_ms.p99:.1f} ms late at p99, and took "
+        f"{load.generator_cpu_share:.2f} of a core",
+    ]
+    for name, now in report.footprints.items():
+        then = report.footprints_at_capacity[name]
+        result.append(
+            f"{name}: {now.first_rss_kib / 1024:.1f} MiB in the first third, {now.last_rss_kib / 1024:.1f} in the last "
+            f"({now.slope_kib_per_minute:+.0f} KiB/min); {now.cpu_share:.2f} of a core ({then.cpu_share:.2f} before)"
+        )
+    return result
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu; the GPU comes with the CUDA backend.")] = "cpu",
+    target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
+    standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
+    eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
+    algorithm: Annotated[str, typer.Option(help="none, standalone or eagle3.")] = Plan.algorithm,
+    factor: Annotated[float, typer.Option(help="Times the capacity.")] = Plan.factor,
+    seconds: Annotated[float, typer.Option(help="How long.")] = Plan.seconds,
+    capacity_seconds: Annotated[float, typer.Option(help="For the capacity, each time.")] = Plan.capacity_seconds,
+    length_scale: Annotated[float, typer.Option(help="Times ShareGPT's mean lengths.")] = 0.25,
+    context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Lengths.context_tokens,
+    slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = Plan.slots,
+    queue: Annotated[int, typer.Option(help="Requests that may wait.")] = Plan.queue,
+    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = Plan.seed,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
+) -> None:
+    """Overloads the server."""
+    if device != "cpu":
+        raise typer.BadParameter("only cpu so far", param_hint="--device")
+    plan = replace(Plan(), algorithm=algorithm, factor=factor, seconds=seconds, capacity_seconds=capacity_seconds)
+    plan = replace(plan, slots=slots, queue=queue, seed=seed)
+    models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)
+    workload = Workload(models.target, Lengths(scale=length_scale, context_tokens=context_tokens))
+    report = asyncio.run(_serve_and_overload(workload, models.with_draft(algorithm), plan))
+    problems = report.faults() + report.shortcomings()
+    print("\n".join([*lines(report), *problems]))
+    if json_file is not None:
+        written = {**asdict(report), "capacity": report.capacity, "goodput": report.goodput, "problems": problems}
+        json_file.write_text(json.dumps(written, indent=1) + "\n")
+    sys.exit(1 if problems else 0)
+
+
+async def _serve_and_overload(workload: Workload, models: Models, plan: Plan) -> OverloadReport:
+    async with ServingStack.start(LOG_DIR, models) as stack:
+        return await overload(stack, workload, models, plan)
+
+
+if __name__ == "__main__":
+    typer.run(main)
