@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
-    from slipstream.client.requests import SamplingOptions
+    from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.chunk import Chunk
     from slipstream.common.keepalive import Keepalive
 
@@ -38,6 +38,12 @@ class AsyncClient:
 
     >>> async with AsyncClient("127.0.0.1:50051") as client:
     ...     async for chunk in client.generate("Once upon a time", max_new_tokens=64):
+    ...         print(chunk.text, end="")
+
+    A conversation, for a model that has a chat template:
+
+    >>>     messages = [{"role": "user", "content": "Who was first?"}]
+    ...     async for chunk in client.generate(messages, stop="\\n\\n"):
     ...         print(chunk.text, end="")
 
     A job that outlives its connection, and the client:
@@ -66,36 +72,37 @@ class AsyncClient:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         job_id: str = "",
         timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Chunk, None]:
-        """Continues a text, or token ids, and yields the output as it comes; closing the generator cancels the job.
+        """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 
-        Parameters are those of generation.proto; None takes the server's default. `timeout_s` bounds the whole
-        call: then the job ends and DeadlineExceededError is raised. Raises ConnectionLostError when the connection
-        breaks, which ends the job too, and InternalError when the server left out or repeated tokens.
+        Closing the generator cancels the job. Parameters are those of generation.proto; None takes the server's
+        default. With `n` samples each chunk says which it is of; the last of all has the `job_usage`. `timeout_s`
+        bounds the whole call: then the job ends and DeadlineExceededError is raised. Raises ConnectionLostError when
+        the connection breaks, which ends the job too, and InternalError when the server left out or repeated tokens.
         """
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, sampling)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
         return self._chunks(self._stub.Generate, request, OutputReader(), timeout_s)
 
     async def create_job(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         job_id: str = "",
         timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> JobInfo:
         """Creates a job that goes on without this client. `timeout_s` is for the call.
 
         Sent again when the connection breaks, for `reconnect_s`: the job's name, given or drawn here, makes that safe.
         Raises AlreadyExistsError when another request has made a job of this name.
         """
-        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), sampling)
+        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), options)
         retry = Reconnection(reconnect_s, timeout_s)
         while True:
             try:
@@ -105,17 +112,22 @@ class AsyncClient:
                 await asyncio.sleep(retry.pause_after(error))
 
     async def watch_job(
-        self, job_id: str, from_token: int = 0, *, timeout_s: float | None = None, reconnect_s: float = RECONNECT_S
+        self,
+        job_id: str,
+        from_token: int | Sequence[int] = 0,
+        *,
+        timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
     ) -> AsyncGenerator[Chunk, None]:
         """Yields a job's output from a token on, up to its end; closing the generator leaves the job as it is.
 
-        A lost connection is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s`
-        bounds the whole. Raises NotFoundError, and the error that ended the job.
+        With several samples, `from_token` may be a number for each, in order; those not named begin at 0. A lost
+        connection is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s` bounds the
+        whole. Raises NotFoundError, and the error that ended the job.
         """
         reader, retry = OutputReader(from_token), Reconnection(reconnect_s, timeout_s)
         while not reader.is_over:
-            request = build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=reader.num_tokens)
-            chunks = self._chunks(self._stub.WatchJob, request, reader, retry.time_left_s)
+            chunks = self._chunks(self._stub.WatchJob, reader.request(job_id), reader, retry.time_left_s)
             try:
                 async for chunk in chunks:
                     retry.came_through()
@@ -156,7 +168,9 @@ class AsyncClient:
         try:
             with our_errors():
                 async for message in call:
-                    yield reader.read(message)
+                    chunk = reader.read(message)
+                    if chunk is not None:
+                        yield chunk
             reader.check_end()
         finally:
             call.cancel()

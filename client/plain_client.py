@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Unpack
 
-    from slipstream.client.requests import SamplingOptions
+    from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.chunk import Chunk
     from slipstream.common.keepalive import Keepalive
 
@@ -60,30 +60,30 @@ class Client:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         job_id: str = "",
         timeout_s: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Generator[Chunk, None, None]:
-        """Continues a text, or token ids, and yields the output as it comes; closing the generator cancels the job.
+        """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 
-        See `AsyncClient.generate`.
+        Closing the generator cancels the job. See `AsyncClient.generate`.
         """
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, sampling)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
         return self._chunks(self._stub.Generate, request, OutputReader(), timeout_s)
 
     def create_job(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         job_id: str = "",
         timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> JobInfo:
         """Creates a job that goes on without this client. See `AsyncClient.create_job`."""
-        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), sampling)
+        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), options)
         retry = Reconnection(reconnect_s, timeout_s)
         while True:
             try:
@@ -93,7 +93,12 @@ class Client:
                 time.sleep(retry.pause_after(error))
 
     def watch_job(
-        self, job_id: str, from_token: int = 0, *, timeout_s: float | None = None, reconnect_s: float = RECONNECT_S
+        self,
+        job_id: str,
+        from_token: int | Sequence[int] = 0,
+        *,
+        timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
     ) -> Generator[Chunk, None, None]:
         """Yields a job's output from a token on, up to its end, lost connections or not.
 
@@ -101,9 +106,8 @@ class Client:
         """
         reader, retry = OutputReader(from_token), Reconnection(reconnect_s, timeout_s)
         while not reader.is_over:
-            request = build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=reader.num_tokens)
             try:
-                for chunk in self._chunks(self._stub.WatchJob, request, reader, retry.time_left_s):
+                for chunk in self._chunks(self._stub.WatchJob, reader.request(job_id), reader, retry.time_left_s):
                     retry.came_through()
                     yield chunk
             except RETRIED as error:
@@ -137,7 +141,9 @@ class Client:
         try:
             with our_errors():
                 for message in call:
-                    yield reader.read(message)
+                    chunk = reader.read(message)
+                    if chunk is not None:
+                        yield chunk
             reader.check_end()
         finally:
             call.cancel()

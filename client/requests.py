@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import grpc
 
@@ -22,30 +23,55 @@ if TYPE_CHECKING:
 
 RECONNECT_S = 30.0
 """How long a client tries to get a lost connection back, unless it is told otherwise."""
+CONNECT_TIMEOUT_S = 5.0
+"""For one attempt to connect."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
 _Request = TypeVar("_Request")
 
 
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
+"""A text, token ids, or a conversation: messages with a "role" and a "content", for the model's chat template."""
+
+
 class SamplingOptions(TypedDict, total=False):
     """How to continue a prompt. The fields of `SamplingParams` in generation.proto; None takes the server's default."""
 
     max_new_tokens: int | None
+    min_new_tokens: int | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
     seed: int | None
-    stop_token_ids: Sequence[int]
+    n: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
     ignore_eos: bool
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: bool
+    top_logprobs: int | None
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """All that a request says beside its prompt. None takes the server's default."""
+
+    speculation: bool | None
+    """Whether drafts may be used."""
+    max_draft_tokens: int | None
+    """Draft tokens that may be accepted in a step."""
 
 
 def channel_options(keepalive: Keepalive | None) -> list[ChannelOption]:
     """The arguments of a client's channel."""
     pauses: list[ChannelOption] = [
         ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE_S)),
-        ("grpc.min_reconnect_backoff_ms", int(1000 * FIRST_PAUSE_S)),
+        # By its name a pause between two attempts; what gRPC does with it is to let an attempt take that long.
+        ("grpc.min_reconnect_backoff_ms", int(1000 * CONNECT_TIMEOUT_S)),
         ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE_S)),
     ]
     return [*(keepalive or Keepalive()).options(), *pauses, ("grpc.max_receive_message_length", -1)]
@@ -56,12 +82,29 @@ def new_job_id() -> str:
     return uuid.uuid4().hex
 
 
-def job_request(kind: type[_Request], prompt: str | Sequence[int], job_id: str, sampling: SamplingOptions) -> _Request:
+def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: RequestOptions) -> _Request:
     """A GenerateRequest or a CreateJobRequest. Raises InvalidArgumentError for what does not fit its field's type."""
-    params = build(generation_pb2.SamplingParams, **sampling)
+    sampling: dict[str, Any] = {**options}
+    speculation = {
+        "enabled": sampling.pop("speculation", None),
+        "max_draft_tokens": sampling.pop("max_draft_tokens", None),
+    }
+    if isinstance(sampling.get("stop"), str):
+        # A string is a sequence of strings, too.
+        sampling["stop"] = [sampling["stop"]]
+    fields = _prompt_field(prompt)
+    if any(value is not None for value in speculation.values()):
+        fields["speculation"] = build(generation_pb2.Speculation, **speculation)
+    return build(kind, job_id=job_id, sampling_params=build(generation_pb2.SamplingParams, **sampling), **fields)
+
+
+def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
-        return build(kind, job_id=job_id, text=prompt, sampling_params=params)
-    return build(kind, job_id=job_id, input_ids=build(generation_pb2.TokenIds, ids=prompt), sampling_params=params)
+        return {"text": prompt}
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        messages = [build(generation_pb2.ChatMessage, **message) for message in prompt]  # type: ignore[arg-type]
+        return {"messages": generation_pb2.ChatMessages(items=messages)}
+    return {"input_ids": build(generation_pb2.TokenIds, ids=prompt)}
 
 
 def build(kind: type[_Request], **values: Any) -> _Request:
@@ -85,18 +128,36 @@ def our_errors() -> Iterator[None]:
 class OutputReader:
     """Reads the messages of one job's output, over any number of calls, and sees to it that none is left out."""
 
-    def __init__(self, from_token: int = 0) -> None:
-        self.num_tokens = from_token
-        """Tokens so far, those before the first message included: where the next call must go on."""
+    def __init__(self, from_token: int | Sequence[int] = 0) -> None:
+        """`from_token`: tokens that are there already, of the first sample or, in order, of each."""
+        offsets = [from_token] if isinstance(from_token, int) else from_token
         self.is_over = False
+        """Whether the last message of all has come."""
+        self._offsets = dict(enumerate(offsets))
+        self._finished: set[int] = set()
 
-    def read(self, message: generation_pb2.GenerateResponse) -> Chunk:
-        """The next part. Raises InternalError when the server left out or repeated tokens."""
+    def request(self, job_id: str) -> generation_pb2.WatchJobRequest:
+        """What to ask for to go on."""
+        offsets = [self._offsets.get(index, 0) for index in range(max(self._offsets, default=0) + 1)]
+        if len(offsets) == 1:
+            return build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=offsets[0])
+        return build(generation_pb2.WatchJobRequest, job_id=job_id, from_tokens=offsets)
+
+    def read(self, message: generation_pb2.GenerateResponse) -> Chunk | None:
+        """The next part; None for an end that came before. Raises InternalError for tokens left out or repeated."""
         chunk = Chunk.from_pb(message)
-        if chunk.token_offset != self.num_tokens:
-            raise InternalError(f"token {self.num_tokens} was expected, token {chunk.token_offset} came")
-        self.num_tokens += len(chunk.token_ids)
-        self.is_over = chunk.finish_reason is not None
+        sample, expected = chunk.sample_index, self._offsets.get(chunk.sample_index, 0)
+        if chunk.token_offset != expected or (chunk.token_ids and sample in self._finished):
+            of = f" of sample {sample}" if sample else ""
+            raise InternalError(f"token {expected}{of} was expected, token {chunk.token_offset} came")
+        self._offsets[sample] = expected + len(chunk.token_ids)
+        self.is_over = chunk.job_usage is not None
+        if sample in self._finished:
+            # Another call tells the end of a sample anew, and perhaps that of the job with it.
+            rest = Chunk(job_id=chunk.job_id, token_offset=expected, sample_index=sample, job_usage=chunk.job_usage)
+            return rest if self.is_over else None
+        if chunk.finish_reason is not None:
+            self._finished.add(sample)
         return chunk
 
     def check_end(self) -> None:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.common.chunk import Chunk, Usage
+from slipstream.client.requests import OutputReader
+from slipstream.common.chunk import Chunk, FinishReason
 from slipstream.common.errors import (
+    ConnectionLostError,
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     UnavailableError,
 )
+from slipstream.common.usage import Usage
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.grpc_server import running_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from slipstream.client.requests import SamplingOptions
 
 NAME = "slipstream.v1.Generation"
 USAGE = Usage(
@@ -39,7 +45,7 @@ USAGE = Usage(
     end_to_end_seconds=0.75,
 )
 FIRST = Chunk(job_id="a", token_offset=0, token_ids=(5, 6), text="hé", is_draft=(True, False), text_lengths=(1, 1))
-LAST = Chunk(job_id="a", token_offset=2, finish_reason="length", usage=USAGE)
+LAST = Chunk(job_id="a", token_offset=2, finish_reason=FinishReason.LENGTH, usage=USAGE, job_usage=USAGE)
 
 
 class Script(generation_pb2_grpc.GenerationServicer):
@@ -92,6 +98,69 @@ async def test_what_is_not_set_is_not_sent() -> None:
         "stop_token_ids",
         "ignore_eos",
     }
+
+
+async def test_everything_that_is_asked_for_is_sent() -> None:
+    script = Script(FIRST, LAST)
+    sampling: SamplingOptions = {
+        "min_new_tokens": 1,
+        "n": 2,
+        "stop": ["x", "yz"],
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {3: -1.5},
+        "logprobs": True,
+        "top_logprobs": 4,
+    }
+    conversation = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
+    async with client_of(script) as client:
+        async for _ in client.generate(conversation, speculation=True, max_draft_tokens=2, **sampling):
+            pass
+        async for _ in client.generate("a", stop="xyz", speculation=False, max_draft_tokens=None):
+            pass
+    everything, little = script.requests
+    assert everything == generation_pb2.GenerateRequest(
+        messages={"items": conversation},
+        sampling_params={**sampling},
+        speculation={"enabled": True, "max_draft_tokens": 2},
+    )
+    assert list(little.sampling_params.stop) == ["xyz"]
+    assert little.speculation == generation_pb2.Speculation(enabled=False)
+
+
+async def test_the_stream_ends_with_the_last_sample() -> None:
+    other = Chunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=1)
+    ends = [replace(LAST, job_usage=None), replace(LAST, token_offset=1, sample_index=1)]
+    async with client_of(Script(FIRST, other, *ends)) as client:
+        assert [chunk async for chunk in client.generate("a", n=2)] == [FIRST, other, *ends]
+    async with client_of(Script(FIRST, other, ends[0])) as client:
+        with pytest.raises(ConnectionLostError, match="before the job did"):
+            async for _ in client.generate("a", n=2):
+                pass
+    for wrong in (replace(other, token_offset=2), replace(FIRST, sample_index=1, token_offset=1)):
+        async with client_of(Script(FIRST, wrong, is_endless=True)) as client:
+            chunks = client.generate("a", n=2)
+            assert await anext(chunks) == FIRST
+            with pytest.raises(InternalError, match="token 0 of sample 1 was expected"):
+                await anext(chunks)
+
+
+def test_an_end_that_is_told_again_is_not_repeated() -> None:
+    """Another call begins with the ends of the samples that are over: here that of sample 0 came before."""
+    reader = OutputReader()
+    end = replace(LAST, job_usage=None)
+    assert [reader.read(chunk.to_pb()) for chunk in (FIRST, end)] == [FIRST, end]
+    assert reader.request("a") == generation_pb2.WatchJobRequest(job_id="a", from_token=2)
+    other = Chunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=2)
+    assert [reader.read(chunk.to_pb()) for chunk in (end, other)] == [None, other]
+    assert reader.request("a") == generation_pb2.WatchJobRequest(job_id="a", from_tokens=[2, 0, 1])
+    assert not reader.is_over
+    # The server cannot know which sample's end came last.
+    assert reader.read(LAST.to_pb()) == Chunk(job_id="a", token_offset=2, job_usage=USAGE)
+    assert reader.is_over
+    with pytest.raises(InternalError):
+        reader.read(replace(FIRST, token_offset=2).to_pb())
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -150,6 +219,8 @@ async def test_what_does_not_fit_its_field_is_refused(params: Any) -> None:
             client.generate("a", **params)
         with pytest.raises(InvalidArgumentError, match="TokenIds"):
             client.generate([-1])
+        with pytest.raises(InvalidArgumentError, match="ChatMessage"):
+            client.generate([{"role": "user", "text": "a"}])
 
 
 async def test_errors_keep_the_call_s_own_as_their_cause() -> None:
