@@ -2,32 +2,120 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
+@triton.jit
+def key_rows(
+    page_table: tl.tensor,
+    key: tl.tensor,
+    stop: tl.tensor,
+    num_pages: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Where the keys numbered `key` lie: [BLOCK_N] int64 rows of `kv`. Those from `stop` on are not looked up."""
+    page = tl.load(page_table + key // PAGE_SIZE, mask=key < stop, other=0)
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1) * PAGE_SIZE + key % PAGE_SIZE
+
+
+@triton.jit
+def attend_blocks(
+    query: tl.tensor,  # [BLOCK_M, BLOCK_D]
+    kv: tl.tensor,  # the key head's first element
+    page_table: tl.tensor,  # the row's first page
+    begin: tl.tensor,
+    stop: tl.tensor,
+    best: tl.tensor,  # [BLOCK_M] float32: the greatest score to the base 2 so far
+    total: tl.tensor,  # [BLOCK_M] float32: the sum of weights so far, relative to it
+    accumulated: tl.tensor,  # [BLOCK_M, BLOCK_D] float32
+    first_seen: tl.tensor,
+    last_seen: tl.tensor,
+    tree_start: tl.tensor,
+    bits: tl.tensor,
+    num_pages: tl.tensor,
+    score_scale: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    KV_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Takes in the keys from `begin` to `stop`; if not IS_MASKED, these are whole blocks that every query sees."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    is_dim = d < HEAD_DIM
+    rows = key_rows(page_table, begin + n, stop, num_pages, PAGE_SIZE)
+    for block_begin in range(begin, stop, BLOCK_N):
+        key = block_begin + n
+        is_key = key < stop
+        at = rows * (2 * KV_SIZE)
+        # Looked up a block ahead, so that keys need not wait for page numbers.
+        rows = key_rows(page_table, key + BLOCK_N, stop, num_pages, PAGE_SIZE)
+        keys_at = kv + at[None, :] + d[:, None]
+        values_at = kv + KV_SIZE + at[:, None] + d[None, :]
+        if IS_MASKED:
+            keys = tl.load(keys_at, mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            keys = tl.load(keys_at)
+        else:
+            keys = tl.load(keys_at, mask=is_dim[:, None], other=0.0)
+        scores = tl.dot(query, keys, input_precision="ieee") * score_scale
+        if IS_MASKED:
+            if HAS_TREE:
+                node = tl.minimum(tl.maximum(key - tree_start, 0), 63)
+                is_visible = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
+                is_before = (key < tree_start)[None, :]
+                if HAS_WINDOW:
+                    is_before = is_before & (key[None, :] >= first_seen[:, None])
+                is_visible = is_before | ((key >= tree_start)[None, :] & is_visible)
+            else:
+                is_visible = key[None, :] <= last_seen[:, None]
+                if HAS_WINDOW:
+                    is_visible = is_visible & (key[None, :] >= first_seen[:, None])
+            scores = tl.where(is_visible & is_key[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        # A query that has seen nothing yet must not make a NaN of -inf - -inf.
+        base = tl.where(new_best == float("-inf"), 0.0, new_best) if IS_MASKED else new_best
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(best - base)
+        total = total * decay + tl.sum(weights, axis=1)
+        if IS_MASKED:
+            # A key that nobody may see must not be read: zero times NaN is NaN.
+            values = tl.load(values_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        elif BLOCK_D == HEAD_DIM:
+            values = tl.load(values_at)
+        else:
+            values = tl.load(values_at, mask=is_dim[None, :], other=0.0)
+        accumulated = accumulated * decay[:, None]
+        accumulated = tl.dot(weights.to(values.dtype), values, accumulated, input_precision="ieee")
+        best = new_best
+    return best, total, accumulated
+
+
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width", "num_splits", "num_query_blocks", "window"])
 def attend_kernel(
-    qkv: Any,  # [B * width, (KV_HEADS * GROUP + 2 * KV_HEADS) * HEAD_DIM], queries rotated
-    kv: Any,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM]
-    page_table: Any,  # [B, table_width] int64
-    positions: Any,  # [B, width] int64
-    is_valid: Any,  # [B, width] bool
-    limits: Any,  # [B] int64
-    tree_starts: Any,  # [B] int64, read if HAS_TREE
-    tree_bits: Any,  # [B, width] int64, read if HAS_TREE
-    output: Any,  # [B * width, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
-    partial_output: Any,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
-    partial_lse: Any,  # [B * KV_HEADS * width * GROUP, num_splits] float32: log2 of the sum of a split's weights
-    num_pages: Any,
-    table_width: Any,
-    width: Any,
-    num_splits: Any,
-    num_query_blocks: Any,
-    window: Any,
-    score_scale: Any,  # of scores to the base 2
+    qkv: tl.tensor,  # [B * width, (KV_HEADS * GROUP + 2 * KV_HEADS) * HEAD_DIM], queries rotated
+    kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM]
+    page_table: tl.tensor,  # [B, table_width] int64
+    positions: tl.tensor,  # [B, width] int64
+    is_valid: tl.tensor,  # [B, width] bool
+    limits: tl.tensor,  # [B] int64
+    tree_starts: tl.tensor,  # [B] int64, read if HAS_TREE
+    tree_bits: tl.tensor,  # [B, width] int64, read if HAS_TREE
+    output: tl.tensor,  # [B * width, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
+    partial_output: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
+    partial_lse: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits] float32: log2 of the sum of weights
+    num_pages: tl.tensor,
+    table_width: tl.tensor,
+    width: tl.tensor,
+    num_splits: tl.tensor,
+    num_query_blocks: tl.tensor,
+    window: tl.tensor,
+    score_scale: tl.tensor,  # of scores to the base 2
     PAGE_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -37,6 +125,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SPARES_MASKS: tl.constexpr,  # whether whole blocks that all queries see are worth a loop of their own
     IS_SPLIT: tl.constexpr,
 ) -> None:
     """One key head of one row, for BLOCK_M of the queries (of all heads that share the key head), over one split.
@@ -44,7 +133,8 @@ def attend_kernel(
     Grid: (KV_HEADS, num_query_blocks * num_splits, B). Row m of the queries is token m // GROUP of head m % GROUP.
     """
     head = tl.program_id(0)
-    query_block = tl.program_id(1) % num_query_blocks
+    # The last queries see the most keys, and start first.
+    query_block = num_query_blocks - 1 - tl.program_id(1) % num_query_blocks
     split = tl.program_id(1) // num_query_blocks
     row = tl.program_id(2).to(tl.int64)
 
@@ -86,45 +176,28 @@ def attend_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     accumulated = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    n = tl.arange(0, BLOCK_N)
-    for block_begin in range(begin, stop, BLOCK_N):
-        key = block_begin + n
-        is_key = key < stop
-        page = tl.load(page_table + row * table_width + key // PAGE_SIZE, mask=is_key, other=0)
-        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
-        key_row = (page * PAGE_SIZE + key % PAGE_SIZE) * (2 * KV_HEADS * HEAD_DIM) + head * HEAD_DIM
-        keys = tl.load(kv + key_row[None, :] + d[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        scores = tl.dot(query, keys, input_precision="ieee") * score_scale
-        is_visible = is_key[None, :] & is_seeing[:, None]
-        if HAS_TREE:
-            node = tl.minimum(tl.maximum(key - tree_start, 0), 63)
-            is_in_tree = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
-            is_before = (key < tree_start)[None, :]
-            if HAS_WINDOW:
-                is_before = is_before & (key[None, :] >= first_seen[:, None])
-            is_visible = is_visible & (is_before | ((key >= tree_start)[None, :] & is_in_tree))
-        else:
-            is_visible = is_visible & (key[None, :] <= last_seen[:, None])
-            if HAS_WINDOW:
-                is_visible = is_visible & (key[None, :] >= first_seen[:, None])
-        scores = tl.where(is_visible, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # A query that has seen nothing yet must not make a NaN of -inf - -inf.
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(best - base)
-        total = total * decay + tl.sum(weights, axis=1)
-        # A key that nobody may see must not be read: zero times NaN is NaN.
-        values_at = kv + key_row[:, None] + (KV_HEADS * HEAD_DIM) + d[None, :]
-        values = tl.load(values_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        accumulated = accumulated * decay[:, None]
-        accumulated = tl.dot(weights.to(values.dtype), values, accumulated, input_precision="ieee")
-        best = new_best
+    masked_begin = begin
+    if SPARES_MASKS and not HAS_WINDOW:
+        seen_by_all = tree_start
+        if not HAS_TREE:
+            seen_by_all = tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1
+        num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - begin, 0) // BLOCK_N
+        masked_begin = begin + num_whole * BLOCK_N
+        best, total, accumulated = attend_blocks(
+            query, kv + head * HEAD_DIM, page_table + row * table_width, begin, masked_begin, best, total, accumulated,
+            first_seen, last_seen, tree_start, bits, num_pages, score_scale,
+            PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_TREE, HAS_WINDOW, False,
+        )  # fmt: skip
+    best, total, accumulated = attend_blocks(
+        query, kv + head * HEAD_DIM, page_table + row * table_width, masked_begin, stop, best, total, accumulated,
+        first_seen, last_seen, tree_start, bits, num_pages, score_scale,
+        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_TREE, HAS_WINDOW, True,
+    )  # fmt: skip
 
-    result = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
+    has_keys = is_seeing & (total > 0.0)
+    result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)
     if IS_SPLIT:
         partial = ((row * KV_HEADS + head) * (width * GROUP) + m) * num_splits + split
-        has_keys = total > 0.0
         lse = tl.where(has_keys, best + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
         tl.store(partial_lse + partial, lse, mask=is_query)
         is_kept = (is_query & has_keys)[:, None] & is_dim[None, :]
@@ -137,11 +210,11 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["width", "num_splits"])
 def combine_kernel(
-    partial_output: Any,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32
-    partial_lse: Any,  # [B * KV_HEADS * width * GROUP, num_splits] float32
-    output: Any,  # [B * width, KV_HEADS * GROUP * HEAD_DIM]
-    width: Any,
-    num_splits: Any,
+    partial_output: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32
+    partial_lse: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits] float32
+    output: tl.tensor,  # [B * width, KV_HEADS * GROUP * HEAD_DIM]
+    width: tl.tensor,
+    num_splits: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,

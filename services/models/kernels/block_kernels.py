@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def rms_norm_kernel(
-    x: Any,  # [N, SIZE]
-    delta: Any,  # [N, SIZE], read if HAS_DELTA
-    weight: Any,  # [SIZE]
-    summed: Any,  # [N, SIZE], written if HAS_DELTA: x + delta
-    normed: Any,  # [N, SIZE], written
-    eps: Any,
+    x: tl.tensor,  # [N, SIZE]
+    delta: tl.tensor,  # [N, SIZE], read if HAS_DELTA
+    weight: tl.tensor,  # [SIZE]
+    summed: tl.tensor,  # [N, SIZE], written if HAS_DELTA: x + delta
+    normed: tl.tensor,  # [N, SIZE], written
+    eps: tl.tensor,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
@@ -37,8 +35,8 @@ def rms_norm_kernel(
 
 @triton.jit
 def swiglu_kernel(
-    gate_up: Any,  # [N, 2 * SIZE]: gates, then what they are multiplied with
-    output: Any,  # [N, SIZE], written
+    gate_up: tl.tensor,  # [N, 2 * SIZE]: gates, then what they are multiplied with
+    output: tl.tensor,  # [N, SIZE], written
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

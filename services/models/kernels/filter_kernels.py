@@ -7,8 +7,6 @@ bits; the bin in which the count reaches k, or the mass reaches its target, is t
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -17,28 +15,28 @@ BITS = tl.constexpr(5)
 
 
 @triton.jit
-def deficits_of(logits: Any, greatest: Any, temperature: Any) -> Any:
+def deficits_of(logits: tl.tensor, greatest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """[BLOCK] float32, at least +0; that of the greatest logit is 0, also where it is infinite."""
     difference = tl.where(logits == greatest, 0.0, greatest - logits)
     return tl.abs(tl.div_rn(difference, tl.zeros_like(difference) + temperature))
 
 
 @triton.jit
-def load_logits(logits: Any, row: Any, index: Any, vocab_size: Any) -> Any:
+def load_logits(logits: tl.tensor, row: tl.tensor, index: tl.tensor, vocab_size: tl.tensor) -> tl.tensor:
     """[BLOCK] float32; a NaN, and what lies past the vocabulary, is -inf."""
     value = tl.load(logits + row * vocab_size + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
     return tl.where(value == value, value, float("-inf"))
 
 
 @triton.jit
-def greatest_of(block_best: Any, row: Any, num_blocks: Any, BLOCK_G: tl.constexpr) -> Any:
+def greatest_of(block_best: tl.tensor, row: tl.tensor, num_blocks: tl.tensor, BLOCK_G: tl.constexpr) -> tl.tensor:
     """The greatest logit of a row from those of its blocks."""
     g = tl.arange(0, BLOCK_G)
     return tl.max(tl.load(block_best + row * num_blocks + g, mask=g < num_blocks, other=float("-inf")), axis=0)
 
 
 @triton.jit
-def weights_of(deficits: Any) -> Any:
+def weights_of(deficits: tl.tensor) -> tl.tensor:
     """exp(-deficit), to about 2e-7 of itself: what is left of the nearest power of two is exact before it is used."""
     power = tl.floor(deficits * 1.4426950408889634 + 0.5)
     power = tl.minimum(power, 200.0)
@@ -48,17 +46,17 @@ def weights_of(deficits: Any) -> Any:
 
 @triton.jit
 def descend(
-    counts: Any,  # [N, num_blocks, NUM_BINS] int32 of the level
-    masses: Any,  # the same in float32
-    bits: Any,
-    count_before: Any,
-    mass_before: Any,
-    wanted: Any,
-    row: Any,
-    num_blocks: Any,
+    counts: tl.tensor,  # [N, num_blocks, NUM_BINS] int32 of the level
+    masses: tl.tensor,  # the same in float32
+    bits: tl.tensor,
+    count_before: tl.tensor,
+    mass_before: tl.tensor,
+    wanted: tl.tensor,
+    row: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
     BY_MASS: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """The bits of the cut with those of one more level, and the count and mass of what lies before them."""
     g = tl.arange(0, BLOCK_G)
     b = tl.arange(0, NUM_BINS)
@@ -80,53 +78,55 @@ def descend(
 
 @triton.jit
 def wanted_of(
-    top_ks: Any,
-    top_ps: Any,
-    kept_mass: Any,
-    masses: Any,
-    row: Any,
-    vocab_size: Any,
-    num_blocks: Any,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    kept_mass: tl.tensor,
+    masses: tl.tensor,
+    row: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
     BY_MASS: tl.constexpr,
-) -> Any:
+) -> tl.tensor:
     """What a row's search stops at: a count, int32, or a mass, float64 (of what top-k kept, or of all)."""
-    if not BY_MASS:
-        return tl.minimum(tl.load(top_ks + row), vocab_size).to(tl.int32)
-    g = tl.arange(0, BLOCK_G)
-    b = tl.arange(0, NUM_BINS)
-    at = (row * num_blocks + g)[:, None] * NUM_BINS + b[None, :]
-    all_mass = tl.sum(tl.load(masses + at, mask=(g < num_blocks)[:, None], other=0.0).to(tl.float64), axis=0)
-    mass = tl.where(tl.load(top_ks + row) > 0, tl.load(kept_mass + row), tl.sum(all_mass, axis=0))
-    return tl.load(top_ps + row).to(tl.float64) * mass
+    if BY_MASS:
+        g = tl.arange(0, BLOCK_G)
+        b = tl.arange(0, NUM_BINS)
+        at = (row * num_blocks + g)[:, None] * NUM_BINS + b[None, :]
+        all_mass = tl.sum(tl.load(masses + at, mask=(g < num_blocks)[:, None], other=0.0).to(tl.float64), axis=0)
+        mass = tl.where(tl.load(top_ks + row) > 0, tl.load(kept_mass + row), tl.sum(all_mass, axis=0))
+        wanted = tl.load(top_ps + row).to(tl.float64) * mass
+    else:
+        wanted = tl.minimum(tl.load(top_ks + row), vocab_size).to(tl.int32)
+    return wanted
 
 
 @triton.jit
-def is_searched(temperatures: Any, top_ks: Any, top_ps: Any, row: Any, BY_MASS: tl.constexpr) -> Any:
+def is_searched(
+    temperatures: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, row: tl.tensor, BY_MASS: tl.constexpr
+) -> tl.tensor:
     """Whether the row has this filter."""
-    is_sampled = tl.load(temperatures + row) > 0.0
-    if BY_MASS:
-        return is_sampled & (tl.load(top_ps + row) < 1.0)
-    return is_sampled & (tl.load(top_ks + row) > 0)
+    is_on = (tl.load(top_ps + row) < 1.0) if BY_MASS else (tl.load(top_ks + row) > 0)
+    return is_on & (tl.load(temperatures + row) > 0.0)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks", "num_rows", "level"])
 def count_kernel(
-    logits: Any,  # [N, vocab_size]
-    block_best: Any,  # [N, num_blocks] float32
-    temperatures: Any,  # [N] float32
-    top_ks: Any,  # [N] int64
-    top_ps: Any,  # [N] float32
-    kept_mass: Any,  # [N] float64: what top-k kept, read if BY_MASS
-    counts: Any,  # [LEVELS, N, num_blocks, NUM_BINS] int32, written at `level`
-    masses: Any,  # the same in float32
-    bits: Any,  # [LEVELS, N] int32: those of the cut that are known before a level, written at `level`
-    count_before: Any,  # [LEVELS, N] int32: how many tokens lie before all that have these bits
-    mass_before: Any,  # [LEVELS, N] float64
-    vocab_size: Any,
-    num_blocks: Any,
-    num_rows: Any,
-    level: Any,
+    logits: tl.tensor,  # [N, vocab_size]
+    block_best: tl.tensor,  # [N, num_blocks] float32
+    temperatures: tl.tensor,  # [N] float32
+    top_ks: tl.tensor,  # [N] int64
+    top_ps: tl.tensor,  # [N] float32
+    kept_mass: tl.tensor,  # [N] float64: what top-k kept, read if BY_MASS
+    counts: tl.tensor,  # [LEVELS, N, num_blocks, NUM_BINS] int32, written at `level`
+    masses: tl.tensor,  # the same in float32
+    bits: tl.tensor,  # [LEVELS, N] int32: those of the cut that are known before a level, written at `level`
+    count_before: tl.tensor,  # [LEVELS, N] int32: how many tokens lie before all that have these bits
+    mass_before: tl.tensor,  # [LEVELS, N] float64
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    num_rows: tl.tensor,
+    level: tl.tensor,
     LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -189,21 +189,21 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks", "num_rows"])
 def cut_kernel(
-    temperatures: Any,
-    top_ks: Any,
-    top_ps: Any,
-    kept_mass: Any,  # [N] float64, written if not BY_MASS
-    counts: Any,
-    masses: Any,
-    bits: Any,
-    count_before: Any,
-    mass_before: Any,
-    cut_bits: Any,  # [N] int32: the deficit at which tokens are cut off; both searches write it, top-k's first
-    cut_ties: Any,  # [N] int32: how many tokens with this deficit are kept
-    is_cut_by_mass: Any,  # [N] int8: which search found it
-    vocab_size: Any,
-    num_blocks: Any,
-    num_rows: Any,
+    temperatures: tl.tensor,
+    top_ks: tl.tensor,
+    top_ps: tl.tensor,
+    kept_mass: tl.tensor,  # [N] float64, written if not BY_MASS
+    counts: tl.tensor,
+    masses: tl.tensor,
+    bits: tl.tensor,
+    count_before: tl.tensor,
+    mass_before: tl.tensor,
+    cut_bits: tl.tensor,  # [N] int32: the deficit at which tokens are cut off; both searches write it, top-k's first
+    cut_ties: tl.tensor,  # [N] int32: how many tokens with this deficit are kept
+    is_cut_by_mass: tl.tensor,  # [N] int8: which search found it
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    num_rows: tl.tensor,
     LEVELS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BY_MASS: tl.constexpr,

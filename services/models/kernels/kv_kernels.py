@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_positions"])
 def rotation_kernel(
-    positions: Any,  # [num_tokens] int64
-    inverse_frequencies: Any,  # [HALF] float32
-    rotation: Any,  # [num_tokens, 2, HALF] float32: cosines, then sines
-    num_tokens: Any,
-    max_positions: Any,
+    positions: tl.tensor,  # [num_tokens] int64
+    inverse_frequencies: tl.tensor,  # [HALF] float32
+    rotation: tl.tensor,  # [num_tokens, 2, HALF] float32: cosines, then sines
+    num_tokens: tl.tensor,
+    max_positions: tl.tensor,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -34,20 +32,20 @@ def rotation_kernel(
 
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width"])
 def keep_kernel(
-    qkv: Any,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place if HAS_ROTATION
-    kv: Any,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM], written
-    rotation: Any,  # [B * width, 2, HEAD_DIM / 2] float32, read if HAS_ROTATION
-    query_norm: Any,  # [HEAD_DIM], read if HAS_NORMS
-    key_norm: Any,  # [HEAD_DIM], read if HAS_NORMS
-    page_table: Any,  # [B, table_width] int64
-    positions: Any,  # [B, width] int64
-    is_valid: Any,  # [B, width] bool
-    limits: Any,  # [B] int64
-    tree_starts: Any,  # [B] int64, read if HAS_TREE
-    num_pages: Any,
-    table_width: Any,
-    width: Any,
-    eps: Any,
+    qkv: tl.tensor,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place if HAS_ROTATION
+    kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM], written
+    rotation: tl.tensor,  # [B * width, 2, HEAD_DIM / 2] float32, read if HAS_ROTATION
+    query_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
+    key_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
+    page_table: tl.tensor,  # [B, table_width] int64
+    positions: tl.tensor,  # [B, width] int64
+    is_valid: tl.tensor,  # [B, width] bool
+    limits: tl.tensor,  # [B] int64
+    tree_starts: tl.tensor,  # [B] int64, read if HAS_TREE
+    num_pages: tl.tensor,
+    table_width: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def noise_words(seed: Any, position: Any, first: Any, BLOCK: tl.constexpr) -> Any:
+def noise_words(seed: tl.tensor, position: tl.tensor, first: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """The random words of token ids `first` .. `first` + BLOCK - 1, `first` a multiple of four: [BLOCK] uint32."""
     block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = tl.zeros_like(block)
@@ -18,7 +16,7 @@ def noise_words(seed: Any, position: Any, first: Any, BLOCK: tl.constexpr) -> An
 
 
 @triton.jit
-def noise_words_of(seed: Any, position: Any, token_ids: Any) -> Any:
+def noise_words_of(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
     """The random words of any token ids, a tensor of int32: uint32 of the same shape."""
     block = (token_ids >> 2).to(tl.uint32)
     zero = tl.zeros_like(block)
@@ -28,14 +26,14 @@ def noise_words_of(seed: Any, position: Any, token_ids: Any) -> Any:
 
 
 @triton.jit
-def gumbel(word: Any) -> Any:
+def gumbel(word: tl.tensor) -> tl.tensor:
     """The noise that a random word stands for, in float64 and then rounded to float32."""
     complement = (4294967295.5 - word.to(tl.float64)) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(complement))).to(tl.float32)
 
 
 @triton.jit
-def rough_gumbel(words: Any) -> Any:
+def rough_gumbel(words: tl.tensor) -> tl.tensor:
     """`gumbel` to within 1e-4, at a hundredth of its price: float32."""
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     complement = ((0xFFFFFFFF - words).to(tl.float32) + 0.5) * 2.3283064365386963e-10

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.kv_cache import PagedKV
 
 _MOST_SPLITS = 64
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 2
 """How many programs the keys are split for: fewer leave multiprocessors idle, more only add to the reduction."""
 _MULTIPROCESSORS_WITHOUT_CUDA = 4
 
@@ -182,6 +182,7 @@ class PagedLayerAttention:
             BLOCK_N=self._tile.block_n,
             HAS_TREE=self._tree is not None,
             HAS_WINDOW=window is not None,
+            SPARES_MASKS=self._tile.block_m > 64,
             IS_SPLIT=self._num_splits > 1,
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,
@@ -221,8 +222,8 @@ def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
     if element_size == 4:
         return _Tile(min(block_m, 64), 32, 4, 2)
     if block_m == 128:
-        return _Tile(128, 64, 8, 3 if head_dim <= 128 else 2)
-    return _Tile(block_m, 64, 4, 3 if head_dim <= 128 else 2)
+        return _Tile(128, 64, 4 if head_dim <= 128 else 8, 2)
+    return _Tile(block_m, 128 if head_dim <= 128 else 64, 4, 2)
 
 
 def _power_of_two(number: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -16,11 +14,11 @@ ROUGH_ERROR = tl.constexpr(4e-4)
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks"])
 def greatest_kernel(
-    logits: Any,  # [N, vocab_size]
-    block_best: Any,  # [N, num_blocks] float32, written
-    block_index: Any,  # [N, num_blocks] int32, written: of equal ones the first
-    vocab_size: Any,
-    num_blocks: Any,
+    logits: tl.tensor,  # [N, vocab_size]
+    block_best: tl.tensor,  # [N, num_blocks] float32, written
+    block_index: tl.tensor,  # [N, num_blocks] int32, written: of equal ones the first
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """The greatest logit of a block. Grid: (num_blocks, N)."""
@@ -36,23 +34,23 @@ def greatest_kernel(
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks", "num_rows", "level"])
 def score_kernel(
-    logits: Any,  # [N, vocab_size]
-    block_best: Any,  # [N, num_blocks] float32
-    temperatures: Any,  # [N] float32
-    min_ps: Any,  # [N] float32, read if HAS_FILTERS
-    seeds: Any,  # [N] int64
-    positions: Any,  # [N] int64
-    token_ids: Any,  # [vocab_size] int64, ascending, read if HAS_IDS
-    cut_bits: Any,  # [N] int32, read if HAS_FILTERS, and so on
-    cut_ties: Any,  # [N] int32
-    is_cut_by_mass: Any,  # [N] int8
-    top_k_counts: Any,  # [LEVELS, N, num_blocks, NUM_BINS] int32
-    top_p_counts: Any,
-    block_score: Any,  # [N, num_blocks] float32, written for rows with a temperature
-    block_chosen: Any,  # [N, num_blocks] int32, written: index of the best score, of equal ones the first
-    vocab_size: Any,
-    num_blocks: Any,
-    num_rows: Any,
+    logits: tl.tensor,  # [N, vocab_size]
+    block_best: tl.tensor,  # [N, num_blocks] float32
+    temperatures: tl.tensor,  # [N] float32
+    min_ps: tl.tensor,  # [N] float32, read if HAS_FILTERS
+    seeds: tl.tensor,  # [N] int64
+    positions: tl.tensor,  # [N] int64
+    token_ids: tl.tensor,  # [vocab_size] int64, ascending, read if HAS_IDS
+    cut_bits: tl.tensor,  # [N] int32, read if HAS_FILTERS, and so on
+    cut_ties: tl.tensor,  # [N] int32
+    is_cut_by_mass: tl.tensor,  # [N] int8
+    top_k_counts: tl.tensor,  # [LEVELS, N, num_blocks, NUM_BINS] int32
+    top_p_counts: tl.tensor,
+    block_score: tl.tensor,  # [N, num_blocks] float32, written for rows with a temperature
+    block_chosen: tl.tensor,  # [N, num_blocks] int32, written: index of the best score, of equal ones the first
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    num_rows: tl.tensor,
     LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -115,14 +113,14 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def choose_kernel(
-    block_best: Any,  # [N, num_blocks] float32
-    block_index: Any,  # [N, num_blocks] int32
-    block_score: Any,  # [N, num_blocks] float32
-    block_chosen: Any,  # [N, num_blocks] int32
-    temperatures: Any,  # [N] float32
-    token_ids: Any,  # [vocab_size] int64, read if HAS_IDS
-    tokens: Any,  # [N] int64, written
-    num_blocks: Any,
+    block_best: tl.tensor,  # [N, num_blocks] float32
+    block_index: tl.tensor,  # [N, num_blocks] int32
+    block_score: tl.tensor,  # [N, num_blocks] float32
+    block_chosen: tl.tensor,  # [N, num_blocks] int32
+    temperatures: tl.tensor,  # [N] float32
+    token_ids: tl.tensor,  # [vocab_size] int64, read if HAS_IDS
+    tokens: tl.tensor,  # [N] int64, written
+    num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
     HAS_IDS: tl.constexpr,
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,13 @@ from slipstream.services.models.kernels.noise_kernels import gumbel, noise_words
 
 @triton.jit
 def _noise_kernel(
-    seed: Any, position: Any, ids: Any, words: Any, words_of: Any, first: Any, BLOCK: tl.constexpr
+    seed: tl.tensor,
+    position: tl.tensor,
+    ids: tl.tensor,
+    words: tl.tensor,
+    words_of: tl.tensor,
+    first: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     at = tl.arange(0, BLOCK)
     tl.store(words + at, noise_words(tl.load(seed), tl.load(position), first, BLOCK).to(tl.int64))
@@ -21,7 +25,7 @@ def _noise_kernel(
 
 
 @triton.jit
-def _gumbel_kernel(words: Any, exact: Any, rough: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def _gumbel_kernel(words: tl.tensor, exact: tl.tensor, rough: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + at, mask=at < size, other=0)
     tl.store(exact + at, gumbel(word), mask=at < size)
