@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.access_log import LogOp
 from slipstream.common.buffers import BufferName
 from slipstream.common.captured_step import CapturedStep
+from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena, Device, Fence, Stream
+    from slipstream.common.future_map import FutureMapShape
     from slipstream.common.step import FencePoint, SlotUpdate, StepCommand
     from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.staging import Staging
@@ -273,10 +275,18 @@ class Engine:
             self.description.check_fits(attachment.peer)
         if self.description.role is Role.DRAFT and not attachment.shape.num_draft_tokens:
             raise ConfigError("attach.num_draft_tokens", 0, "at least 1, for a draft")
+        self._check_hidden(attachment.shape)
         longest = self.description.max_context_tokens
         if attachment.context_tokens > longest:
             given = attachment.context_tokens
             raise MismatchError([f"context: scheduler has {given} tokens, this model was made for {longest}"])
+
+    def _check_hidden(self, shape: FutureMapShape) -> None:
+        own, width = self.description, shape.hidden_width
+        if own.role is Role.DRAFT and width != own.hidden_width:
+            raise MismatchError([f"width of the hidden states: arena has {width}, draft reads {own.hidden_width}"])
+        if width and shape.hidden_dtype is not DTYPES.get(own.dtype):
+            raise MismatchError([f"dtype of the hidden states: arena has {shape.hidden_dtype}, model has {own.dtype}"])
 
     def _epoch_of(self, command: StepCommand) -> EpochState:
         if self._stream.failure is not None:

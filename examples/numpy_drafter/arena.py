@@ -101,6 +101,8 @@ class Arena:
 
 def _map(manifest: pb.Manifest) -> mmap.mmap:
     path = Path(manifest.path)
+    if not manifest.size:
+        raise ManifestError("an arena of 0 bytes")
     if manifest.kind != "file" or path.parent != Path("/dev/shm"):
         raise ManifestError(f"arena {manifest.kind} {manifest.path}: this drafter maps files of /dev/shm")
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from arena import Arena
 from ngram import Continuation, History
-from noise import choose
+from noise import can_choose, choose
 
 from slipstream.protos import worker_pb2 as pb
 
@@ -73,6 +73,8 @@ class Epoch:
             raise ValueError(f"step {command.step}: a draft signals DRAFT_DONE alone")
         if any(point.fence not in self._fences for point in command.waits):
             raise ValueError(f"step {command.step}: a fence that is not there")
+        if not all(can_choose(each.sampling) for each in command.updates if each.HasField("sampling")):
+            raise ValueError(f"step {command.step}: sampling that leaves nothing to choose")
 
     def _run(self) -> None:
         try:

@@ -35,6 +35,13 @@ def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> 
     return (-np.log(-np.log1p(-(words + 0.5) * 2.0**-32))).astype(np.float32)
 
 
+def can_choose(sampling: SlotSampling) -> bool:
+    """Whether the numbers are such that a token is left, whatever the probabilities."""
+    if sampling.temperature == 0.0:
+        return True
+    return 2.0**-16 <= sampling.temperature <= 100 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
+
+
 def choose(
     token_ids: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64], sampling: SlotSampling, position: int
 ) -> int:

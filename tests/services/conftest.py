@@ -1,0 +1,52 @@
+"""Workers of each kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.services.config import EAGLE3, WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.eagle3_checkpoints import write_head
+from tests.services.hosted import (
+    Hosted,
+)
+from tests.services.served_worker import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slipstream.services.engine import RoleEngine
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=5)
+
+
+def _verify(target: Path) -> RoleEngine:
+    return make_verify(WorkerConfig(model=target), HostDevice(), 0)
+
+
+def _standalone(target: Path) -> RoleEngine:
+    return make_draft(WorkerConfig(model=target), HostDevice(), 0)
+
+
+def _eagle3(target: Path) -> RoleEngine:
+    head = write_head(target.with_name("head"), has_embedding=False, draft_vocab_size=VOCAB_SIZE)
+    return make_draft(WorkerConfig(model=head, target=target, algorithm=EAGLE3), HostDevice(), 0)
+
+
+@pytest.fixture(scope="module", params=[_verify, _standalone, _eagle3], ids=["verify", "standalone", "eagle3"])
+def hosted(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+    """Each kind of worker."""
+    role = request.param(target)
+    with serving(role, tmp_path_factory.mktemp("socket")) as worker:
+        made = Hosted(worker, role)
+        made.check_it_works()
+        yield made
