@@ -29,7 +29,7 @@ class JobReader:
             raise InvalidArgumentError(field, f"{len(from_tokens)} numbers", f"at most {len(samples)}, one a sample")
         for index, (offset, sample) in enumerate(zip(from_tokens, samples, strict=False)):
             if offset > sample.output.num_tokens:
-                name = field if len(samples) == 1 else f"{field}[{index}]"
+                name = field if len(from_tokens) == 1 else f"{field}[{index}]"
                 accepted = f"0 to {sample.output.num_tokens}, the tokens that there are"
                 raise InvalidArgumentError(name, offset, accepted)
         self._kept = kept

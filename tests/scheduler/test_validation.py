@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -185,3 +186,166 @@ def test_unknown_fields() -> None:
 def test_the_message_says_what_was_given_and_what_is_accepted() -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape("got 600, accepted: 1 to 510: the context has 512")):
         parse(request_of((5, 6), max_new_tokens=600))
+
+
+def test_what_else_can_be_asked_for_is_in_the_job() -> None:
+    request = request_of(
+        (5, 6),
+        max_new_tokens=9,
+        min_new_tokens=3,
+        stop=["b", "\n\n"],
+        repetition_penalty=1.5,
+        frequency_penalty=-2,
+        presence_penalty=2,
+        logit_bias={9: -100, 3: 1.5},
+        logprobs=True,
+        top_logprobs=20,
+        stop_token_ids=[9],
+        seed=1,
+    )
+    request.speculation.max_draft_tokens = 4
+    checked = parse_all(request)
+    assert (checked.stop, checked.min_new_tokens) == (("b", "\n\n"), 3)
+    (spec,) = checked.samples
+    assert spec.sampling == SamplingParams(
+        repetition_penalty=1.5,
+        frequency_penalty=-2,
+        presence_penalty=2,
+        logit_bias=((3, 1.5), (9, -100.0)),
+        seed=1,
+        # No token that ends the output is the first, second or third behind the two of the prompt.
+        masked_before=5,
+        masked_token_ids=(1, 2, 9),
+    )
+    assert (spec.top_logprobs, spec.max_draft_tokens) == (20, 4)
+
+
+def test_what_is_not_asked_for_is_off() -> None:
+    checked = parse_all(request_of())
+    (spec,) = checked.samples
+    assert (checked.stop, checked.min_new_tokens) == ((), 0)
+    assert (spec.top_logprobs, spec.max_draft_tokens) == (None, None)
+    assert not spec.sampling.adjusts_logits
+    assert parse(request_of(logprobs=True)).top_logprobs == 0
+    # Nothing ends the output, so there is nothing to mask.
+    assert not parse(request_of(min_new_tokens=3, ignore_eos=True)).sampling.adjusts_logits
+
+
+def test_samples_differ_in_their_seeds() -> None:
+    specs = parse_all(request_of((5, 6), n=16, seed=2**64 - 2)).samples
+    assert [spec.sampling.seed for spec in specs] == [(2**64 - 2 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(16)]
+    assert len({spec.sampling.seed for spec in specs}) == 16
+    assert {replace(spec, sampling=replace(spec.sampling, seed=0)) for spec in specs} == {
+        replace(specs[0], sampling=replace(specs[0].sampling, seed=0))
+    }
+    drawn = [spec.sampling.seed for spec in parse_all(request_of(n=2)).samples]
+    assert (drawn[1] - drawn[0]) % 2**64 == SEED_STEP
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("n", {"n": 0}),
+        ("n", {"n": 17}),
+        ("stop", {"stop": ["a"] * 17}),
+        ("stop[1]", {"stop": ["a", ""]}),
+        ("stop[0]", {"stop": ["a" * 257]}),
+        ("min_new_tokens", {"min_new_tokens": 257}),
+        ("min_new_tokens", {"min_new_tokens": 3, "max_new_tokens": 2}),
+        ("min_new_tokens", {"min_new_tokens": 1, "stop_token_ids": list(range(300))}),
+        ("top_logprobs", {"top_logprobs": 1}),
+        ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
+        ("repetition_penalty", {"repetition_penalty": 2.5}),
+        ("frequency_penalty", {"frequency_penalty": math.nan}),
+        ("presence_penalty", {"presence_penalty": -2.5}),
+        ("logit_bias", {"logit_bias": {1000: 1.0}}),
+        ("logit_bias[7]", {"logit_bias": {7: 101.0}}),
+        ("logit_bias[7]", {"logit_bias": {7: math.nan}}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(range(257), 1.0)}),
+    ],
+)
+def test_more_that_cannot_be_honoured(field: str, params: dict[str, Any]) -> None:
+    assert refusal(request_of(**params)) == f"sampling_params.{field}"
+
+
+def test_the_longest_stop_string_is_counted_in_characters() -> None:
+    assert parse_all(request_of(stop=["你" * 256])).stop == ("你" * 256,)
+
+
+def test_a_small_vocabulary_bounds_more() -> None:
+    small = RequestLimits(vocab_size=8, context_tokens=512, eos_token_ids=frozenset({1}))
+    assert refusal(request_of(logprobs=True, top_logprobs=9), small) == "sampling_params.top_logprobs"
+    every = {"stop_token_ids": list(range(8)), "min_new_tokens": 1}
+    assert refusal(request_of(**every), small) == "sampling_params.min_new_tokens"
+
+
+def test_more_samples_than_can_wait() -> None:
+    limits = replace(LIMITS, max_samples=2)
+    assert len(parse_all(request_of(n=2), limits).samples) == 2
+    assert refusal(request_of(n=3), limits) == "sampling_params.n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, None),
+        ({"enabled": True}, None),
+        ({"enabled": False}, 0),
+        ({"max_draft_tokens": 0}, 0),
+        ({"max_draft_tokens": 3}, 3),
+        ({"enabled": True, "max_draft_tokens": 4}, 4),
+        ({"enabled": False, "max_draft_tokens": 0}, 0),
+    ],
+)
+def test_speculation_is_bounded(given: dict[str, Any], expected: int | None) -> None:
+    request = request_of()
+    request.speculation.CopyFrom(generation_pb2.Speculation(**given))
+    assert parse(request).max_draft_tokens == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"max_draft_tokens": 5}, {"enabled": False, "max_draft_tokens": 1}, {"enabled": True, "max_draft_tokens": 0}],
+)
+def test_speculation_that_cannot_be(given: dict[str, Any]) -> None:
+    request = request_of()
+    request.speculation.CopyFrom(generation_pb2.Speculation(**given))
+    assert refusal(request) == "speculation.max_draft_tokens"
+
+
+def test_a_server_without_a_draft_has_nothing_to_bound() -> None:
+    limits = replace(LIMITS, num_draft_tokens=0)
+    request = request_of()
+    request.speculation.enabled = True
+    assert parse_all(request, limits).samples[0].max_draft_tokens is None
+    request.speculation.max_draft_tokens = 1
+    assert refusal(request, limits) == "speculation.max_draft_tokens"
+
+
+def conversation(*messages: tuple[str, str]) -> generation_pb2.GenerateRequest:
+    """A request with messages: roles, and what was said."""
+    items = [{"role": role, "content": content} for role, content in messages]
+    return generation_pb2.GenerateRequest(messages={"items": items})
+
+
+def test_a_conversation_goes_through_the_template() -> None:
+    request = conversation(("system", "1"), ("user", "2"), ("assistant", ""), ("user", "3"))
+    # And nothing is added to what the template writes.
+    assert parse(request).prompt == (10, 1, 11, 2, 12, 11, 3, 12)
+
+
+def test_conversations_that_cannot_be_honoured() -> None:
+    assert refusal(conversation()) == "messages.items"
+    assert refusal(conversation(("user", "1"), ("tool", "2"))) == "messages.items[1].role"
+    assert refusal(conversation(("", "1"))) == "messages.items[0].role"
+    assert refusal(conversation(("user", "1000"))) == "messages"
+    assert refusal(conversation(("user", "5 " * 512))) == "messages"
+
+
+def test_a_model_without_a_template() -> None:
+    tokenizer = WordTokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(InvalidArgumentError, match="the model has no chat template") as caught:
+        parse_request(conversation(("user", "1")), LIMITS, tokenizer)
+    assert caught.value.field == "messages"
