@@ -22,11 +22,12 @@ MAY_IMPORT = {
     "cli": {"bundled", "client", "common", "protos", "scheduler", "services"},
     "benchmarks": {"bundled", "client", "common", "protos", "scheduler", "services"},
     "bundled": set[str](),
+    "deploy": {"common", "scheduler", "services"},
     "training": {"bundled", "common", "services"},
     "examples": {"protos"},
     "scripts": set[str](),
 }
-"""For each folder, the folders that it may import beside itself. None may import `cli`, `benchmarks` or `training`."""
+"""For each folder, the folders that it may import beside itself. None may import `cli`, `benchmarks`, `deploy` or `training`."""
 
 
 class Import(NamedTuple):

@@ -1,0 +1,1 @@
+"""The Grafana dashboards, as code and as the JSON made from it."""

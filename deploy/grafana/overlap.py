@@ -1,0 +1,193 @@
+"""The Overlap dashboard: which share of a step is lost, and at which edge."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.common.metrics import BUILD_INFO
+from slipstream.deploy.grafana.frame import framed
+from slipstream.deploy.grafana.panels import bars, graph, heat_map, listing, numbers
+from slipstream.deploy.grafana.queries import Query, over, rate, series, total
+from slipstream.scheduler.server_metrics import RUN_AHEAD
+from slipstream.scheduler.step_metrics import (
+    BUBBLE_SECONDS,
+    BUSY_SECONDS,
+    HOST_STALL_SECONDS,
+    OVERLAP_EFFICIENCY,
+    STEP_SECONDS,
+)
+from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    from slipstream.deploy.grafana.panels import Panel
+
+DECODE = "decode"
+LOST_LIMITS = ((0.03, "yellow"), (0.10, "red"))
+MICROSECONDS = "1e6"
+WALL = rate(STEP_SECONDS, part="sum")
+DECODE_STEPS = total(rate(STEP_SECONDS, part="count", phase=DECODE))
+LOST_SHARE = f"{total(rate(BUBBLE_SECONDS), 'instance')} / {total(WALL, 'instance')}"
+EDGE_NAMES = {
+    VERIFY_TO_DRAFT: "lost: verify → draft",
+    DRAFT_TO_VERIFY: "lost: draft → verify",
+    VERIFY_TO_VERIFY: "lost: verify → verify",
+}
+COLORS = {
+    "draft": "#5794F2",
+    "verify": "#73BF69",
+    EDGE_NAMES[VERIFY_TO_DRAFT]: "#F2495C",
+    EDGE_NAMES[DRAFT_TO_VERIFY]: "#FF9830",
+    EDGE_NAMES[VERIFY_TO_VERIFY]: "#FADE2A",
+    "step": "#FFFFFF",
+}
+
+
+def overlap() -> Dashboard:
+    """The whole of it."""
+    return framed(
+        "overlap",
+        "overlap",
+        "Which share of a step is lost, and at which edge. The first row answers it for the newest seconds, the "
+        "second shows when and how it came to be.",
+        [
+            ("Lost time", _lost()),
+            ("Where a step's time goes", _parts()),
+            ("Why", _causes()),
+        ],
+    )
+
+
+def _lost() -> list[Panel]:
+    step_ms = (
+        f"1e3 * {total(WALL, 'instance', 'phase')} / {total(rate(STEP_SECONDS, part='count'), 'instance', 'phase')}"
+    )
+    return [
+        numbers(
+            "Share of a step that is lost",
+            "Time in which neither draft nor verify had work, over the time that steps took, while requests ran. "
+            "Below 3 % the device is busy nearly all the time. Idle time without requests does not count.",
+            Query(LOST_SHARE, "{{instance}}"),
+            unit="percentunit",
+            limits=LOST_LIMITS,
+            decimals=1,
+        ),
+        bars(
+            "Lost time per step, by edge",
+            "Microseconds of a step in which nobody worked, by what came before and after. verify → draft: the next "
+            "step's draft came too late. draft → verify: verify did. verify → verify: steps without a draft in their "
+            "path. A long bar points at who sends late: see the host's stalls below.",
+            Query(over(total(rate(BUBBLE_SECONDS), "edge"), _all_steps(), scale=MICROSECONDS), "{{edge}}"),
+            unit="µs",
+            limits=((100, "yellow"), (500, "red")),
+            span=8,
+            height=4,
+        ),
+        numbers(
+            "Step",
+            "Mean time from the end of one step to the end of the next, in milliseconds, by phase.",
+            Query(step_ms, "{{phase}} {{instance}}"),
+            unit="ms",
+            span=6,
+        ),
+        numbers(
+            "Run-ahead",
+            "Steps that may be under way beyond the one whose result is awaited. At 0 the host's own time lies "
+            "between the steps and shows as lost at verify → draft.",
+            Query(series(RUN_AHEAD), "{{instance}}"),
+            unit="none",
+            base="blue",
+            span=4,
+        ),
+    ]
+
+
+def _parts() -> list[Panel]:
+    return [
+        graph(
+            "Where the time of a decode step goes",
+            "Stacked: what a mean decode step consists of, in microseconds. The line is the whole step by its own "
+            "measure: where it lies on top of the stack, nothing is left unexplained.",
+            *(
+                Query(_per_step(total(rate(BUSY_SECONDS, phase=DECODE, service=service))), service)
+                for service in ("draft", "verify")
+            ),
+            *(
+                Query(_per_step(total(rate(BUBBLE_SECONDS, phase=DECODE, edge=edge))), name)
+                for edge, name in EDGE_NAMES.items()
+            ),
+            Query(_per_step(total(rate(STEP_SECONDS, part="sum", phase=DECODE))), "step"),
+            unit="µs",
+            is_stacked=True,
+            lines=["step"],
+            colors=COLORS,
+            span=24,
+            height=10,
+        ),
+        graph(
+            "Share that is lost, by edge",
+            "The same lost time as a share of all steps' time, prompts included.",
+            Query(over(total(rate(BUBBLE_SECONDS), "edge"), total(WALL)), "{{edge}}"),
+            unit="percentunit",
+            limits=LOST_LIMITS,
+            is_stacked=True,
+        ),
+        heat_map(
+            "Step time",
+            "How many decode steps took how long. Two bands are two batch sizes, or a bubble that comes and goes.",
+            Query(
+                total(f"increase({series(f'{STEP_SECONDS.name}_bucket', phase=DECODE)}[$__rate_interval])", "le"),
+                "{{le}}",
+            ),
+            unit="s",
+        ),
+    ]
+
+
+def _causes() -> list[Panel]:
+    return [
+        graph(
+            "Host stalls, per step",
+            "Microseconds of a step in which the scheduler's loop was blocked, by place. result: waiting for the "
+            "oldest step, harmless while the device has work. draft_backlog: prompts come faster than draft takes "
+            "them in. acknowledgement: a command was held back until a worker had acknowledged another.",
+            Query(
+                over(total(rate(HOST_STALL_SECONDS), "service", "site"), _all_steps(), scale=MICROSECONDS), "{{site}}"
+            ),
+            unit="µs",
+        ),
+        graph(
+            "Overlap efficiency",
+            "1 - lost / step time over the last 10 seconds, as the scheduler has it. No value without requests.",
+            Query(series(OVERLAP_EFFICIENCY), "{{instance}}"),
+            unit="percentunit",
+            limits=((0.90, "yellow"), (0.97, "green")),
+            base="red",
+            least=None,
+            most=1,
+        ),
+        graph(
+            "Busy, by service and phase",
+            "Share of the time in which each worker worked. Draft and verify take turns when decoding; with prompts "
+            "they work side by side.",
+            Query(total(rate(BUSY_SECONDS), "service", "phase"), "{{service}} {{phase}}"),
+            unit="percentunit",
+        ),
+        listing(
+            "Measured with",
+            "The fence, MPS and algorithm that the figures above belong to.",
+            Query(series(BUILD_INFO, service="scheduler"), is_instant=True),
+            columns=("instance", "model", "device", "fence", "mps", "algorithm", "version"),
+            span=12,
+            height=8,
+        ),
+    ]
+
+
+def _per_step(expr: str) -> str:
+    return over(expr, DECODE_STEPS, scale=MICROSECONDS)
+
+
+def _all_steps() -> str:
+    return total(rate(STEP_SECONDS, part="count"))

@@ -1,0 +1,146 @@
+"""The Speculation dashboard: what drafting brings, and what it costs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.deploy.grafana.frame import framed
+from slipstream.deploy.grafana.overlap import DECODE
+from slipstream.deploy.grafana.panels import bars, graph, numbers
+from slipstream.deploy.grafana.queries import Query, over, rate, series, total
+from slipstream.scheduler.request_metrics import GENERATION_TOKENS
+from slipstream.scheduler.server_metrics import NUM_DRAFT_TOKENS
+from slipstream.scheduler.step_metrics import (
+    ACCEPTED_PER_POSITION,
+    ACCEPTED_TOKENS,
+    BUSY_SECONDS,
+    DRAFT_TOKENS,
+    DRAFTS,
+    STEP_SECONDS,
+)
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    from slipstream.deploy.grafana.panels import Panel
+
+DECODE_WALL = total(rate(STEP_SECONDS, part="sum", phase=DECODE))
+LENGTH_LIMITS = ((1.5, "yellow"), (2.0, "green"))
+GAIN_LIMITS = ((1.0, "yellow"), (1.3, "green"))
+GAIN = (
+    f"(1 + {total(rate(ACCEPTED_TOKENS))} / {total(rate(DRAFTS))}) * "
+    f"{total(rate(BUSY_SECONDS, service='verify', phase=DECODE))} / {DECODE_WALL}"
+)
+GAIN_HELP = (
+    "Estimate: tokens a request gets per unit of time, over what it would get without a draft if a plain step took as "
+    "long as verify works now. A plain step is a little shorter, so this is an upper bound; below 1, drafting costs "
+    "more than it brings."
+)
+
+
+def speculation() -> Dashboard:
+    """The whole of it."""
+    return framed(
+        "speculation",
+        "speculation",
+        "How many tokens a step brings, which positions are accepted, and whether drafting pays for itself.",
+        [("Now", _now()), ("Over time", _over_time())],
+    )
+
+
+def _accept_length(*by: str) -> str:
+    return f"1 + {total(rate(ACCEPTED_TOKENS), *by)} / {total(rate(DRAFTS), *by)}"
+
+
+def _now() -> list[Panel]:
+    by_position = over(total(rate(ACCEPTED_PER_POSITION), "position"), total(rate(DRAFTS)))
+    return [
+        numbers(
+            "Mean accept length",
+            "Tokens that a verify step brings a request: 1 and the accepted ones. 1 means that no draft was accepted.",
+            Query(_accept_length("algorithm"), "{{algorithm}}"),
+            unit="none",
+            limits=LENGTH_LIMITS,
+            base="red",
+            decimals=2,
+            span=5,
+            height=8,
+        ),
+        numbers(
+            "Gain over plain decoding",
+            GAIN_HELP,
+            Query(GAIN, "gain"),
+            unit="none",
+            limits=GAIN_LIMITS,
+            base="red",
+            decimals=2,
+            span=5,
+            height=8,
+        ),
+        bars(
+            "Accepted, by position",
+            "Share of all drafts whose token at this position was accepted. It falls from position to position; where "
+            "it is near zero, fewer draft tokens would do.",
+            Query(by_position, "position {{position}}"),
+            unit="percentunit",
+            limits=((0.2, "yellow"), (0.5, "green")),
+            base="red",
+            most=1,
+            span=9,
+        ),
+        numbers(
+            "Draft tokens per step (K)",
+            "The setting; 0 where nothing drafts.",
+            Query(series(NUM_DRAFT_TOKENS), "{{instance}}"),
+            unit="none",
+            base="blue",
+            span=5,
+            height=8,
+        ),
+    ]
+
+
+def _over_time() -> list[Panel]:
+    shares = over(total(rate(BUSY_SECONDS, phase=DECODE), "service"), DECODE_WALL)
+    tokens = over(total(rate(GENERATION_TOKENS)), total(rate(STEP_SECONDS, part="count", phase=DECODE)))
+    return [
+        graph(
+            "Mean accept length, by algorithm",
+            "Tokens that a verify step brings a request. A fall that no new kind of prompt explains is a draft that "
+            "no longer fits its target.",
+            Query(_accept_length("algorithm"), "{{algorithm}}"),
+            unit="none",
+            limits=LENGTH_LIMITS,
+            base="red",
+            least=1,
+        ),
+        graph(
+            "Accepted share, by position",
+            "Share of all drafts whose token at this position was accepted.",
+            Query(over(total(rate(ACCEPTED_PER_POSITION), "position"), total(rate(DRAFTS))), "position {{position}}"),
+            unit="percentunit",
+            most=1,
+        ),
+        graph(
+            "Draft tokens",
+            "Tokens per second that were proposed, accepted and dropped.",
+            Query(total(rate(DRAFT_TOKENS)), "proposed"),
+            Query(total(rate(ACCEPTED_TOKENS)), "accepted"),
+            Query(f"{total(rate(DRAFT_TOKENS))} - {total(rate(ACCEPTED_TOKENS))}", "dropped"),
+            unit="cps",
+        ),
+        graph("Gain over plain decoding", GAIN_HELP, Query(GAIN, "gain"), unit="none", limits=GAIN_LIMITS, base="red"),
+        graph(
+            "Share of a decode step, by service",
+            "What drafting costs: the part of a decode step in which draft works, beside verify's.",
+            Query(shares, "{{service}}"),
+            unit="percentunit",
+            most=1,
+        ),
+        graph(
+            "Tokens per step, all requests together",
+            "Tokens that clients get per decode step: accept length times the requests in a step.",
+            Query(tokens, "tokens"),
+            unit="none",
+        ),
+    ]

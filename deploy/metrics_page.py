@@ -1,0 +1,104 @@
+"""Makes docs/metrics.md from the metrics' definitions.
+
+python -m slipstream.deploy.metrics_page
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.common import metrics as common_metrics
+from slipstream.common.metric_spec import MetricKind
+from slipstream.scheduler import heartbeats, request_metrics, server_metrics, step_metrics
+
+if TYPE_CHECKING:
+    from slipstream.common.metric_spec import MetricSpec
+
+PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Metrics that belong together."""
+
+    title: str
+    text: str
+    metrics: tuple[MetricSpec, ...]
+
+
+CATALOGUE = (
+    Section(
+        "Steps",
+        "Where the time of steps goes, from stamps that the workers leave in shared memory: measuring adds no "
+        "synchronisation. The scheduler has them for all services, so that their labels match. For consecutive steps, "
+        "`wall = busy draft + busy verify + bubbles`.",
+        step_metrics.SPECS,
+    ),
+    Section("Requests", "What clients get. On the scheduler's endpoint.", request_metrics.SPECS),
+    Section("Server", "What it is and how full it is. On the scheduler's endpoint.", server_metrics.SPECS),
+    Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", heartbeats.SPECS),
+    Section("Every service", "On each of the three endpoints.", common_metrics.SPECS),
+)
+"""Every metric of ours."""
+
+HEAD = """# Metrics
+
+<!-- Made by `python -m slipstream.deploy.metrics_page` from the code; edit the definitions there. -->
+
+Each service has a Prometheus endpoint of its own (`--metrics-port`, path `/metrics`, on loopback). Times are in
+seconds, sizes in bytes. A histogram `x` is read as `x_bucket`, `x_sum` and `x_count`.
+[`operations.md`](operations.md) says how to read the dashboards made of them, and what to do when an alert fires.
+
+Labels that come again and again:
+
+| label | values |
+|---|---|
+"""
+LABELS = {
+    "fence": "how streams wait for each other: `host` on a CPU, `timeline` or `event` on a GPU",
+    "mps": "whether the workers share the GPU through MPS: `on`, `off`",
+    "algorithm": "how tokens are drafted: `standalone`, `eagle3`, … or `none`",
+    "phase": "`decode`, or `prefill` for steps that take in prompts",
+    "service": "`scheduler`, `draft`, `verify`",
+    "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
+    "steps without a draft in their path",
+    "site": "where the scheduler's loop was blocked: `result`, `draft_backlog`, `acknowledgement`",
+}
+
+TAIL = """
+## The processes
+
+Beside these, every endpoint has what Prometheus' own client tells of a process: `process_cpu_seconds_total`,
+`process_resident_memory_bytes`, `process_virtual_memory_bytes`, `process_start_time_seconds`, `process_open_fds`,
+`process_max_fds`.
+"""
+
+
+def text() -> str:
+    """What the page holds."""
+    labels = "".join(f"| `{label}` | {values} |\n" for label, values in LABELS.items())
+    return HEAD + labels + "".join(map(_section, CATALOGUE)) + TAIL
+
+
+def _section(section: Section) -> str:
+    rows = "".join(map(_row, section.metrics))
+    return f"\n## {section.title}\n\n{section.text}\n\n| metric | kind | labels | meaning |\n|---|---|---|---|\n{rows}"
+
+
+def _row(metric: MetricSpec) -> str:
+    labels = ", ".join(f"`{label}`" for label in metric.labels) or "–"
+    buckets = ""
+    if metric.kind is MetricKind.HISTOGRAM:
+        buckets = f" Buckets from {metric.buckets[0]:g} to {metric.buckets[-1]:g} s."
+    return f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.help}{buckets} |\n"
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
