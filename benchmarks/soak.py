@@ -14,7 +14,6 @@ import json
 import random
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,6 @@ from slipstream.benchmarks.held import Held, settled
 from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
-from slipstream.common.errors import NotFoundError
 
 NUM_CLIENTS = 32
 MAX_NEW_TOKENS = 64
@@ -86,8 +84,7 @@ async def _client(client: AsyncClient, rng: random.Random, deadline: float, repo
                     await stream.aclose()
                     reason = "left"
                     break
-                with suppress(NotFoundError):  # it may have come to its end meanwhile
-                    await client.cancel_job(job_id)
+                await client.cancel_job(job_id)
                 cancel_at = None
         report.num_tokens += tokens
         report.outcomes[str(reason)] = report.outcomes.get(str(reason), 0) + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.cli.stop_signals import StopSignals
@@ -14,86 +13,83 @@ from slipstream.common.chunk import FinishReason
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.chunk import Chunk
 
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
-    """A prompt and how to continue it; what is None is the server's to decide."""
+async def run_generate(server: str, prompt: Prompt, options: RequestOptions, *, as_json: bool) -> int:
+    """Prints text as it comes, or a JSON line for each sample at the end; gives the exit status.
 
-    prompt: str
-    max_new_tokens: int | None
-    temperature: float | None
-    seed: int | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    ignore_eos: bool
-    stop_token_ids: Sequence[int]
-
-
-async def run_generate(server: str, options: GenerateOptions, *, as_json: bool) -> int:
-    """Prints text as it comes, or one JSON line at the end; gives the exit status. A signal cancels the job.
-
-    Raises SlipstreamError as the server does, and when it is not there.
+    Several samples come at the same time, so their texts are printed one after the other, at the end. A signal cancels
+    the job. Raises SlipstreamError as the server does, and when it is not there.
     """
+    is_streamed = not as_json and (options.get("n") or 1) == 1
     try:
-        chunks = await StopSignals().cancel(_generate(server, options, is_streamed=not as_json))
+        chunks = await StopSignals().cancel(_generate(server, prompt, options, is_streamed=is_streamed))
     except UnavailableError as error:
         raise UnavailableError(f"server at {server}: {error}") from error
     if chunks is None:
         return INTERRUPTED
+    samples = [[chunk for chunk in chunks if chunk.sample_index == index] for index in _sample_indices(chunks)]
     if as_json:
-        print(json.dumps(_report(chunks)), flush=True)
-    elif not "".join(chunk.text for chunk in chunks).endswith("\n"):
+        for sample in samples:
+            print(json.dumps(_report(sample)), flush=True)
+    elif not is_streamed:
+        for index, sample in enumerate(samples):
+            print(f"--- sample {index} ---\n{_text(sample)}", flush=True)
+    elif not _text(chunks).endswith("\n"):
         print(flush=True)
     return 0
 
 
-async def _generate(server: str, options: GenerateOptions, *, is_streamed: bool) -> list[Chunk]:
+async def _generate(server: str, prompt: Prompt, options: RequestOptions, *, is_streamed: bool) -> list[Chunk]:
     chunks: list[Chunk] = []
-    async with AsyncClient(server) as client:
-        stream = client.generate(
-            options.prompt,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
-            ignore_eos=options.ignore_eos,
-            stop_token_ids=options.stop_token_ids,
-        )
-        async with aclosing(stream):
-            async for chunk in stream:
-                chunks.append(chunk)
-                if is_streamed:
-                    sys.stdout.write(chunk.text)
-                    sys.stdout.flush()
-    if chunks[-1].finish_reason is FinishReason.ABORT:
+    async with AsyncClient(server) as client, aclosing(client.generate(prompt, **options)) as stream:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if is_streamed:
+                sys.stdout.write(chunk.text)
+                sys.stdout.flush()
+    if any(chunk.finish_reason is FinishReason.ABORT for chunk in chunks):
         raise UnavailableError(f"the server ended job {chunks[-1].job_id} before it was done")
     return chunks
 
 
+def _sample_indices(chunks: list[Chunk]) -> list[int]:
+    return sorted({chunk.sample_index for chunk in chunks})
+
+
+def _text(chunks: list[Chunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
 def _report(chunks: list[Chunk]) -> dict[str, object]:
+    """What there is to say of one sample."""
     last, usage = chunks[-1], chunks[-1].usage
     assert usage is not None, "the last chunk has the usage"
-    return {
+    report: dict[str, object] = {
         "job_id": last.job_id,
-        "text": "".join(chunk.text for chunk in chunks),
+        "sample_index": last.sample_index,
+        "text": _text(chunks),
         "token_ids": [token for chunk in chunks for token in chunk.token_ids],
         "finish_reason": last.finish_reason,
+        "matched_stop": last.matched_stop,
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_draft_tokens": usage.total_draft_tokens,
         "total_accepted_tokens": usage.total_accepted_tokens,
         "num_verify_steps": usage.num_verify_steps,
+        "accepted_per_position": usage.accepted_per_position,
         "mean_accept_length": usage.mean_accept_length,
         "seed": usage.seed,
+        "queue_seconds": usage.queue_seconds,
         "time_to_first_token_seconds": usage.time_to_first_token_seconds,
+        "mean_inter_token_latency_seconds": usage.mean_inter_token_latency_seconds,
         "end_to_end_seconds": usage.end_to_end_seconds,
     }
+    logprobs = [token for chunk in chunks for token in chunk.logprobs]
+    if logprobs:
+        report["logprobs"] = [{"logprob": token.logprob, "top_logprobs": token.top} for token in logprobs]
+    return report

@@ -20,6 +20,8 @@ from slipstream.services.config import DEVICES, WorkerConfig
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from slipstream.client.requests import RequestOptions
+
 app = typer.Typer(
     help="Serves large language models with speculative decoding, as a scheduler, a draft and a verify service.",
     no_args_is_help=True,
@@ -99,6 +101,16 @@ def up(
     chunk_tokens: Annotated[
         int, typer.Option(metavar="N", help="Prompt tokens in one prefill step at most.")
     ] = UpConfig.chunk_tokens,
+    stream_interval_ms: Annotated[
+        float, typer.Option(metavar="MS", help="A client gets a message at most this often.")
+    ] = UpConfig.stream_interval_ms,
+    kept_jobs: Annotated[
+        int, typer.Option(metavar="N", help="Jobs that are kept after their end, to be watched and asked after.")
+    ] = UpConfig.kept_jobs,
+    job_ttl_s: Annotated[float, typer.Option(metavar="SECONDS", help="How long they are kept.")] = UpConfig.job_ttl_s,
+    read_timeout_s: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A stream whose client reads nothing for so long is cut off.")
+    ] = UpConfig.read_timeout_s,
     ready_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time for the models to load.")
     ] = UpConfig.ready_timeout_s,
@@ -125,6 +137,10 @@ def up(
         page_tokens=page_tokens,
         queue=queue,
         chunk_tokens=chunk_tokens,
+        stream_interval_ms=stream_interval_ms,
+        kept_jobs=kept_jobs,
+        job_ttl_s=job_ttl_s,
+        read_timeout_s=read_timeout_s,
         ready_timeout_s=ready_timeout,
         drain_timeout_s=drain_timeout,
     )
@@ -137,8 +153,14 @@ def up(
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
     server: ServerOption = DEFAULT_SERVER,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="PROMPT is what a user says: apply the model's chat template.")
+    ] = False,
     max_new_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens to generate at most.  [default: the server's]")
+    ] = None,
+    min_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens before which nothing else ends the output.")
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(metavar="T", help="0 takes the likeliest token; above, tokens are sampled.")
@@ -153,29 +175,60 @@ def generate(
     min_p: Annotated[
         float | None, typer.Option(metavar="P", help="Sample from tokens P times as likely as the likeliest.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.")] = False,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(metavar="P", help="Above 1, tokens that are there already become less likely.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(metavar="P", help="Less likely by this for each time that the output has a token.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(metavar="P", help="Less likely by this, once, if the output has a token.")
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", metavar="N", help="Outputs for the prompt, each with a seed of its own.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the output; may be repeated.")
+    ] = None,
     stop_token_id: Annotated[
         list[int] | None, typer.Option(metavar="ID", help="A token that ends the output; may be repeated.")
     ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.")] = False,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Use no drafts.")] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --json: each token's log-probability, and those of the N likeliest."),
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON line at the end, with text, token ids and counts.")
+        bool, typer.Option("--json", help="Print a JSON line for each output at the end: text, token ids, a report.")
     ] = False,
 ) -> None:
     """Continue a prompt, and print the text as it comes. Ctrl-C cancels the job."""
-    from slipstream.cli.generate import GenerateOptions, run_generate
+    from slipstream.cli.generate import run_generate
 
-    options = GenerateOptions(
-        prompt=sys.stdin.read() if prompt == "-" else prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        ignore_eos=ignore_eos,
-        stop_token_ids=stop_token_id or (),
-    )
-    _exit_with(run_generate(server, options, as_json=as_json))
+    if logprobs is not None and not as_json:
+        raise ConfigError("logprobs", logprobs, "a number with --json")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options: RequestOptions = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "n": n,
+        "stop": stop,
+        "stop_token_ids": stop_token_id,
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs is not None,
+        "top_logprobs": logprobs,
+        "speculation": False if no_speculation else None,
+    }
+    _exit_with(run_generate(server, [{"role": "user", "content": text}] if chat else text, options, as_json=as_json))
 
 
 @app.command()

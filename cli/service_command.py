@@ -63,6 +63,10 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
         "--page-tokens": scheduler.page_tokens,
         "--chunk-tokens": scheduler.chunk_tokens,
         "--queue": scheduler.queue,
+        "--stream-interval-ms": scheduler.stream_interval_ms,
+        "--kept-jobs": scheduler.kept_jobs,
+        "--job-ttl-s": scheduler.job_ttl_s,
+        "--read-timeout-s": scheduler.read_timeout_s,
         "--grace-s": scheduler.grace_s,
     }
     if scheduler.draft is not None:

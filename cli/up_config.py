@@ -49,6 +49,10 @@ class UpConfig:
     page_tokens: int = SchedulerConfig.page_tokens
     chunk_tokens: int = SchedulerConfig.chunk_tokens
     queue: int = SchedulerConfig.queue
+    stream_interval_ms: float = SchedulerConfig.stream_interval_ms
+    kept_jobs: int = SchedulerConfig.kept_jobs
+    job_ttl_s: float = SchedulerConfig.job_ttl_s
+    read_timeout_s: float = SchedulerConfig.read_timeout_s
     listen: str = DEFAULT_SERVER
     """Address for clients; port 0 takes a free one."""
     state_dir: Path = field(default_factory=default_state_dir)
@@ -102,6 +106,10 @@ class UpConfig:
             page_tokens=self.page_tokens,
             chunk_tokens=self.chunk_tokens,
             queue=self.queue,
+            stream_interval_ms=self.stream_interval_ms,
+            kept_jobs=self.kept_jobs,
+            job_ttl_s=self.job_ttl_s,
+            read_timeout_s=self.read_timeout_s,
             grace_s=self.drain_timeout_s,
         )
 

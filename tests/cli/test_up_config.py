@@ -29,6 +29,10 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("kv_memory_mib", {"kv_memory_mib": 0}),
         ("page_tokens", {"page_tokens": 0}),
         ("queue", {"queue": 0}),
+        ("stream_interval_ms", {"stream_interval_ms": -1}),
+        ("kept_jobs", {"kept_jobs": -1}),
+        ("job_ttl_s", {"job_ttl_s": 0}),
+        ("read_timeout_s", {"read_timeout_s": float("inf")}),
         ("threads", {"threads": 0}),
         ("drain_timeout", {"drain_timeout_s": float("nan")}),
         ("listen", {"listen": "50051"}),
@@ -42,7 +46,16 @@ def test_a_wrong_setting_is_named(field: str, setting: dict[str, object]) -> Non
 
 
 def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
-    config = UpConfig(models=MODELS, state_dir=tmp_path, slots=5, threads=2)
+    config = UpConfig(
+        models=MODELS,
+        state_dir=tmp_path,
+        slots=5,
+        threads=2,
+        stream_interval_ms=2.5,
+        kept_jobs=7,
+        job_ttl_s=8.5,
+        read_timeout_s=9.5,
+    )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
     assert f"--model /tmp --listen unix:{tmp_path}/sockets/draft.sock" in draft
@@ -53,6 +66,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
     assert "--listen 0.0.0.0:1234" in scheduler
     assert "--slots 5" in scheduler
+    assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in scheduler
 
 
 def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
