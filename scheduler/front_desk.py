@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import AlreadyExistsError, NotFoundError, SlipstreamError
@@ -12,7 +13,7 @@ from slipstream.scheduler.kept_job import KeptJob
 from slipstream.scheduler.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
     from slipstream.common.chunk import Chunk
     from slipstream.common.job_info import JobPage
@@ -72,15 +73,17 @@ class FrontDesk:
         if kept is not None:
             return kept
         kept = KeptJob(request, new_detokenizer, number=next(self._numbers))
-        try:
+        with self._counting_refusals():
             self._queue.submit(*kept.jobs)
-        except SlipstreamError:
-            self._metrics.lost(REFUSED)
-            raise
         self._alive |= {sample.job: (kept, sample) for sample in kept.samples if sample.job is not None}
         self._store.add(kept)
         self._is_idle.clear()
         return kept
+
+    def check_room(self) -> None:
+        """Raises what `create` would because the queue is full or closed, before anything is made of a request."""
+        with self._counting_refusals():
+            self._queue.check_room()
 
     def get(self, job_id: str) -> KeptJob:
         """The job of this name. Raises NotFoundError."""
@@ -152,3 +155,11 @@ class FrontDesk:
         for job in kept.jobs:
             if job is not but:
                 self._queue.cancel(job)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except SlipstreamError:
+            self._metrics.lost(REFUSED)
+            raise

@@ -128,6 +128,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         if kept is not None:
             return kept
         model = self._model()
+        # Before the text is tokenised: under overload most requests come no further.
+        self._desk.check_room()
         checked = await self._parse(request, model)
         return self._desk.create(checked, model.vocabulary.new_detokenizer)
 

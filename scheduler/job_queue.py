@@ -31,14 +31,19 @@ class JobQueue:
     def submit(self, *jobs: Job) -> None:
         """Adds jobs, all or none. Raises ResourceExhaustedError when the queue is full, UnavailableError if closed."""
         with self._changed:
-            if self._closed_by is not None:
-                raise UnavailableError(self._closed_by)
-            if len(self._waiting) + len(jobs) > self.capacity:
-                few = "full" if len(jobs) == 1 else f"too full for {len(jobs)} more"
-                message = f"the queue is {few}: {len(self._waiting)} jobs are waiting, of at most {self.capacity}"
-                raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+            self.check_room(len(jobs))
             self._waiting.extend(jobs)
             self._changed.notify()
+
+    def check_room(self, num_jobs: int = 1) -> None:
+        """Raises what `submit` would raise for so many jobs now."""
+        with self._changed:
+            if self._closed_by is not None:
+                raise UnavailableError(self._closed_by)
+            if len(self._waiting) + num_jobs > self.capacity:
+                few = "full" if num_jobs == 1 else f"too full for {num_jobs} more"
+                message = f"the queue is {few}: {len(self._waiting)} jobs are waiting, of at most {self.capacity}"
+                raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def cancel(self, job: Job) -> None:
         """Asks for the end of a job, waiting or running; no effect on one that is over."""

@@ -241,12 +241,15 @@ async def test_a_full_queue_says_when_to_come_again(client: AsyncClient) -> None
         with pytest.raises(ResourceExhaustedError, match="1 jobs are waiting") as caught:
             await collect(client.generate([7]))
         assert caught.value.retry_after_ms > 0
+        # Too long a text for the context, and nobody has looked.
+        with pytest.raises(ResourceExhaustedError, match="1 jobs are waiting"):
+            await collect(client.generate("a b " * CONTEXT_TOKENS))
         assert server.desk.num_jobs == 2
         assert server.metric("num_requests_running") == 1
         assert server.metric("num_requests_waiting") == 1
         server.loop.may_step.set()
         assert [tokens_of(chunks) for chunks in (await running, await waiting)] == [[5, 5], [6, 6]]
-        assert server.metric("requests_total", outcome="refused") == 1
+        assert server.metric("requests_total", outcome="refused") == 2
 
 
 async def test_a_closed_queue_lets_nobody_in(server: GenerationServer, client: AsyncClient) -> None:
