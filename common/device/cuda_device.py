@@ -107,11 +107,16 @@ class OwnedArena:
     def __init__(self, arena: CudaArena, retired: list[CudaArena]) -> None:
         """`retired`: earlier arenas, kept until then."""
         self.manifest = arena.manifest
-        self.tensor = arena.tensor
-        self.fence = arena.fence
-        self._arena = arena
+        self._arena: CudaArena | None = arena
         self._retired = retired
-        self._is_open = True
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See `Arena.tensor`."""
+        return self._open_arena.tensor(name)
+
+    def fence(self, name: FenceName) -> Fence:
+        """See `Arena.fence`."""
+        return self._open_arena.fence(name)
 
     def seal(self) -> None:
         """See `Arena.seal`: whoever has the handle can still open it, but earlier arenas are nobody's now."""
@@ -119,6 +124,11 @@ class OwnedArena:
 
     def close(self) -> None:
         """See `Arena.close`."""
-        if self._is_open:
-            self._is_open = False
+        if self._arena is not None:
             self._retired.append(self._arena)
+            self._arena = None
+
+    @property
+    def _open_arena(self) -> CudaArena:
+        assert self._arena is not None, "it is open"
+        return self._arena

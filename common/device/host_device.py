@@ -49,7 +49,7 @@ class HostDevice:
 
     def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
         """See `Device.stamp_row`."""
-        stream.enqueue(lambda: targets.index_fill_(0, row, time.monotonic_ns()))
+        stream.enqueue(lambda: _write_row(targets, row))
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """They are there already."""
@@ -83,6 +83,10 @@ class PlainCopy:
 def worker_threads() -> int:
     """Compute threads for one of two workers: with more than half the cores each they wait for each other."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def _write_row(targets: torch.Tensor, row: torch.Tensor) -> None:
+    targets.index_fill_(0, row, time.monotonic_ns())
 
 
 def _write_time(word: ctypes.c_int64, owner: torch.Tensor) -> None:

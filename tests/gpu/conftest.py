@@ -10,6 +10,7 @@ import torch
 
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.device.manifest import EVENT, TIMELINE, BufferSpec
+from tests.gpu.other_process import OtherProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +53,19 @@ def device_of_kind(request: pytest.FixtureRequest) -> CudaDevice:
     from slipstream.common.device.cuda_device import CudaDevice
 
     return CudaDevice(request.param)
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[tuple[OtherProcess, OtherProcess]]:
+    """Two processes on the GPU for all tests that leave them alive."""
+    with OtherProcess.running() as one, OtherProcess.running() as two:
+        yield one, two
+
+
+@pytest.fixture(scope="session")
+def other(pair: tuple[OtherProcess, OtherProcess]) -> OtherProcess:
+    """One of them."""
+    return pair[0]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from slipstream.common.wire import manifest_to_pb
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.face import Arena
     from slipstream.common.device.manifest import Manifest
+
+Pair: TypeAlias = "tuple[OtherProcess, OtherProcess]"
 
 _SCRIPT = Path(__file__).with_name("gpu_user.py")
 
@@ -68,3 +70,10 @@ class OtherProcess:
     def _answer(self) -> str:
         assert self._process.stdout is not None, "a pipe was asked for"
         return self._process.stdout.readline().strip()
+
+
+def attached(pair: Pair, arena: Arena) -> Pair:
+    """Two processes with an arena open."""
+    for process in pair:
+        assert process.open(arena.manifest) == "opened"
+    return pair

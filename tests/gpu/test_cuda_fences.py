@@ -9,10 +9,11 @@ import pytest
 
 from slipstream.common.device.manifest import EVENTS
 from slipstream.common.step import FenceName
-from tests.gpu.other_process import OtherProcess
+from tests.gpu.other_process import OtherProcess, attached
 
 if TYPE_CHECKING:
     from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
+    from tests.gpu.other_process import Pair
 
 DONE, PUBLISH, STASH = (int(name) for name in FenceName)
 
@@ -23,63 +24,54 @@ def seen(arena: OwnedArena, device: CudaDevice, count: int) -> list[int]:
     return values[:count]
 
 
-def test_a_stream_waits_for_work_of_another_process(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
+def test_a_stream_waits_for_work_of_another_process(
+    device_of_kind: CudaDevice, arena_of_kind: OwnedArena, pair: Pair
+) -> None:
     """More values than an event fence has events, and each seen with what was written before it."""
     rounds = 3 * EVENTS + 1
-    with OtherProcess.running(arena_of_kind) as producer, OtherProcess.running(arena_of_kind) as consumer:
-        for value in range(1, rounds):
-            producer.do("spin 300", f"fill lengths {value}", f"signal {DONE} {value}")
-            consumer.do(f"wait {DONE} {value}", f"copy lengths {value}", f"signal {PUBLISH} {value}")
-            producer.do(f"wait {PUBLISH} {value}")
-        assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
-        assert seen(arena_of_kind, device_of_kind, rounds) == list(range(rounds))
-        assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0]
+    producer, consumer = attached(pair, arena_of_kind)
+    for value in range(1, rounds):
+        producer.do("spin 300", f"fill lengths {value}", f"signal {DONE} {value}")
+        consumer.do(f"wait {DONE} {value}", f"copy lengths {value}", f"signal {PUBLISH} {value}")
+        producer.do(f"wait {PUBLISH} {value}")
+    assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
+    assert seen(arena_of_kind, device_of_kind, rounds) == list(range(rounds))
+    assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0]
 
 
-def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, arena: OwnedArena) -> None:
+def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, arena: OwnedArena, pair: Pair) -> None:
     rounds = 200
-    with OtherProcess.running(arena) as producer, OtherProcess.running(arena) as consumer:
-        consumer.do(f"many {rounds} wait {DONE} {{}}; copy lengths {{}}; signal {PUBLISH} {{}}")
-        assert consumer.tell("sync 0.05") == "late"
-        producer.do(f"many {rounds} fill lengths {{}}; signal {DONE} {{}}; wait {PUBLISH} {{}}")
-        assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
-        assert seen(arena, device, rounds + 1) == list(range(rounds + 1))
+    producer, consumer = attached(pair, arena)
+    consumer.do(f"many {rounds} wait {DONE} {{}}; copy lengths {{}}; signal {PUBLISH} {{}}")
+    assert consumer.tell("sync 0.05") == "late"
+    producer.do(f"many {rounds} fill lengths {{}}; signal {DONE} {{}}; wait {PUBLISH} {{}}")
+    assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
+    assert seen(arena, device, rounds + 1) == list(range(rounds + 1))
 
 
-def test_the_clock_is_one_for_all_processes(device: CudaDevice, arena: OwnedArena) -> None:
-    """Two streams take turns; their stamps are in the order of the turns."""
-    turns = 100
-    with OtherProcess.running(arena) as one, OtherProcess.running(arena) as two:
-        one.do(f"many {turns} stamp {{}}; signal {DONE} {{}}; wait {STASH} {{}}")
-        two.do(f"many {turns} wait {DONE} {{}}; copy stamps {{}}; signal {STASH} {{}}")
-        assert one.tell("sync 10") == two.tell("sync 10") == "done"
-        ones = device.to_host([arena.tensor("stamps")])[0].tolist()[1 : turns + 1]
-    assert ones == sorted(set(ones))
-    assert ones[-1] - ones[0] < 10e9
-
-
-def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: OwnedArena) -> None:
-    with OtherProcess.running(arena) as one, OtherProcess.running(arena) as two:
-        for number in range(50):
-            one.do(f"wait {STASH} {number}", f"stamp {4 * number}", "spin 20", f"stamp {4 * number + 1}")
-            one.do(f"signal {DONE} {number + 1}")
-            two.do(f"wait {DONE} {number + 1}", f"stamp {4 * number + 2}", "spin 20", f"stamp {4 * number + 3}")
-            two.do(f"signal {STASH} {number + 1}")
-        assert one.tell("sync 10") == two.tell("sync 10") == "done"
+def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: OwnedArena, pair: Pair) -> None:
+    """The clock is one for all processes."""
+    one, two = attached(pair, arena)
+    for number in range(50):
+        one.do(f"wait {STASH} {number}", f"stamp {4 * number}", "spin 20", f"stamp {4 * number + 1}")
+        one.do(f"signal {DONE} {number + 1}")
+        two.do(f"wait {DONE} {number + 1}", f"stamp {4 * number + 2}", "spin 20", f"stamp {4 * number + 3}")
+        two.do(f"signal {STASH} {number + 1}")
+    assert one.tell("sync 10") == two.tell("sync 10") == "done"
     stamps = device.to_host([arena.tensor("stamps")])[0].tolist()[:200]
     assert stamps == sorted(stamps)
     assert all(end - start >= 20_000 for start, end in zip(stamps[::2], stamps[1::2], strict=True))
 
 
-def test_the_host_waits_no_longer_than_it_is_told_to(arena_of_kind: OwnedArena) -> None:
+def test_the_host_waits_no_longer_than_it_is_told_to(arena_of_kind: OwnedArena, pair: Pair) -> None:
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
     started = time.monotonic()
     assert not fence.wait_on_host(1, 0.05)
     assert time.monotonic() - started >= 0.05
-    with OtherProcess.running(arena_of_kind) as producer:
-        producer.do("spin 50000", f"signal {DONE} 3")
-        assert fence.wait_on_host(3, 10.0)
-        assert fence.poll() == 3
+    producer, _ = attached(pair, arena_of_kind)
+    producer.do("spin 50000", f"signal {DONE} 3")
+    assert fence.wait_on_host(3, 10.0)
+    assert fence.poll() == 3
 
 
 def test_a_release_never_sets_a_counter_back(arena_of_kind: OwnedArena) -> None:
@@ -105,11 +97,11 @@ def test_who_waits_for_a_producer_that_was_killed_is_released(device: CudaDevice
         assert seen(arena, device, 3) == [0, 4, 5]
 
 
-def test_a_process_may_release_its_own_stream(arena: OwnedArena) -> None:
+def test_a_process_may_release_its_own_stream(arena: OwnedArena, pair: Pair) -> None:
     """A worker that lost its scheduler does: from a stream of its own that never waits."""
-    with OtherProcess.running(arena) as consumer:
-        consumer.do(f"wait {DONE} 7", f"release {DONE} 7")
-        assert consumer.tell("sync 10") == "done"
+    consumer, _ = attached(pair, arena)
+    consumer.do(f"wait {DONE} 7", f"release {DONE} 7")
+    assert consumer.tell("sync 10") == "done"
 
 
 @pytest.mark.parametrize("device_of_kind", ["event"], indirect=True)

@@ -10,13 +10,14 @@ import torch
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.step import FenceName
-from tests.gpu.other_process import OtherProcess
+from tests.gpu.other_process import OtherProcess, attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
     from slipstream.common.device.cuda_stream import CudaStream
+    from tests.gpu.other_process import Pair
 
 DONE = int(FenceName.DRAFT_DONE)
 
@@ -100,7 +101,9 @@ def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: O
     assert device.to_host([tensor])[0].tolist() == [3, 3, 3, 3]
 
 
-def test_results_come_to_the_host_past_everything_else(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
+def test_results_come_to_the_host_past_everything_else(
+    device_of_kind: CudaDevice, arena_of_kind: OwnedArena, pair: Pair
+) -> None:
     """The producer goes on working, and this process's own streams are full."""
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
     sources = [arena_of_kind.tensor("lengths"), arena_of_kind.tensor("states")]
@@ -108,22 +111,22 @@ def test_results_come_to_the_host_past_everything_else(device_of_kind: CudaDevic
     before = torch.cuda.current_stream()
     busy = device_of_kind.create_stream("busy", lambda error: None)
     ended = torch.zeros(1, dtype=torch.int64, device=device_of_kind.torch_device)
-    with OtherProcess.running(arena_of_kind) as producer:
-        _spin(device_of_kind, busy, 4_000_000_000)
-        device_of_kind.stamp(busy, ended[0])
-        for step in range(1, 40):
-            row = step % 3
-            copy.start(step, row)
-            if step == 1:
-                assert copy.finish(step, row, 0.02) is None
-            producer.do(f"fill lengths {step}", f"fill states {step}", f"signal {DONE} {step}")
-            if step == 5:
-                producer.do("spin 100000")
-            found = copy.finish(step, row, 10.0)
-            assert found is not None
-            assert [part.tolist() for part in found] == [[step] * 4, [[step] * 2] * 7]
-            assert all(part.device.type == "cpu" for part in found)
-        assert device_of_kind.to_host([ended])[0].item() == 0, "the busy stream was still busy"
+    producer, _ = attached(pair, arena_of_kind)
+    _spin(device_of_kind, busy, 4_000_000_000)
+    device_of_kind.stamp(busy, ended[0])
+    for step in range(1, 40):
+        row = step % 3
+        copy.start(step, row)
+        if step == 1:
+            assert copy.finish(step, row, 0.02) is None
+        producer.do(f"fill lengths {step}", f"fill states {step}", f"signal {DONE} {step}")
+        if step == 5:
+            producer.do("spin 100000")
+        found = copy.finish(step, row, 10.0)
+        assert found is not None
+        assert [part.tolist() for part in found] == [[step] * 4, [[step] * 2] * 7]
+        assert all(part.device.type == "cpu" for part in found)
+    assert device_of_kind.to_host([ended])[0].item() == 0, "the busy stream was still busy"
     copy.close()
     torch.cuda.set_stream(before)
     busy.close()
