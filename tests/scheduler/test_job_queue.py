@@ -45,6 +45,15 @@ def test_a_full_queue_says_when_to_try_again() -> None:
     assert caught.value.retry_after_ms > 0
 
 
+def test_all_of_several_jobs_come_in_or_none() -> None:
+    queue, jobs = open_queue(3), [make_job(name) for name in "abcd"]
+    queue.submit(*jobs[:2])
+    with pytest.raises(ResourceExhaustedError, match="too full for 2 more: 2 jobs are waiting, of at most 3"):
+        queue.submit(*jobs[2:])
+    queue.submit(jobs[2])
+    assert queue.take_all() == jobs[:3]
+
+
 def test_a_closed_queue_says_why() -> None:
     queue = JobQueue(2)
     with pytest.raises(UnavailableError, match="has not started yet"):
