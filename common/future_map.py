@@ -15,13 +15,21 @@ import torch
 from slipstream.common.buffers import BufferName, ring_rows
 from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import FutureMapError
+from slipstream.common.logprobs import MAX_TOP_LOGPROBS
 from slipstream.common.step import Role
 
 if TYPE_CHECKING:
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena
 
-_RING_BUFFERS = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
+_RING_BUFFERS = (
+    BufferName.NEW_SEQ_LENS,
+    BufferName.NUM_ACCEPTED,
+    BufferName.OUTPUT_TOKENS,
+    BufferName.OUTPUT_LOGPROBS,
+    BufferName.TOP_TOKENS,
+    BufferName.TOP_LOGPROBS,
+)
 _STAMPS = {Role.DRAFT: BufferName.DRAFT_STAMPS, Role.VERIFY: BufferName.VERIFY_STAMPS}
 
 POISON = -1
@@ -68,7 +76,23 @@ class FutureMapShape:
             hidden, dtype = self.hidden_width, self.hidden_dtype
             specs.append(BufferSpec(BufferName.HIDDEN_STATES, (slots, width, hidden), dtype, verify))
             specs.append(BufferSpec(BufferName.PREFILL_HIDDEN, (self.chunk_tokens, hidden), dtype, verify))
+        top = (ring, slots, width, MAX_TOP_LOGPROBS)
+        specs.append(BufferSpec(BufferName.OUTPUT_LOGPROBS, (ring, slots, width), torch.float32, verify))
+        specs.append(BufferSpec(BufferName.TOP_TOKENS, top, torch.int32, verify))
+        specs.append(BufferSpec(BufferName.TOP_LOGPROBS, top, torch.float32, verify))
         return specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """How likely the model found tokens: natural logarithms of its own probabilities, for W places in B slots."""
+
+    output: torch.Tensor
+    """[B, W] float32: of the tokens that were chosen."""
+    top_tokens: torch.Tensor
+    """[B, W, N] int32: the N most likely tokens, likeliest first, of equals the lowest first."""
+    top: torch.Tensor
+    """[B, W, N] float32: theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +107,8 @@ class Outcome:
     """[B, 1 to K+1] int64: the target's tokens; the first a + 1 are the output, the last of those the bonus token."""
     hidden_states: torch.Tensor | None = None
     """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
+    logprobs: Logprobs | None = None
+    """Of `tokens`, if the step is asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +170,18 @@ class FutureMap:
         self._ring_write(BufferName.NEW_SEQ_LENS, row, step).index_copy_(0, rows, outcome.seq_lens)
         self._ring_write(BufferName.NUM_ACCEPTED, row, step).index_copy_(0, rows, num_accepted)
         _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, row, step), rows, outcome.tokens)
+        if outcome.logprobs is not None:
+            self._publish_logprobs(row, step, rows, outcome.logprobs)
         if self._is_debug:
             # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
             spare = (step + 1) % self._shape.ring
             self._ring_write(BufferName.NEW_SEQ_LENS, spare, step).fill_(POISON)
+
+    def _publish_logprobs(self, row: int, step: int, rows: torch.Tensor, logprobs: Logprobs) -> None:
+        _copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, row, step), rows, logprobs.output)
+        num_top = logprobs.top.shape[2]
+        for name, values in ((BufferName.TOP_TOKENS, logprobs.top_tokens), (BufferName.TOP_LOGPROBS, logprobs.top)):
+            _copy_rows(self._ring_write(name, row, step)[:, :, :num_top], rows, values)
 
     def stash(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
         """Verify: writes what the next forward on these slots needs. `rows`: [B] int64 slots."""

@@ -54,6 +54,8 @@ class Step:
     """The slots that take part."""
     yielding: tuple[SlotLease, ...]
     """Those that the step brings tokens for."""
+    top_logprobs: tuple[int | None, ...] = ()
+    """For each of `yielding`, how many of the most likely tokens its request asked for; empty if none asked at all."""
     chunks: tuple[PromptChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
 
@@ -61,6 +63,11 @@ class Step:
     def slots(self) -> tuple[int, ...]:
         """The slots that take part."""
         return tuple(lease.slot for lease in self.members)
+
+    @property
+    def most_top_logprobs(self) -> int | None:
+        """What verify is asked for; None where no request of the step asked for logprobs."""
+        return max((asked for asked in self.top_logprobs if asked is not None), default=None)
 
 
 class DraftCount(NamedTuple):
@@ -111,14 +118,15 @@ class Batch:
     def apply(self, step: Step, result: StepResult) -> list[Delivery]:
         """Takes in the result of a step: what it brings each job. Rows of requests that are over are dropped."""
         deliveries = []
-        for lease, tokens in zip(step.yielding, result.tokens, strict=True):
+        logprobs = result.logprobs or [()] * len(result.tokens)
+        for lease, tokens, likely in zip(step.yielding, result.tokens, logprobs, strict=True):
             if not self.slots.is_current(lease):
                 continue
             request = self._running[lease]
             num_drafted = self._num_drafted(request, step.kind)
             if num_drafted:
                 request.job.counts.add_draft(num_drafted, len(tokens) - 1)
-            progress = request.end_output(tokens, num_drafted + 1)
+            progress = request.end_output(tokens, num_drafted + 1, likely)
             if progress.is_last:
                 self._end(request)
             deliveries.append((request.job, progress))
@@ -162,7 +170,7 @@ class Batch:
         return self.sizes.pages_for(len(job.spec.prompt) + job.spec.max_new_tokens)
 
     def _prefill_step(self, waiting: list[Request]) -> Step:
-        chunks, members, yielding = [], [], []
+        chunks, members, ending = [], [], []
         room = self.sizes.chunk_tokens
         for request in waiting:
             if room == 0:
@@ -172,14 +180,15 @@ class Batch:
             chunks.append(chunk)
             members.append(request.lease)
             if chunk.is_last:
-                yielding.append(request.lease)
+                ending.append(request)
         updates = tuple(request.slot_update() for request in self._new)
         self._new.clear()
         return Step(
             number=self.last_step,
             kind=StepKind.PREFILL,
             members=tuple(members),
-            yielding=tuple(yielding),
+            yielding=tuple(request.lease for request in ending),
+            top_logprobs=_top_logprobs(ending),
             chunks=tuple(chunks),
             updates=updates,
         )
@@ -190,10 +199,21 @@ class Batch:
         for request in decoding:
             request.begin_output(self._num_drafted(request, kind) + 1)
         members = tuple(request.lease for request in decoding)
-        return Step(number=self.last_step, kind=kind, members=members, yielding=members)
+        return Step(
+            number=self.last_step,
+            kind=kind,
+            members=members,
+            yielding=members,
+            top_logprobs=_top_logprobs(decoding),
+        )
 
     def _num_drafted(self, request: Request, kind: StepKind) -> int:
         return request.num_drafted(self.sizes.num_draft_tokens) if kind is StepKind.DECODE else 0
+
+
+def _top_logprobs(requests: list[Request]) -> tuple[int | None, ...]:
+    asked = tuple(request.job.spec.top_logprobs for request in requests)
+    return asked if any(number is not None for number in asked) else ()
 
 
 def _is_over(job: Job) -> bool:

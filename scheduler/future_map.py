@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.common.access_log import LogOp
 from slipstream.common.buffers import BufferName
 from slipstream.common.errors import FutureMapError
+from slipstream.common.logprobs import TokenLogprobs
 from slipstream.common.step import FenceName, StepKind
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.batch import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
+_LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class StepResult:
 
     tokens: list[list[int]]
     """For each slot that the step yields tokens for, in the step's order: accepted draft tokens, then the target's."""
+    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
+    """Of these tokens, for each slot whose request asked for them, else none; empty for a step that asked for none."""
 
 
 class ResultReader:
@@ -37,11 +41,15 @@ class ResultReader:
         self._log = log
         publish = arena.fence(FenceName.VERIFY_PUBLISH)
         self._copy = device.host_copy(publish, [arena.tensor(name) for name in _PUBLISHED])
+        self._logprobs = device.host_copy(publish, [arena.tensor(name) for name in _LOGPROBS])
         self._last_consumed = 0
 
     def start(self, step: Step) -> None:
         """Begins to copy the step's row once it is published."""
-        self._copy.start(step.number, step.number % self._shape.ring)
+        row = step.number % self._shape.ring
+        self._copy.start(step.number, row)
+        if step.top_logprobs:
+            self._logprobs.start(step.number, row)
 
     def resolve(self, step: Step, timeout_s: float) -> StepResult | None:
         """Waits for the row; None if the time is over first.
@@ -52,22 +60,25 @@ class ResultReader:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
         row = step.number % self._shape.ring
         copied = self._copy.finish(step.number, row, timeout_s)
-        if copied is None:
+        likely = self._logprobs.finish(step.number, row, timeout_s) if step.top_logprobs else []
+        if copied is None or likely is None:
             return None
         self._last_consumed = step.number
         if self._log.is_enabled:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
-            for name in _PUBLISHED:
+            for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
-        return self._decode(step, *copied)
+        tokens = self._tokens(step, *copied)
+        return StepResult(tokens, _token_logprobs(step, tokens, *likely) if likely else [])
 
     def close(self) -> None:
         """Ends the stream; what it still waits for is never to come."""
         self._copy.close()
+        self._logprobs.close()
 
-    def _decode(
+    def _tokens(
         self, step: Step, seq_lens: torch.Tensor, num_accepted: torch.Tensor, output_tokens: torch.Tensor
-    ) -> StepResult:
+    ) -> list[list[int]]:
         most = self._shape.num_draft_tokens if step.kind is StepKind.DECODE else 0
         slots = [lease.slot for lease in step.yielding]
         accepted, lengths = num_accepted.tolist(), seq_lens.tolist()
@@ -78,4 +89,21 @@ class ResultReader:
                     f"step {step.number}, slot {slot}: length {lengths[slot]} and {accepted[slot]} accepted tokens "
                     "were never published"
                 )
-        return StepResult([rows[slot][: accepted[slot] + 1] for slot in slots])
+        return [rows[slot][: accepted[slot] + 1] for slot in slots]
+
+
+def _token_logprobs(
+    step: Step, tokens: list[list[int]], output: torch.Tensor, top_tokens: torch.Tensor, top: torch.Tensor
+) -> list[tuple[TokenLogprobs, ...]]:
+    """`output`: [slots, K+1]; `top_tokens`, `top`: [slots, K+1, 20]."""
+    found: list[tuple[TokenLogprobs, ...]] = []
+    for lease, asked, row in zip(step.yielding, step.top_logprobs, tokens, strict=True):
+        num_places = 0 if asked is None else len(row)
+        places = zip(
+            output[lease.slot, :num_places].tolist(),
+            top_tokens[lease.slot, :num_places, :asked].tolist(),
+            top[lease.slot, :num_places, :asked].tolist(),
+            strict=True,
+        )
+        found.append(tuple(TokenLogprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in places))
+    return found

@@ -168,4 +168,5 @@ class StepLoop:
             ops=ops,
             chunks=step.chunks,
             updates=step.updates,
+            top_logprobs=step.most_top_logprobs,
         )

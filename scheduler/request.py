@@ -12,6 +12,7 @@ from slipstream.scheduler.jobs import Progress
 from slipstream.scheduler.lengths import Length, extend, least, resolve
 
 if TYPE_CHECKING:
+    from slipstream.common.logprobs import TokenLogprobs
     from slipstream.scheduler.jobs import Job
     from slipstream.scheduler.slots import SlotLease
 
@@ -68,8 +69,11 @@ class Request:
         """A step was sent that brings 1 to `most_more` tokens."""
         self.num_output = extend(self.num_output, 1, most_more)
 
-    def end_output(self, tokens: list[int], most_more: int) -> Progress:
-        """The oldest of those steps has brought `tokens`; truncates them where the output ends."""
+    def end_output(self, tokens: list[int], most_more: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Progress:
+        """The oldest of those steps has brought `tokens`; truncates them where the output ends.
+
+        `logprobs`: for each of them, or empty.
+        """
         counts, spec = self.job.counts, self.job.spec
         self.num_output = resolve(self.num_output, len(tokens), 1, most_more)
         room = spec.max_new_tokens - counts.num_output_tokens
@@ -86,4 +90,4 @@ class Request:
             counts.finished_at = now
         # All but the last token of a step were the draft's; the last is the target's own.
         is_draft = tuple(number < len(tokens) - 1 for number in range(len(kept)))
-        return Progress(token_ids=tuple(kept), is_draft=is_draft, finish_reason=reason)
+        return Progress(token_ids=tuple(kept), is_draft=is_draft, logprobs=logprobs[: len(kept)], finish_reason=reason)

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.services.models.logprobs import logprobs_of
 from slipstream.services.paged_slots import PaddedChunks, PagedSlots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from slipstream.common.future_map import Logprobs
     from slipstream.common.step import PromptChunk
     from slipstream.services.engine import EpochState
     from slipstream.services.models.decoder import Decoder, DecoderOutput
@@ -89,6 +91,19 @@ class LanguageModel:
         `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`.
         """
         return self._slots.sample(self.decoder.logits(hidden), rows, positions, chain)
+
+    def sample_with_logprobs(
+        self,
+        hidden: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        chain: torch.Tensor | None,
+        top_logprobs: int | None,
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """As `sample`, and what `logprobs_of` says of it if so many of the most likely tokens are asked for."""
+        logits = self.decoder.logits(hidden)
+        tokens = self._slots.sample(logits, rows, positions, chain)
+        return tokens, None if top_logprobs is None else logprobs_of(logits, tokens, top_logprobs)
 
     def remember_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """The first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) are output now, for the penalties."""

@@ -194,7 +194,14 @@ _READERS = {
 _FOR_HIDDEN_STATES = frozenset({BufferName.HIDDEN_STATES, BufferName.PREFILL_HIDDEN})
 
 _MEMBERS = {
-    BufferGroup.RESULTS: (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS),
+    BufferGroup.RESULTS: (
+        BufferName.NEW_SEQ_LENS,
+        BufferName.NUM_ACCEPTED,
+        BufferName.OUTPUT_TOKENS,
+        BufferName.OUTPUT_LOGPROBS,
+        BufferName.TOP_TOKENS,
+        BufferName.TOP_LOGPROBS,
+    ),
     BufferGroup.STASH: (
         BufferName.SEQ_LENS,
         BufferName.BONUS_TOKENS,

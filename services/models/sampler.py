@@ -15,6 +15,7 @@ import torch
 
 from slipstream.common.noise import gumbel_noise, gumbel_noise_of
 from slipstream.services.models.parameter_rows import ParameterRows
+from slipstream.services.models.ranking import deficits_of, keys_of, token_ids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,15 +117,12 @@ def _choose_filtered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> T
 
 def _most_likely_first(deficits: Tensor) -> tuple[Tensor, Tensor]:
     """Token ids [N, V] int64, the most likely and of equals the lowest first, and their deficits."""
-    # The bits of a float that is at least +0 sort as it does; with the token id below them no two keys are equal.
-    # `abs` is for the -0 that is the difference between -0 and 0.
-    keys = deficits.abs().view(torch.int32).to(torch.int64) << 32
-    keys |= torch.arange(deficits.shape[1], device=deficits.device)
+    keys = keys_of(deficits)
     if keys.device.type == "cpu":
         keys.numpy().sort(axis=1)  # by vector instructions, several times as fast as PyTorch's
     else:
         keys = keys.sort(dim=1)[0]
-    return keys & 0xFFFFFFFF, (keys >> 32).to(torch.int32).view(torch.float32)
+    return token_ids_of(keys), deficits_of(keys)
 
 
 def _num_kept(deficits: Tensor, rows: SamplingRows) -> Tensor:

@@ -17,7 +17,8 @@ from slipstream.services.models.acceptance import SimulatedAcceptance, accept
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.step import PromptChunk, StepCommand
+    from slipstream.common.future_map import Logprobs
+    from slipstream.common.step import StepCommand
     from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.engine import EpochState
     from slipstream.services.language_model import LanguageModel
@@ -28,6 +29,17 @@ class _Found:
     """What the first phase of a step leaves for the second; filled when the stream gets there."""
 
     outcome: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the target says at W places in B slots."""
+
+    tokens: torch.Tensor
+    """[B, W] int64."""
+    aux: torch.Tensor | None
+    """[B, W, width]: the fused states, if a draft reads them."""
+    logprobs: Logprobs | None
 
 
 class VerifyEngine:
@@ -88,11 +100,11 @@ class VerifyEngine:
         rows = self._model.index(finished if command.kind is StepKind.PREFILL else command.slots)
         work: Callable[[], Outcome | None]
         if command.kind is StepKind.PREFILL:
-            work = partial(self._prefill, state, step, command.chunks)
+            work = partial(self._prefill, state, command)
         elif command.kind is StepKind.DECODE:
-            work = partial(self._decode, state, step, rows)
+            work = partial(self._decode, state, command, rows)
         else:
-            work = partial(self._decode_plainly, state, step, rows)
+            work = partial(self._decode_plainly, state, command, rows)
 
         def publish() -> None:
             found.outcome = work() if command.slots else None
@@ -106,14 +118,14 @@ class VerifyEngine:
 
         return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
-    def _decode(self, state: EpochState, step: int, rows: torch.Tensor) -> Outcome:
+    def _decode(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> Outcome:
         """Checks K draft tokens a slot: the target's own token at each of K+1 positions, as far as the draft agrees."""
-        seq_lens, bonus_tokens = state.future_map.gather_ends(step, rows, self._model.limits(rows))
-        draft_tokens = state.future_map.copy_in(step, rows)
+        seq_lens, bonus_tokens = state.future_map.gather_ends(command.step, rows, self._model.limits(rows))
+        draft_tokens = state.future_map.copy_in(command.step, rows)
         tokens = torch.cat((bonus_tokens[:, None], draft_tokens), dim=1)
-        target_tokens, aux = self._run(rows, tokens, seq_lens)
+        chosen = self._run(rows, tokens, seq_lens, command.top_logprobs)
         if self._simulated is None:
-            num_accepted = accept(draft_tokens, target_tokens)
+            num_accepted = accept(draft_tokens, chosen.tokens)
         else:
             num_accepted = self._simulated(state.slots.sampling.seed[rows], seq_lens)
         # The tokens are the target's own, however many of a chain may stand.
@@ -121,34 +133,39 @@ class VerifyEngine:
         return Outcome(
             seq_lens=seq_lens + num_accepted + 1,
             num_accepted=num_accepted,
-            tokens=target_tokens,
-            hidden_states=aux,
+            tokens=chosen.tokens,
+            hidden_states=chosen.aux,
+            logprobs=chosen.logprobs,
         )
 
-    def _decode_plainly(self, state: EpochState, step: int, rows: torch.Tensor) -> Outcome:
+    def _decode_plainly(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> Outcome:
         """One token a slot."""
-        seq_lens, bonus_tokens = state.future_map.gather_ends(step, rows, self._model.limits(rows))
-        tokens, aux = self._run(rows, bonus_tokens[:, None], seq_lens)
+        seq_lens, bonus_tokens = state.future_map.gather_ends(command.step, rows, self._model.limits(rows))
+        chosen = self._run(rows, bonus_tokens[:, None], seq_lens, command.top_logprobs)
         return Outcome(
             seq_lens=seq_lens + 1,
             num_accepted=torch.zeros_like(seq_lens),
-            tokens=tokens,
-            hidden_states=aux,
+            tokens=chosen.tokens,
+            hidden_states=chosen.aux,
+            logprobs=chosen.logprobs,
         )
 
     def _run(
-        self, rows: torch.Tensor, tokens: torch.Tensor, seq_lens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's tokens behind each of `tokens` ([B, W], from position `seq_lens` on), and the fused states.
+        self, rows: torch.Tensor, tokens: torch.Tensor, seq_lens: torch.Tensor, top_logprobs: int | None
+    ) -> _Chosen:
+        """What the target says behind each of `tokens` ([B, W], from position `seq_lens` on).
 
         The first of `tokens` is output already, the others are not.
         """
         positions = seq_lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         output = self._model.forward(rows, tokens, positions, aux_layers=self._aux_layers)
-        return self._model.sample(output.hidden, rows, positions + 1, tokens[:, 1:]), output.aux
+        chain = tokens[:, 1:]
+        chosen, logprobs = self._model.sample_with_logprobs(output.hidden, rows, positions + 1, chain, top_logprobs)
+        return _Chosen(chosen, output.aux, logprobs)
 
-    def _prefill(self, state: EpochState, step: int, chunks: tuple[PromptChunk, ...]) -> Outcome | None:
+    def _prefill(self, state: EpochState, command: StepCommand) -> Outcome | None:
         """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
+        step, chunks = command.step, command.chunks
         new = [chunk.slot for chunk in chunks if chunk.start == 0]
         if new:
             state.future_map.forget(step, self._model.index(new))
@@ -163,11 +180,13 @@ class VerifyEngine:
         rows = self._model.index([chunks[number].slot for number in ends])
         batch = self._model.index(ends)
         hidden = output.hidden[batch, columns][:, None]
+        tokens, logprobs = self._model.sample_with_logprobs(hidden, rows, lengths[:, None], None, command.top_logprobs)
         return Outcome(
             seq_lens=lengths,
             num_accepted=torch.zeros_like(lengths),
-            tokens=self._model.sample(hidden, rows, lengths[:, None]),
+            tokens=tokens,
             hidden_states=None if output.aux is None else output.aux[batch, columns][:, None],
+            logprobs=logprobs,
         )
 
 

@@ -15,7 +15,7 @@ from slipstream.common.access_log import NullAccessLog
 from slipstream.common.buffers import BufferName
 from slipstream.common.device.host_arena import HostArena
 from slipstream.common.errors import FutureMapError
-from slipstream.common.future_map import POISON, FutureMap, FutureMapShape, Outcome
+from slipstream.common.future_map import POISON, FutureMap, FutureMapShape, Logprobs, Outcome
 from slipstream.common.step import FenceName, Role
 
 if TYPE_CHECKING:
@@ -81,6 +81,25 @@ def test_publish_fills_the_row_of_its_step() -> None:
         assert both.row(BufferName.NEW_SEQ_LENS, 2).tolist() == [0, 0, 13, 0, 0, 25]
         assert both.row(BufferName.NUM_ACCEPTED, 0).tolist() == [0, 0, 1, 0, 0, 3]
         assert both.row(BufferName.OUTPUT_TOKENS, 0)[ROWS].tolist() == OUTCOME.tokens.tolist()
+
+
+def test_logprobs_are_published_where_there_are_any() -> None:
+    logprobs = Logprobs(
+        output=torch.tensor([[-1.5, -2.5], [-3.5, -4.5]]),
+        top_tokens=torch.arange(12, dtype=torch.int32).view(2, 2, 3),
+        top=-torch.arange(12.0).view(2, 2, 3),
+    )
+    names = ("output_logprobs", "top_tokens", "top_logprobs")
+    with shared() as both:
+        both.verify.publish(1, ROWS, OUTCOME)
+        assert not [access for access in both.log.accesses if access[0] in names]
+        both.verify.publish(2, ROWS, replace(OUTCOME, tokens=OUTCOME.tokens[:, :2], logprobs=logprobs))
+        assert [access[1:] for access in both.log.accesses if access[0] in names] == [((2,), True, 2)] * 3
+        assert both.row(BufferName.OUTPUT_LOGPROBS, 2)[ROWS, :2].tolist() == logprobs.output.tolist()
+        assert both.row(BufferName.TOP_TOKENS, 2)[ROWS, :2, :3].tolist() == logprobs.top_tokens.tolist()
+        assert both.row(BufferName.TOP_LOGPROBS, 2)[ROWS, :2, :3].tolist() == logprobs.top.tolist()
+        assert not both.row(BufferName.TOP_LOGPROBS, 2)[ROWS, 2:].any()
+        assert not both.row(BufferName.TOP_LOGPROBS, 2)[ROWS, :, 3:].any()
 
 
 def test_draft_and_verify_gather_what_was_stashed() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.chunk import FinishReason
 from slipstream.common.errors import PendingLengthError, UnavailableError
+from slipstream.common.logprobs import TokenLogprobs
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import StepKind
 from slipstream.scheduler.batch import Batch, BatchSizes, Step
@@ -41,6 +42,7 @@ def make_job(
     *,
     stops: bool = False,
     max_draft_tokens: int | None = None,
+    top_logprobs: int | None = None,
 ) -> Job:
     """A job that is not submitted yet."""
     stop_token_ids = frozenset({STOP}) if stops else frozenset()
@@ -52,6 +54,7 @@ def make_job(
             sampling=SamplingParams(),
             stop_token_ids=stop_token_ids,
             max_draft_tokens=max_draft_tokens,
+            top_logprobs=top_logprobs,
         )
     )
 
@@ -348,6 +351,36 @@ def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobod
     assert counts == [(0, 0), (2, 2), (1, 3)]
     assert [job.counts.accepted_per_position for job in (off, one, full)] == [[0, 0, 0], [2, 0, 0], [1, 1, 1]]
     assert off.counts.mean_accept_length == 1.0
+
+
+def test_logprobs_end_where_the_output_does() -> None:
+    run, got = _run(), list[TokenLogprobs]()
+    asked = make_job("asked", (1,), 5, top_logprobs=2)
+    other = make_job("other", (2,), 5)
+    for job in (asked, other):
+        run.queue.submit(job)
+    run.batch.admit(run.queue)
+    while (step := run.batch.next_step()) is not None:
+        assert step.most_top_logprobs == 2
+        assert step.top_logprobs == tuple(2 if lease.slot == 1 else None for lease in step.yielding)
+        result = run.device.run(step)
+        likely = [
+            tuple(TokenLogprobs(-float(token)) for token in tokens) if asked is not None else ()
+            for tokens, asked in zip(result.tokens, step.top_logprobs, strict=True)
+        ]
+        for job, progress in run.batch.apply(step, StepResult(result.tokens, likely)):
+            if job is asked:
+                assert len(progress.logprobs) == len(progress.token_ids)
+                got += progress.logprobs
+            else:
+                assert progress.logprobs == ()
+    assert [-logprob.logprob for logprob in got] == reference(asked)[0]
+    plain = make_job("plain", (3,), 1)
+    run.queue.submit(plain)
+    run.batch.admit(run.queue)
+    step = run.batch.next_step()
+    assert step is not None
+    assert (step.top_logprobs, step.most_top_logprobs) == ((), None)
 
 
 def test_draft_tokens_are_told_from_the_targets_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +19,7 @@ from slipstream.services.config import EAGLE3, WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_weights
 from tests.eagle3_checkpoints import LAYOUTS, write_head
-from tests.scheduler.test_lossless import Models, Served, Way, make_jobs
+from tests.scheduler.test_lossless import Models, Served, Way, adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +108,28 @@ def test_how_a_prompt_is_cut_changes_no_guess(verify: RoleEngine, tmp_path: Path
         Served(Models(verify, head, head), Way(num_draft_tokens=4, chunk_tokens=chunk_tokens)).run(jobs)
         counts.append([(job.counts.num_verify_steps, job.counts.total_accepted_tokens) for job in jobs])
     assert counts[0] == counts[1] == counts[2] == counts[3]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_requests_with_penalties_masks_logprobs_and_bounds(
+    verify: RoleEngine, target: Path, tmp_path: Path, run_ahead: int
+) -> None:
+    """Of one batch, each with something else; steps turn plain when nobody is left who speculates."""
+    plain = Served(Models(verify, verify, verify), Way(run_ahead=0)).run(make_jobs(8))
+    alone = Served(Models(verify, verify, verify), Way(run_ahead=0, slots=1)).run(*([j] for j in adjusted_jobs(plain)))
+    jobs = adjusted_jobs(plain)
+    for job in jobs[::3]:
+        job.spec = replace(job.spec, top_logprobs=4)
+    logs, head = tmp_path / "logs", make_head(tmp_path / "head", target)
+    logs.mkdir()
+    way = Way(num_draft_tokens=3, run_ahead=run_ahead, slots=2)
+    assert Served(Models(verify, head, head), way, log_dir=logs).run(jobs) == alone
+    assert sum(job.counts.total_accepted_tokens for job in jobs) > 0
+    report = Replay(logs).report()
+    assert not report.races
+    assert not report.stuck
+    accesses = "".join(path.read_text() for path in logs.glob("*.jsonl"))
+    assert "top_logprobs" in accesses, "they were published, and read behind the same fence"
 
 
 def test_layers_that_the_target_does_not_have_are_refused(verify: RoleEngine, tmp_path: Path, target: Path) -> None:

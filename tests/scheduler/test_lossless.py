@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from slipstream.common.access_log import JsonLinesAccessLog, StreamName
 from slipstream.common.chunk import FinishReason
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.future_map import Stash
+    from slipstream.common.logprobs import TokenLogprobs
     from slipstream.common.step import PromptChunk, StepCommand
     from slipstream.scheduler.ordering.replay import Report
     from slipstream.services.engine import EpochState, RoleEngine
@@ -53,6 +55,8 @@ class Models:
     draft: RoleEngine
     twin: RoleEngine
     """A draft that is the target itself."""
+    path: Path | None = None
+    """Where the target was written."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         verify=make_verify(WorkerConfig(model=target), device, 0),
         draft=make_draft(WorkerConfig(model=guesser), device, 0),
         twin=make_draft(WorkerConfig(model=target), device, 0),
+        path=target,
     )
 
 
@@ -350,6 +355,36 @@ def test_a_draft_that_is_the_target_applies_them_as_well(
     for job in jobs:
         bound = 4 if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
         assert job.counts.total_draft_tokens - job.counts.total_accepted_tokens <= bound
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_logprobs_are_those_of_a_plain_forward(
+    models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], num_draft_tokens: int
+) -> None:
+    """Of every token of those that asked, before bias, penalties, masks and temperature; the first one's, too."""
+    asked = (5, None, 0, 20, None, 1, 20, 3)
+    jobs = adjusted_jobs(plain)
+    for job, number in zip(jobs, asked, strict=True):
+        job.spec = replace(job.spec, top_logprobs=number)
+    served = Served(models, Way(num_draft_tokens=num_draft_tokens, run_ahead=2, slots=3))
+    found: dict[Job, list[TokenLogprobs]] = {job: [] for job in jobs}
+    served.epoch.on_progress = lambda job, progress: found[job].extend(progress.logprobs)
+    assert served.run(jobs) == adjusted_reference
+    reference_model = AutoModelForCausalLM.from_pretrained(models.path, dtype=torch.float32)
+    for job, output, number in zip(jobs, adjusted_reference, asked, strict=True):
+        if number is None:
+            assert found[job] == []
+            continue
+        with torch.inference_mode():
+            logits = reference_model(torch.tensor([[*job.spec.prompt, *output]])).logits[0]
+        expected = logits[len(job.spec.prompt) - 1 : -1].log_softmax(dim=1)
+        assert len(found[job]) == len(output)
+        for row, token, likely in zip(expected, output, found[job], strict=True):
+            assert likely.logprob == pytest.approx(float(row[token]), abs=1e-3)
+            top = row.topk(number)
+            assert [logprob for _, logprob in likely.top] == pytest.approx(top.values.tolist(), abs=1e-3)
+            for other, logprob in likely.top:
+                assert logprob == pytest.approx(float(row[other]), abs=1e-3)
 
 
 class HiddenDrafter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,8 @@ from slipstream.common.access_log import NullAccessLog
 from slipstream.common.buffers import BufferName
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.errors import FutureMapError
-from slipstream.common.future_map import FutureMap, FutureMapShape, Outcome
+from slipstream.common.future_map import FutureMap, FutureMapShape, Logprobs, Outcome
+from slipstream.common.logprobs import TokenLogprobs
 from slipstream.common.step import FenceName, Role, StepKind
 from slipstream.scheduler.batch import Step
 from slipstream.scheduler.future_map import ResultReader
@@ -32,12 +34,13 @@ class Shared:
         self.verify = FutureMap(SHAPE, self.arena, Role.VERIFY, 100, NullAccessLog(), is_debug=True)
         self.reader = ResultReader(device, self.arena, SHAPE, NullAccessLog())
 
-    def publish(self, number: int, rows: list[int], accepted: list[int]) -> None:
+    def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
         """As verify's stream does."""
         outcome = Outcome(
             seq_lens=torch.tensor([10 * row for row in rows]),
             num_accepted=torch.tensor(accepted),
             tokens=torch.tensor([[row, row + 1, row + 2] for row in rows]),
+            logprobs=logprobs,
         )
         self.verify.publish(number, torch.tensor(rows), outcome)
         self.arena.fence(FenceName.VERIFY_PUBLISH).release(number)
@@ -65,6 +68,30 @@ def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: S
     result = shared.reader.resolve(step, 5.0)
     assert result is not None
     assert result.tokens == [[4, 5, 6], [2]]
+
+
+def test_brings_logprobs_to_those_who_asked(shared: Shared) -> None:
+    step = replace(step_of(1, 4, 2, 3), top_logprobs=(1, None, 0))
+    shared.reader.start(step)
+    assert shared.reader.resolve(step, 0.01) is None
+    likely = Logprobs(
+        output=torch.tensor([[-1.0, -2.0, -3.0]] * 3) * torch.tensor([[1], [2], [3]]),
+        top_tokens=torch.arange(9, dtype=torch.int32).view(3, 3, 1),
+        top=-torch.arange(9.0).view(3, 3, 1) / 8,
+    )
+    shared.publish(1, [2, 3, 4], [0, 1, 1], likely)
+    result = shared.reader.resolve(step, 5.0)
+    assert result is not None
+    assert result.tokens == [[4, 5], [2], [3, 4]]
+    assert result.logprobs == [
+        (TokenLogprobs(-3.0, ((6, -0.75),)), TokenLogprobs(-6.0, ((7, -0.875),))),
+        (),
+        (TokenLogprobs(-2.0), TokenLogprobs(-4.0)),
+    ]
+    shared.publish(2, [2], [0])
+    plain = shared.reader.resolve(step_of(2, 2), 5.0)
+    assert plain is not None
+    assert plain.logprobs == []
 
 
 def test_a_later_publish_does_not_disturb_an_earlier_result(shared: Shared) -> None:

@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.access_log import LogOp, StreamName
 from slipstream.common.buffers import BufferName
 from slipstream.common.step import StepKind
-from slipstream.scheduler.ordering.accesses import DraftTraits
+from slipstream.scheduler.ordering.accesses import BufferGroup, DraftTraits
 from slipstream.scheduler.ordering.model import Model
 from slipstream.scheduler.ordering.sequences import Walk
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LANGUAGE_MODEL = DraftTraits(is_present=True)
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
 
-RESULTS = {BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS}
+RESULTS = set(BufferGroup.RESULTS.buffers(LANGUAGE_MODEL))
 STASH = {
     BufferName.SEQ_LENS,
     BufferName.BONUS_TOKENS,
