@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
+
 
 @triton.jit
 def key_rows(
@@ -127,11 +129,13 @@ def attend_kernel(
     HAS_WINDOW: tl.constexpr,
     SPARES_MASKS: tl.constexpr,  # whether whole blocks that all queries see are worth a loop of their own
     IS_SPLIT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One key head of one row, for BLOCK_M of the queries (of all heads that share the key head), over one split.
 
     Grid: (KV_HEADS, num_query_blocks * num_splits, B). Row m of the queries is token m // GROUP of head m % GROUP.
     """
+    wait_for_previous(OVERLAPS)
     head = tl.program_id(0)
     # The last queries see the most keys, and start first.
     query_block = num_query_blocks - 1 - tl.program_id(1) % num_query_blocks
@@ -220,8 +224,10 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One query of one head. Grid: (B * KV_HEADS * width * GROUP,). Splits without keys have an lse of -inf."""
+    wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -17,8 +19,10 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One row. Grid: (N,)."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -39,8 +43,10 @@ def swiglu_kernel(
     output: tl.tensor,  # [N, SIZE], written
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """BLOCK columns of a row. Grid: (N, cdiv(SIZE, BLOCK))."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.services.models.kernels.block_kernels import rms_norm_kernel, swiglu_kernel
+from slipstream.services.models.kernels.launching import overlapping
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,7 @@ def _launch_norm(
         SIZE=size,
         BLOCK=block,
         HAS_DELTA=delta is not None,
+        **overlapping(x.device),
         num_warps=min(16, max(1, block // 512)),
     )
 
@@ -63,5 +65,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     output = gate_up.new_empty(num_rows, twice // 2)
     if num_rows:
         grid = (num_rows, -(-twice // 2 // _SWIGLU_COLUMNS))
-        swiglu_kernel[grid](gate_up, output, SIZE=twice // 2, BLOCK=_SWIGLU_COLUMNS, num_warps=4)
+        swiglu_kernel[grid](
+            gate_up, output, SIZE=twice // 2, BLOCK=_SWIGLU_COLUMNS, num_warps=4, **overlapping(gate_up.device)
+        )
     return output

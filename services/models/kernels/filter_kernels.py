@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
+
 NUM_BINS = tl.constexpr(32)
 BITS = tl.constexpr(5)
 
@@ -132,11 +134,13 @@ def count_kernel(
     CHUNK: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BY_MASS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Bins the tokens of one block that have the bits found so far. Grid: (num_blocks, N).
 
     All programs of a row find the same bits from the level before; the first one leaves them for the next.
     """
+    wait_for_previous(OVERLAPS)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if not is_searched(temperatures, top_ks, top_ps, row, BY_MASS):
@@ -207,8 +211,10 @@ def cut_kernel(
     LEVELS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BY_MASS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """A row's cut, after the last level of a search. Grid: (N,). Without a filter it lies behind all tokens."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     is_on = is_searched(temperatures, top_ks, top_ps, row, BY_MASS)
     if not BY_MASS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
+
 
 @triton.jit(do_not_specialize=["num_tokens", "max_positions"])
 def rotation_kernel(
@@ -16,8 +18,10 @@ def rotation_kernel(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Grid: (cdiv(num_tokens, BLOCK_T),). Positions out of range are clamped."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.arange(0, BLOCK_H)
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
@@ -56,11 +60,13 @@ def keep_kernel(
     HAS_ROTATION: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """BLOCK_HEADS heads of one token. Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS - FIRST_HEAD, BLOCK_HEADS)).
 
     Heads are counted through queries, keys and values. What is not kept goes to the padding page, page 0.
     """
+    wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     row = index // width
     head = FIRST_HEAD + tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -10,6 +10,7 @@ import torch
 
 from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel
 from slipstream.services.models.kernels.kv_kernels import keep_kernel
+from slipstream.services.models.kernels.launching import overlapping
 
 if TYPE_CHECKING:
     from slipstream.services.models.batch import ForwardBatch
@@ -144,6 +145,7 @@ class PagedLayerAttention:
             HAS_ROTATION=rotation is not None,
             HAS_NORMS=norms is not None,
             HAS_TREE=self._tree is not None,
+            **overlapping(qkv.device),
             num_warps=4 if block_heads == 8 else 1,
         )
 
@@ -184,6 +186,7 @@ class PagedLayerAttention:
             HAS_WINDOW=window is not None,
             SPARES_MASKS=self._tile.block_m > 64,
             IS_SPLIT=self._num_splits > 1,
+            **overlapping(qkv.device),
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,
         )
@@ -204,6 +207,7 @@ class PagedLayerAttention:
             HEAD_DIM=config.head_dim,
             BLOCK_D=_power_of_two(config.head_dim),
             BLOCK_S=_power_of_two(self._num_splits),
+            **overlapping(output.device),
             num_warps=1 if self._num_splits <= 8 else 4,
         )
 

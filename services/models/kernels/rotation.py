@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.services.models.kernels.kv_kernels import rotation_kernel
+from slipstream.services.models.kernels.launching import overlapping
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ def rotation_of(positions: torch.Tensor, inverse_frequencies: torch.Tensor, max_
             HALF=half,
             BLOCK_H=1 << (half - 1).bit_length(),
             BLOCK_T=_TOKENS_AT_ONCE,
+            **overlapping(positions.device),
             num_warps=4,
         )
     return rotation

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.services.models.kernels.filter_kernels import NUM_BINS, count_kernel, cut_kernel
+from slipstream.services.models.kernels.launching import overlapping
 from slipstream.services.models.kernels.sampling_kernels import choose_kernel, greatest_kernel, score_kernel
 
 if TYPE_CHECKING:
@@ -41,12 +42,15 @@ def sample(
         return tokens
     assert logits.is_contiguous(), "a kernel reads rows side by side"
     positions = positions.contiguous()
+    overlap = overlapping(logits.device)
     num_blocks = -(-vocab_size // _BLOCK)
     block_g = 1 << (num_blocks - 1).bit_length()
     shape = (2, num_rows, num_blocks)
     best, score = torch.empty(shape, dtype=torch.float32, device=logits.device)
     index, chosen = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    greatest_kernel[num_blocks, num_rows](logits, best, index, vocab_size, num_blocks, BLOCK=_BLOCK, num_warps=8)
+    greatest_kernel[num_blocks, num_rows](
+        logits, best, index, vocab_size, num_blocks, BLOCK=_BLOCK, num_warps=8, **overlap
+    )
     cuts = _Cuts(num_rows, num_blocks, logits.device) if has_filters else None
     if cuts is not None:
         cuts.find(logits, best, rows)
@@ -69,6 +73,7 @@ def sample(
         BLOCK_G=block_g,
         HAS_IDS=token_ids is not None,
         HAS_FILTERS=has_filters,
+        **overlap,
         num_warps=8,
     )
     choose_kernel[(num_rows,)](
@@ -82,6 +87,7 @@ def sample(
         num_blocks,
         BLOCK_G=block_g,
         HAS_IDS=token_ids is not None,
+        **overlap,
         num_warps=1,
     )
     return tokens
@@ -137,6 +143,7 @@ class _Cuts:
                     CHUNK=_CHUNK,
                     BLOCK_G=block_g,
                     BY_MASS=is_by_mass,
+                    **overlapping(logits.device),
                     num_warps=4,
                 )
             cut_kernel[(self._num_rows,)](
@@ -149,5 +156,6 @@ class _Cuts:
                 LEVELS=_LEVELS,
                 BLOCK_G=block_g,
                 BY_MASS=is_by_mass,
+                **overlapping(logits.device),
                 num_warps=4,
             )

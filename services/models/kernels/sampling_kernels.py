@@ -7,6 +7,7 @@ import triton.language as tl
 
 from slipstream.services.models.kernels.filter_kernels import NUM_BINS, deficits_of, greatest_of, load_logits
 from slipstream.services.models.kernels.noise_kernels import gumbel, noise_words, noise_words_of, rough_gumbel
+from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
 
 ROUGH_ERROR = tl.constexpr(4e-4)
 """Twice what a score is off at most when its noise is rough, and room."""
@@ -20,8 +21,10 @@ def greatest_kernel(
     vocab_size: tl.tensor,
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """The greatest logit of a block. Grid: (num_blocks, N)."""
+    wait_for_previous(OVERLAPS)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     index = block * BLOCK + tl.arange(0, BLOCK)
@@ -56,11 +59,13 @@ def score_kernel(
     BLOCK_G: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """The best score of a block: noise less deficit, of what the filters keep. Grid: (num_blocks, N).
 
     Rough noise leaves one or two tokens that may be the best, and only theirs is computed in float64.
     """
+    wait_for_previous(OVERLAPS)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperatures + row)
@@ -123,8 +128,10 @@ def choose_kernel(
     num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """A row's token: the greatest logit or the best score, of equal ones the first. Grid: (N,)."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, BLOCK_G)
     mask = g < num_blocks

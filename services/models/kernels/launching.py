@@ -1,0 +1,26 @@
+"""How kernels follow each other on a stream."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def overlapping(device: torch.device) -> Mapping[str, Any]:
+    """Options of a launch whose kernel waits by itself for the one before it (programmatic dependent launch).
+
+    Such a kernel may be launched while the one before it still runs, which hides the cost of the launch. It must
+    call `wait_for_previous` in every program before it touches memory that another kernel writes or reads.
+    """
+    return _overlapping(device.index) if device.type == "cuda" else {"OVERLAPS": False}
+
+
+@cache
+def _overlapping(index: int | None) -> Mapping[str, Any]:
+    is_there = torch.cuda.get_device_capability(index) >= (9, 0)
+    return {"OVERLAPS": True, "launch_pdl": True} if is_there else {"OVERLAPS": False}
