@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -52,19 +51,25 @@ class CudaStream:
 
     def synchronize(self, timeout_s: float) -> None:
         """See `Stream.synchronize`. Looks again and again: the driver's own wait has no end if a peer is gone."""
+        is_idle = self._wait(timeout_s)
+        if self.failure is not None:
+            raise self.failure
+        if not is_idle:
+            raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
+
+    def close(self) -> None:
+        """See `Stream.close`. The handle lives as long as the process: PyTorch's memory is kept by stream."""
+        self._wait(CLOSE_TIMEOUT_S)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether it came to its end in this time."""
         deadline = time.monotonic() + timeout_s
         naps = Naps()
         while not self._is_idle():
             if time.monotonic() >= deadline:
-                raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
+                return False
             naps.take(deadline)
-        if self.failure is not None:
-            raise self.failure
-
-    def close(self) -> None:
-        """See `Stream.close`. The handle lives as long as the process: PyTorch's memory is kept by stream."""
-        with contextlib.suppress(SlipstreamError):
-            self.synchronize(CLOSE_TIMEOUT_S)
+        return True
 
     def _is_idle(self) -> bool:
         try:

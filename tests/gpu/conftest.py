@@ -21,7 +21,7 @@ SPECS = (
     BufferSpec("lengths", (3, 4), torch.int64, "verify"),
     BufferSpec("states", (5, 7, 2), torch.bfloat16, "verify"),
     BufferSpec("halves", (6, 3), torch.float16, "verify"),
-    BufferSpec("floats", (2, 9), torch.float32, "verify"),
+    BufferSpec("floats", (3, 9), torch.float32, "verify"),
     BufferSpec("tokens", (4,), torch.int32, "draft"),
     BufferSpec("seen", (512,), torch.int64, "draft"),
     BufferSpec("stamps", (512,), torch.int64, "verify"),

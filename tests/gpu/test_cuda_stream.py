@@ -106,7 +106,7 @@ def test_results_come_to_the_host_past_everything_else(
 ) -> None:
     """The producer goes on working, and this process's own streams are full."""
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
-    sources = [arena_of_kind.tensor("lengths"), arena_of_kind.tensor("states")]
+    sources = [arena_of_kind.tensor("lengths"), arena_of_kind.tensor("floats")]
     copy = device_of_kind.host_copy(fence, sources)
     before = torch.cuda.current_stream()
     busy = device_of_kind.create_stream("busy", lambda error: None)
@@ -119,12 +119,12 @@ def test_results_come_to_the_host_past_everything_else(
         copy.start(step, row)
         if step == 1:
             assert copy.finish(step, row, 0.02) is None
-        producer.do(f"fill lengths {step}", f"fill states {step}", f"signal {DONE} {step}")
+        producer.do(f"fill lengths {step}", f"fill floats {step}", f"signal {DONE} {step}")
         if step == 5:
             producer.do("spin 100000")
         found = copy.finish(step, row, 10.0)
         assert found is not None
-        assert [part.tolist() for part in found] == [[step] * 4, [[step] * 2] * 7]
+        assert [part.tolist() for part in found] == [[step] * 4, [step] * 9]
         assert all(part.device.type == "cpu" for part in found)
     assert device_of_kind.to_host([ended])[0].item() == 0, "the busy stream was still busy"
     copy.close()
