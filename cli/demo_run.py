@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slipstream.bundled import Prompt
     from slipstream.cli.demo_screen import Screen
-    from slipstream.common.chunk import Usage
+    from slipstream.common.usage import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
