@@ -1,0 +1,151 @@
+"""A real Prometheus for a measurement, with the project's own configuration pointed at other ports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import urllib.error
+import urllib.parse
+import urllib.request
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from slipstream.benchmarks.serving_stack import free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+CONFIG = Path(__file__).resolve().parent.parent / "deploy" / "prometheus" / "prometheus.yml"
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
+RETRY_S = 0.05
+
+
+class QueryError(Exception):
+    """Prometheus refuses a query."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One series of a result."""
+
+    labels: Mapping[str, str]
+    points: tuple[tuple[float, float], ...]
+    """Time in seconds since 1970, and value; a single one for an instant."""
+
+
+class Prometheus:
+    """A running server."""
+
+    def __init__(self, port: int) -> None:
+        """Use `running_prometheus`."""
+        self._url = f"http://127.0.0.1:{port}"
+
+    async def query(self, expr: str) -> list[Series]:
+        """The series of an expression, now. Raises QueryError."""
+        result = await self._get("query", query=expr)
+        return [Series(row["metric"], (_point(row["value"]),)) for row in result]
+
+    async def query_range(self, expr: str, start: float, end: float, step_s: float) -> list[Series]:
+        """The same between two times. Raises QueryError."""
+        result = await self._get("query_range", query=expr, start=str(start), end=str(end), step=f"{step_s:g}")
+        return [Series(row["metric"], tuple(map(_point, row["values"]))) for row in result]
+
+    async def is_ready(self) -> bool:
+        """Whether it answers queries."""
+        try:
+            await asyncio.to_thread(_fetch, f"{self._url}/-/ready")
+        except urllib.error.URLError:
+            return False
+        return True
+
+    async def _get(self, path: str, **parameters: str) -> list[dict[str, Any]]:
+        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            answer = json.loads(await asyncio.to_thread(_fetch, url))
+        except urllib.error.HTTPError as error:
+            raise QueryError(f"{parameters['query']}: {json.load(error)['error']}") from error
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+
+def find_prometheus() -> str | None:
+    """The program, if it is installed."""
+    return shutil.which("prometheus")
+
+
+@asynccontextmanager
+async def running_prometheus(
+    folder: Path, metrics_ports: Mapping[str, int], *, interval_ms: int
+) -> AsyncIterator[Prometheus]:
+    """Scrapes the endpoint of each job and evaluates the rules so often, until the block ends.
+
+    `folder` takes its data and its log. Raises RuntimeError when it does not start.
+    """
+    program = find_prometheus()
+    if program is None:
+        raise RuntimeError("prometheus is not installed")
+    config = _write_config(folder, metrics_ports, interval_ms)
+    (port,) = free_ports(1)
+    options = (f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}")
+    with (folder / "prometheus.log").open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            program, *options, f"--web.listen-address=127.0.0.1:{port}", stdout=log, stderr=log
+        )
+        try:
+            server = Prometheus(port)
+            await _until_ready(server, process)
+            yield server
+        finally:
+            await _end(process)
+
+
+def _write_config(folder: Path, metrics_ports: Mapping[str, int], interval_ms: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(_config(metrics_ports, interval_ms)), encoding="utf-8")
+    return path
+
+
+def _config(metrics_ports: Mapping[str, int], interval_ms: int) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": f"{interval_ms}ms", "evaluation_interval": f"{interval_ms}ms"}
+    config["rule_files"] = [str(CONFIG.parent / pattern) for pattern in config["rule_files"]]
+    for job in config["scrape_configs"]:
+        job["static_configs"][0]["targets"] = [f"127.0.0.1:{metrics_ports[job['job_name']]}"]
+    return config
+
+
+async def _until_ready(server: Prometheus, process: asyncio.subprocess.Process) -> None:
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not await server.is_ready():
+            if process.returncode is not None:
+                raise RuntimeError(f"prometheus ended with status {process.returncode}: see its log")
+            await asyncio.sleep(RETRY_S)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _fetch(url: str) -> bytes:
+    # Without the proxies of the environment: this is our own process.
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
+        body: bytes = response.read()
+        return body
+
+
+def _point(pair: list[Any]) -> tuple[float, float]:
+    return float(pair[0]), float(pair[1])

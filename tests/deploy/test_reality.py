@@ -1,0 +1,109 @@
+"""The real services under load, a real Prometheus that scrapes them, and every query of dashboards and rules."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import subprocess
+import urllib.request
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream.benchmarks.dashboard_queries import (
+    FoundQuery,
+    alert_rules,
+    annotation_queries,
+    panel_queries,
+    recording_rules,
+    variable_queries,
+)
+from slipstream.benchmarks.observed_stack import SERVICES, busy, observed_stack
+from slipstream.benchmarks.prometheus_server import find_prometheus
+from slipstream.common import metrics as common_metrics
+from slipstream.deploy.metrics_page import CATALOGUE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.benchmarks.observed_stack import Observed
+    from slipstream.benchmarks.prometheus_server import Prometheus
+
+INTERVAL_MS = 250
+RATE_INTERVAL = "3s"
+DEADLINE_S = 90.0
+EVERYWHERE = {spec.name for spec in common_metrics.SPECS}
+
+
+def exposed(port: int) -> str:
+    """What an endpoint has now."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        text: bytes = response.read()
+    return text.decode()
+
+
+def names_in(text: str) -> set[str]:
+    """Our metrics in it."""
+    found = {
+        f"{family.name}_total" if family.type == "counter" else family.name
+        for family in text_string_to_metric_families(text)
+    }
+    return {name for name in found if name.startswith("slipstream_")}
+
+
+async def complaint(prometheus: Prometheus, place: str, expr: str) -> str | None:
+    """What is wrong with the result of a query, if anything is."""
+    values = [value for series in await prometheus.query(expr) for _, value in series.points]
+    if values and all(map(math.isfinite, values)):
+        return None
+    return f"{place}: {expr}: {values or 'nothing'}"
+
+
+def expressions() -> list[tuple[str, str]]:
+    """All that must have a result while the server is busy: whole queries, and what alerts and annotations compare."""
+    whole = [*panel_queries(), *variable_queries(), *recording_rules()]
+    found = [(query.place, query.filled(RATE_INTERVAL)) for query in whole]
+    for query in (*alert_rules(), *annotation_queries()):
+        parts = FoundQuery(query.place, query.filled(RATE_INTERVAL)).parts
+        found += [(query.place, part) for part in parts]
+    return found
+
+
+async def until_all_are_there(prometheus: Prometheus) -> None:
+    """Returns when every expression has a finite result; fails with those that have none at the deadline."""
+    waiting: list[str] = []
+    remaining = expressions()
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while remaining and asyncio.get_running_loop().time() < deadline:
+        found = await asyncio.gather(*(complaint(prometheus, place, expr) for place, expr in remaining))
+        remaining = [pair for pair, problem in zip(remaining, found, strict=True) if problem is not None]
+        waiting = [problem for problem in found if problem is not None]
+        await asyncio.sleep(INTERVAL_MS / 1000)
+    assert not remaining, "\n".join(waiting)
+
+
+def check_endpoints(observed: Observed) -> None:
+    """What the services expose is what the code's table says, and promtool has nothing against it."""
+    texts = {service: exposed(observed.metrics_ports[service]) for service in SERVICES}
+    documented = {spec.name for section in CATALOGUE for spec in section.metrics}
+    assert names_in(texts["scheduler"]) == documented
+    assert names_in(texts["draft"]) == names_in(texts["verify"]) == EVERYWHERE
+    for text in texts.values():
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(240)
+async def test_every_query_has_a_result_while_the_server_is_busy(tmp_path: Path) -> None:
+    if find_prometheus() is None or shutil.which("promtool") is None:
+        pytest.skip("prometheus is not installed (Debian: prometheus)")
+    async with observed_stack(tmp_path, interval_ms=INTERVAL_MS, slots=4) as observed:
+        # More clients than slots: the queue is in use, too.
+        async with busy(observed.address, num_clients=6, max_new_tokens=24):
+            await until_all_are_there(observed.prometheus)
+            await asyncio.to_thread(check_endpoints, observed)
+        assert await observed.prometheus.query('up{job=~"slipstream-.*"} == 0') == []
