@@ -1,9 +1,11 @@
-"""Are the tokens of a request the same, whoever drafts, whatever runs beside it, however far the hosts run ahead?
+"""Are the tokens of a request the same, whoever drafts, whatever runs beside it, however it is served?
 
     python benchmarks/lossless.py --json benchmarks/results/lossless_cpu.json
 
-20 held-out prompts, greedy and with three seeds at T = 0.8; with and without a draft, alone and in batches of
-eight, run-ahead 0, 1 and 2. Everything is compared with plain decoding, alone, run-ahead 0. Status 1 if any differs.
+Held-out prompts, each greedy and sampled, with and without penalties, bias and a least length; without a draft, with
+the bundled drafts and with the NumPy drafter; alone and in batches of eight, prompts in one piece and in chunks,
+run-ahead 0, 1 and 2, and with drafts off for every other request of a batch. Everything is compared with plain
+decoding, alone, in one piece, run-ahead 0. Status 1 if any differs.
 """
 
 from __future__ import annotations
@@ -13,25 +15,54 @@ import hashlib
 import itertools
 import json
 import sys
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.serving_stack import ServingStack
-from slipstream.bundled import prompts
+from slipstream.benchmarks.serving_stack import ALGORITHMS, NGRAM, NONE, Models, ServingStack
+from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
-NUM_PROMPTS = 20
-MAX_NEW_TOKENS = 64
-ALGORITHMS = ("none", "standalone")
-RUN_AHEADS = (0, 1, 2)
-CONCURRENCIES = (1, 8)
+    from slipstream.client.requests import RequestOptions
+
+NUM_PROMPTS = 10
+MAX_NEW_TOKENS = 48
+IN_ONE_PIECE, IN_CHUNKS = 512, 16
+"""Prompt tokens in a step at most; the prompts have 48 to 96."""
+ENDS = (8, 12, 26, 199)
+"""Opening bracket, comma, colon, end of line: tokens that the model samples all the time."""
 LOG_DIR = Path("build/benchmarks")
+
+SAMPLINGS: Mapping[str, RequestOptions] = {
+    "greedy": {"temperature": 0.0},
+    "T = 0.8": {"temperature": 0.8, "seed": 1},
+    "T = 0.8, filters": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "seed": 2},
+    "greedy, penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "T = 0.8, penalties": {
+        "temperature": 0.8,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.4,
+    },
+    # What ends the output is made likely, and kept out for a while.
+    "T = 0.8, bias, least length": {
+        "temperature": 0.8,
+        "seed": 4,
+        "logit_bias": dict.fromkeys(ENDS, 3.0),
+        "stop_token_ids": ENDS,
+        "min_new_tokens": 20,
+    },
+}
+"""How requests are sampled, by what a reader calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +71,8 @@ class Case:
 
     prompt: int
     """Number of the held-out prompt."""
-    temperature: float
-    seed: int
+    sampling: str
+    """A name in `SAMPLINGS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,87 +81,172 @@ class Way:
 
     algorithm: str
     run_ahead: int
+    chunk_tokens: int
     concurrency: int
+    is_mixed: bool = False
+    """Whether every other request has drafts off."""
+
+    @property
+    def scheduler(self) -> tuple[str, int, int]:
+        """What a scheduler has to know."""
+        return self.algorithm, self.run_ahead, self.chunk_tokens
 
 
-CASES = tuple(
-    Case(prompt, temperature, seed)
-    for prompt in range(NUM_PROMPTS)
-    for temperature, seed in ((0.0, 0), (0.8, 1), (0.8, 2), (0.8, 3))
-)
-REFERENCE = Way("none", 0, 1)
-WAYS = tuple(itertools.starmap(Way, itertools.product(ALGORITHMS, RUN_AHEADS, CONCURRENCIES)))
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What came of a request."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    num_verify_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
-async def serve(stack: ServingStack, ways: Sequence[Way], cases: Sequence[Case]) -> dict[Way, list[list[int]]]:
-    """The token ids of each case, by way. One scheduler serves all ways that differ in nothing it knows of."""
-    outputs: dict[Way, list[list[int]]] = {}
-    for (algorithm, run_ahead), group in itertools.groupby(ways, lambda way: (way.algorithm, way.run_ahead)):
+CASES = tuple(itertools.starmap(Case, itertools.product(range(NUM_PROMPTS), SAMPLINGS)))
+REFERENCE = Way(NONE, 0, IN_ONE_PIECE, 1)
+
+
+def _ways() -> Iterator[Way]:
+    """Each pair of values of any two dimensions, with each algorithm."""
+    for algorithm in (*ALGORITHMS, NGRAM):
+        for run_ahead, alone, together in (
+            (0, IN_ONE_PIECE, IN_CHUNKS),
+            (1, IN_CHUNKS, IN_ONE_PIECE),
+            (2, IN_ONE_PIECE, IN_CHUNKS),
+        ):
+            yield Way(algorithm, run_ahead, alone, 1)
+            yield Way(algorithm, run_ahead, together, 8)
+            if algorithm != NONE:
+                yield Way(algorithm, run_ahead, together, 8, is_mixed=True)
+
+
+WAYS = tuple(_ways())
+
+
+@asynccontextmanager
+async def start(log_dir: Path, ways: Sequence[Way]) -> AsyncIterator[ServingStack]:
+    """The target and the drafts that these ways need."""
+    algorithms = {way.algorithm for way in ways}
+    models = Models(drafts={name: path for name, path in Models().drafts.items() if name in algorithms})
+    async with ServingStack.start(log_dir, models) as stack:
+        if NGRAM in algorithms:
+            await stack.start_ngram(target_dir())
+        yield stack
+
+
+async def serve(stack: ServingStack, ways: Sequence[Way], cases: Sequence[Case]) -> dict[Way, list[Output]]:
+    """The output of each case, by way. One scheduler serves all ways that differ in nothing it knows of."""
+    outputs: dict[Way, list[Output]] = {}
+    for (algorithm, run_ahead, chunk_tokens), group in itertools.groupby(ways, lambda way: way.scheduler):
+        chunks = ("--chunk-tokens", str(chunk_tokens))
         async with (
-            stack.scheduler(algorithm, run_ahead=run_ahead) as address,
+            stack.scheduler(algorithm, run_ahead=run_ahead, arguments=chunks) as address,
             AsyncClient(address) as client,
         ):
             for way in group:
-                outputs[way] = await _generate(client, cases, way.concurrency)
+                outputs[way] = await _generate(client, cases, way)
     return outputs
 
 
-async def _generate(client: AsyncClient, cases: Sequence[Case], concurrency: int) -> list[list[int]]:
+async def _generate(client: AsyncClient, cases: Sequence[Case], way: Way) -> list[Output]:
     texts = [prompt.text for prompt in prompts()]
-    room = asyncio.Semaphore(concurrency)
+    room = asyncio.Semaphore(way.concurrency)
 
-    async def run(case: Case) -> list[int]:
+    async def run(number: int, case: Case) -> Output:
+        has_drafts = way.algorithm != NONE and not (way.is_mixed and number % 2)
+        options: RequestOptions = {**SAMPLINGS[case.sampling], "max_new_tokens": MAX_NEW_TOKENS}
+        if way.is_mixed:
+            options["speculation"] = has_drafts
         async with room:
-            chunks = client.generate(
-                texts[case.prompt], temperature=case.temperature, seed=case.seed, max_new_tokens=MAX_NEW_TOKENS
-            )
-            return [token async for chunk in chunks for token in chunk.token_ids]
+            found = [chunk async for chunk in client.generate(texts[case.prompt], **options)]
+        usage = found[-1].usage
+        assert usage is not None, "the last message has it"
+        assert has_drafts or not usage.total_draft_tokens, "nothing is drafted where drafts are off"
+        return Output(
+            token_ids=tuple(token for chunk in found for token in chunk.token_ids),
+            finish_reason=str(found[-1].finish_reason),
+            num_verify_steps=usage.num_verify_steps,
+            num_draft_tokens=usage.total_draft_tokens,
+            num_accepted_tokens=usage.total_accepted_tokens,
+        )
 
-    return list(await asyncio.gather(*map(run, cases)))
+    return list(await asyncio.gather(*itertools.starmap(run, enumerate(cases))))
 
 
-def differences(outputs: dict[Way, list[list[int]]], cases: Sequence[Case]) -> list[str]:
+def differences(outputs: Mapping[Way, Sequence[Output]], cases: Sequence[Case]) -> list[str]:
     """A line for each output that is not the reference's."""
     expected = outputs[REFERENCE]
     return [
         f"{way}, {case}: {output} instead of {reference}"
         for way, found in outputs.items()
         for case, output, reference in zip(cases, found, expected, strict=True)
-        if output != reference
+        if (output.token_ids, output.finish_reason) != (reference.token_ids, reference.finish_reason)
     ]
+
+
+def mean_accept_length(outputs: Sequence[Output]) -> float:
+    """Of the steps in which a draft was checked; 1 where there is none."""
+    steps = sum(output.num_verify_steps for output in outputs)
+    return 1 + sum(output.num_accepted_tokens for output in outputs) / max(1, steps)
 
 
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write what was compared.")] = None,
 ) -> None:
     """Compares all of it."""
+    started = time.monotonic()
     outputs = asyncio.run(_serve_all())
-    wrong = differences(outputs, CASES)
-    distinct = sorted({len(set(output)) for output in outputs[REFERENCE]})
-    report = {
-        "num_cases": len(CASES),
-        "max_new_tokens": MAX_NEW_TOKENS,
-        "num_outputs": sum(map(len, outputs.values())),
-        "num_tokens": sum(len(output) for found in outputs.values() for output in found),
-        "distinct_tokens_per_output": {"least": distinct[0], "most": distinct[-1]},
-        "num_different": len(wrong),
-        "differences": wrong,
-        "cases": [asdict(case) for case in CASES],
-        "ways": [{**asdict(way), "sha256_of_each_output": list(map(_digest, found))} for way, found in outputs.items()],
-    }
+    report = _report(outputs, time.monotonic() - started)
     if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{report['num_outputs']} outputs, {report['num_tokens']} tokens, {len(wrong)} different from the reference")
-    print("\n".join(wrong[:20]))
-    sys.exit(1 if wrong else 0)
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    counts = f"{report['num_outputs']} outputs, {report['num_tokens']} tokens"
+    print(f"{counts}, {report['num_different']} different from the reference, {report['seconds']:.0f} s")
+    for way in report["ways"]:
+        print(way["algorithm"], way["run_ahead"], way["chunk_tokens"], way["concurrency"], way["mean_accept_length"])
+    print("\n".join(report["differences"][:20]))
+    sys.exit(1 if report["differences"] else 0)
 
 
-async def _serve_all() -> dict[Way, list[list[int]]]:
-    async with ServingStack.start(LOG_DIR) as stack:
+async def _serve_all() -> dict[Way, list[Output]]:
+    async with start(LOG_DIR, WAYS) as stack:
         return await serve(stack, WAYS, CASES)
 
 
-def _digest(tokens: list[int]) -> str:
+def _report(outputs: Mapping[Way, Sequence[Output]], seconds: float) -> dict[str, Any]:
+    wrong = differences(outputs, CASES)
+    reference = outputs[REFERENCE]
+    distinct = sorted(len(set(output.token_ids)) for output in reference)
+    return {
+        "num_cases": len(CASES),
+        "num_prompts": NUM_PROMPTS,
+        "samplings": SAMPLINGS,
+        "num_ways": len(outputs),
+        "algorithms": sorted({way.algorithm for way in outputs}),
+        "run_aheads": sorted({way.run_ahead for way in outputs}),
+        "concurrencies": sorted({way.concurrency for way in outputs}),
+        "chunk_tokens": sorted({way.chunk_tokens for way in outputs}),
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "num_outputs": sum(map(len, outputs.values())),
+        "num_tokens": sum(len(output.token_ids) for found in outputs.values() for output in found),
+        "distinct_tokens_per_output": {"least": distinct[0], "most": distinct[-1]},
+        "finish_reasons": Counter(output.finish_reason for output in reference),
+        "num_different": len(wrong),
+        "differences": wrong,
+        "seconds": round(seconds, 1),
+        "cases": [asdict(case) for case in CASES],
+        "ways": [
+            {
+                **asdict(way),
+                "mean_accept_length": round(mean_accept_length(found), 3),
+                "sha256_of_each_output": [_digest(output.token_ids) for output in found],
+            }
+            for way, found in outputs.items()
+        ],
+    }
+
+
+def _digest(tokens: tuple[int, ...]) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 

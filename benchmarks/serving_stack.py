@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.stack import Stack
@@ -12,10 +15,13 @@ from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
-    from pathlib import Path
 
 NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
+NGRAM = "ngram"
+"""The NumPy drafter of the examples, which has no model."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3)
+
+_NUMPY_DRAFTER = Path(__file__).resolve().parent.parent / "examples" / "numpy_drafter" / "main.py"
 
 
 def _bundled_drafts() -> Mapping[str, Path]:
@@ -59,17 +65,23 @@ class ServingStack:
         models = models or Models()
         async with Stack(log_dir) as stack:
             device = ("--device", models.device)
-            await stack.worker("verify", "--model", str(models.target), *device)
+            starts = [stack.worker("verify", "--model", str(models.target), *device)]
             for algorithm, path in models.drafts.items():
                 head = ("--model", str(path), "--target", str(models.target), "--algorithm", algorithm)
-                await stack.worker("draft", *head, *device, name=algorithm)
+                starts.append(stack.worker("draft", *head, *device, name=algorithm))
+            await asyncio.gather(*starts)
             yield cls(stack)
+
+    async def start_ngram(self, target: Path) -> None:
+        """Starts the NumPy drafter for this target beside the others."""
+        options = ("--tokenizer", str(target), "--listen", self._stack.socket(NGRAM))
+        await self._stack.process(NGRAM, sys.executable, str(_NUMPY_DRAFTER), *options)
 
     @asynccontextmanager
     async def scheduler(
         self, algorithm: str, *, run_ahead: int = 1, metrics_port: int = 0, arguments: tuple[str, ...] = ()
     ) -> AsyncIterator[str]:
-        """A scheduler with "standalone" or "eagle3" drafts or "none"; yields its address."""
+        """A scheduler with drafts by one of the algorithms that were started, or "none"; yields its address."""
         draft = () if algorithm == NONE else ("--draft", self._stack.socket(algorithm))
         (port,) = free_ports(1)
         async with self._stack.scheduler(

@@ -71,7 +71,11 @@ def messages(draw: st.DrawFn, kind: type[Message], values: Values | None = None)
 @st.composite
 def wire(draw: st.DrawFn, kind: type[Message], values: Values | None = None) -> bytes:
     """What goes over the wire: most of it messages of the kind, the rest nearly so."""
-    data = draw(messages(kind, values)).SerializeToString()
+    return mangled(draw, draw(messages(kind, values)).SerializeToString())
+
+
+def mangled(draw: st.DrawFn, data: bytes) -> bytes:
+    """A message's bytes as they are, more often than not."""
     match draw(st.integers(0, 15)):
         case 0:
             return data[: draw(st.integers(0, len(data)))]

@@ -1,6 +1,6 @@
-"""The tokens of a request are the same, whoever drafts, whatever runs beside it, however far the hosts run ahead.
+"""The tokens of a request are the same, whoever drafts, whatever runs beside it, however it is served.
 
-A random sixth of `benchmarks/lossless.py`, through the real services.
+A part of `benchmarks/lossless.py`, drawn anew each time, through the real services.
 """
 
 from __future__ import annotations
@@ -10,25 +10,56 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.benchmarks.lossless import CASES, REFERENCE, WAYS, differences, serve
-from slipstream.benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.lossless import (
+    CASES,
+    REFERENCE,
+    SAMPLINGS,
+    WAYS,
+    Case,
+    Way,
+    differences,
+    mean_accept_length,
+    serve,
+    start,
+)
+from slipstream.benchmarks.serving_stack import NONE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHARE = 6
+NUM_PROMPTS = 3
 
 
 @pytest.mark.timeout(300)
-async def test_a_random_sixth_of_all_cases_gives_the_same_tokens(tmp_path: Path) -> None:
+async def test_a_random_part_of_all_cases_gives_the_same_tokens(tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    rng = random.Random(seed)
-    # One run-ahead of three, half of the cases: drawn so that drafting and plain decoding are always compared.
-    run_ahead = rng.choice((0, 1, 2))
-    cases = sorted(rng.sample(CASES, k=3 * len(CASES) // SHARE), key=CASES.index)
-    ways = [way for way in WAYS if way.run_ahead == run_ahead or way == REFERENCE]
-    async with ServingStack.start(tmp_path / "logs") as stack:
+    ways, cases = draw(random.Random(seed))
+    async with start(tmp_path / "logs", ways) as stack:
         outputs = await serve(stack, ways, cases)
     assert not differences(outputs, cases)
-    assert min(len(set(output)) for output in outputs[REFERENCE]) > 2, "outputs that only repeat prove nothing"
+    assert min(len(set(output.token_ids)) for output in outputs[REFERENCE]) > 2, "to only repeat proves nothing"
+    for way in ways:
+        if way.algorithm != NONE:
+            assert mean_accept_length(outputs[way]) > 1, "nothing was drafted"
+
+
+def draw(rng: random.Random) -> tuple[list[Way], list[Case]]:
+    """The reference, and what one scheduler serves with drafts by any algorithm; some prompts, with every sampling."""
+    algorithm = rng.choice(sorted({way.algorithm for way in WAYS} - {NONE}))
+    scheduler = rng.choice([way.scheduler for way in WAYS if way.algorithm == algorithm])
+    ways = [way for way in WAYS if way.scheduler == scheduler]
+    chosen = rng.sample(sorted({case.prompt for case in CASES}), NUM_PROMPTS)
+    return [REFERENCE, *ways], [Case(prompt, sampling) for prompt in chosen for sampling in SAMPLINGS]
+
+
+def test_every_dimension_meets_every_algorithm() -> None:
+    """What the whole, as a script, goes through."""
+    for algorithm in {way.algorithm for way in WAYS}:
+        own = [way for way in WAYS if way.algorithm == algorithm]
+        pairs = {(way.run_ahead, way.concurrency) for way in own}
+        assert pairs == {(run_ahead, concurrency) for run_ahead in (0, 1, 2) for concurrency in (1, 8)}
+        assert {(way.chunk_tokens, way.concurrency) for way in own} == {
+            (chunk, concurrency) for chunk in {way.chunk_tokens for way in WAYS} for concurrency in (1, 8)
+        }
+        assert {way.is_mixed for way in own} == ({False} if algorithm == NONE else {False, True})
