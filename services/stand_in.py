@@ -7,6 +7,7 @@ Everything else of a step is real: waits, stamps, the FutureMap, signals. Contex
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +16,14 @@ from slipstream.common.future_map import Outcome
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
 from slipstream.services.models.acceptance import accept
+from slipstream.services.stand_in_graphs import StandInDraftGraphs, StandInVerifyGraphs
 from slipstream.services.stand_in_kernel import GpuKernel, HostKernel, Kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.device.face import Device
+    from slipstream.common.future_map import StepNumber
     from slipstream.common.step import StepCommand
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import EpochState
@@ -69,8 +74,21 @@ class _StandIn:
 class StandInVerify(_StandIn):
     """Implements `RoleEngine` for verify."""
 
+    _graphs: StandInVerifyGraphs | None = None
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+        if state.graphs is not None:
+            self._graphs = StandInVerifyGraphs(state, state.graphs, partial(self._check, state))
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+        self._graphs = None
+
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
+        if self._graphs is not None and command.slots and command.kind is not StepKind.PREFILL:
+            return self._graphs.phases(command)
         chunks = [chunk for chunk in command.chunks if chunk.is_last]
         is_prefill = command.kind is StepKind.PREFILL
         rows = self._kernel.rows([chunk.slot for chunk in chunks] if is_prefill else command.slots)
@@ -81,7 +99,7 @@ class StandInVerify(_StandIn):
                 ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
                 outcome.append(self._kernel.run(lambda: _first_tokens(ends)))
             else:
-                outcome.append(self._decode(command, state, rows))
+                outcome.append(self._kernel.run(_look(state, command.step, rows, command.kind)))
             state.future_map.publish(command.step, rows, outcome[0])
 
         def stash() -> None:
@@ -89,32 +107,57 @@ class StandInVerify(_StandIn):
 
         return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
-    def _decode(self, command: StepCommand, state: EpochState, rows: torch.Tensor) -> Outcome:
-        seq_lens, _ = state.future_map.gather_ends(command.step, rows, state.slots.limits_of(rows))
-        if command.kind is StepKind.PLAIN:
-            return self._kernel.run(lambda: _first_tokens(seq_lens + 1))
-        draft_tokens = state.future_map.copy_in(command.step, rows)
-        most = state.slots.max_draft_tokens.index_select(0, rows)
-        return self._kernel.run(lambda: _verified(seq_lens, draft_tokens, most))
+    def _check(self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> Outcome:
+        return self._kernel.run(lambda: _look(state, step, rows, kind)())
 
 
 class StandInDraft(_StandIn):
     """Implements `RoleEngine` for draft."""
 
+    _graphs: StandInDraftGraphs | None = None
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+        if state.graphs is not None:
+            self._graphs = StandInDraftGraphs(state, state.graphs, partial(self._guess, state))
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+        self._graphs = None
+
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
+        if self._graphs is not None and command.slots and command.kind is StepKind.DECODE:
+            return self._graphs.phases(command)
         rows = self._kernel.rows(command.slots)
-        num_tokens = state.attachment.shape.num_draft_tokens
 
         def propose() -> None:
-            seq_lens, _ = state.future_map.gather_ends(command.step, rows, state.slots.limits_of(rows))
-            tokens = self._kernel.run(lambda: _guessed(seq_lens, num_tokens))
-            state.future_map.propose(command.step, rows, tokens)
+            guess = _look_ahead(state, command.step, rows)
+            state.future_map.propose(command.step, rows, self._kernel.run(guess))
 
         def prefill() -> None:
             self._kernel.run(lambda: None)
 
         return [Phase(propose if command.kind is StepKind.DECODE else prefill, FenceName.DRAFT_DONE)]
+
+    def _guess(self, state: EpochState, step: StepNumber, rows: torch.Tensor) -> None:
+        state.future_map.propose(step, rows, self._kernel.run(lambda: _look_ahead(state, step, rows)()))
+
+
+def _look(state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> Callable[[], Outcome]:
+    """Reads what verify needs; what it then computes is a kernel's."""
+    seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
+    if kind is StepKind.PLAIN:
+        return lambda: _first_tokens(seq_lens + 1)
+    draft_tokens = state.future_map.copy_in(step, rows)
+    most = state.slots.max_draft_tokens.index_select(0, rows)
+    return lambda: _verified(seq_lens, draft_tokens, most)
+
+
+def _look_ahead(state: EpochState, step: StepNumber, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The same for draft."""
+    seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
+    return lambda: _guessed(seq_lens, state.attachment.shape.num_draft_tokens)
 
 
 def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
