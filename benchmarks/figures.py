@@ -19,6 +19,12 @@ README = ROOT / "README.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
 
+SERVING_FRACTION = 0.6
+"""Of the capacity: the rate that the table shows."""
+LONG_PROMPT_CHUNKS = (64, 512, 4096)
+"""The sizes of chunks that the table shows; 512 is the default."""
+DRAFTS = {"none": "no draft", "standalone": "standalone draft", "eagle3": "EAGLE-3 head"}
+
 
 def table() -> str:
     """Markdown; every number comes from a file in `benchmarks/results`."""
@@ -45,6 +51,7 @@ def table() -> str:
             _source("soak", "soak_cpu"),
         )
     )
+    rows += [_serving(_load("serving_cpu")), _overload(_load("overload_cpu")), _long_prompt(_load("long_prompt_cpu"))]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
 
@@ -83,6 +90,57 @@ def _accept_lengths(results: list[dict[str, Any]]) -> list[tuple[str, str, str]]
             )
         )
     return rows
+
+
+def _serving(report: dict[str, Any]) -> tuple[str, str, str]:
+    parts = []
+    for algorithm, capacity in report["capacity"].items():
+        run = next(r for r in report["runs"] if (r["algorithm"], r["fraction"]) == (algorithm, SERVING_FRACTION))
+        first, between = run["report"]["ttft_ms"], run["report"]["inter_token_ms"]
+        parts.append(
+            f"{DRAFTS[algorithm]}: capacity {capacity['tokens_per_second']:.0f} tokens/s; at "
+            f"{run['offered_requests_per_second']:.1f} requests/s {first['p50']:.0f} ms to the first token (p99 "
+            f"{first['p99']:.0f}), {between['p50']:.1f} ms between tokens (p99 {between['p99']:.1f})"
+        )
+    scale, temperature = report["lengths"]["scale"], report["temperature"]
+    what = f"Poisson arrivals, ShareGPT-like lengths times {scale:g}, T = {temperature:g}"
+    return what, "; ".join(parts), _source("serving", "serving_cpu")
+
+
+def _overload(report: dict[str, Any]) -> tuple[str, str, str]:
+    plan, load, rejection = report["plan"], report["load"], report["load"]["rejection_ms"]
+    return (
+        f"{plan['factor']:g} times the capacity for {plan['seconds']:.0f} s, standalone draft",
+        f"goodput {report['goodput']:.2f} of the capacity; {load['num_rejected']} of {load['num_requests']} requests "
+        f"refused, after {rejection['p50']:.1f} ms (p99 {rejection['p99']:.1f}, most {rejection['most']:.1f}), "
+        f"{load['num_rejected'] - report['rejections_without_retry_info']} of them with a RetryInfo; health "
+        f"{' and '.join(report['health']['statuses'])} throughout; "
+        f"memory of the services grows by {100 * _growth(report['footprints']):.1f} % at most",
+        _source("overload", "overload_cpu"),
+    )
+
+
+def _growth(footprints: dict[str, dict[str, Any]]) -> float:
+    """Of resident memory, from the first third of the time to the last; 0 if all of them shrank."""
+    return max(0.0, *(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in footprints.values()))
+
+
+def _long_prompt(report: dict[str, Any]) -> tuple[str, str, str]:
+    parts = []
+    for result in report["results"]:
+        if result["chunk_tokens"] not in LONG_PROMPT_CHUNKS:
+            continue
+        quiet, together = result["quiet_message_gap_ms"], result["message_gap_ms"]
+        at_once = result["chunk_tokens"] >= report["plan"]["prompt_tokens"]
+        parts.append(
+            f"{'all at once' if at_once else 'chunks of ' + str(result['chunk_tokens'])}: {together['p50']:.0f} ms at "
+            f"p50, at most {together['most']:.0f}, instead of {quiet['p50']:.0f} and {quiet['most']:.0f}"
+        )
+    what = (
+        f"between messages of a running stream while a prompt of {report['plan']['prompt_tokens']:,} tokens comes in, "
+        "and alone"
+    )
+    return what, "; ".join(parts), _source("long_prompt", "long_prompt_cpu")
 
 
 def _source(script: str, result: str) -> str:

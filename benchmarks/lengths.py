@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import random
 
+PROMPT_SLACK = 16
+"""A text cut out between two tokens may come back as a few tokens more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogNormal:
@@ -44,6 +47,5 @@ class Lengths:
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Tokens of a prompt and of its output."""
         most = self.context_tokens // 2
-        # A text cut out between two tokens may come back as a few more.
-        prompt = self.prompt.draw(rng, scale=self.scale, most=max(1, most - 16))
+        prompt = self.prompt.draw(rng, scale=self.scale, most=max(1, most - PROMPT_SLACK))
         return prompt, self.output.draw(rng, scale=self.scale, most=most)

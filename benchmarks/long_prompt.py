@@ -28,6 +28,7 @@ from slipstream.benchmarks.reader import Reader
 from slipstream.benchmarks.serving_stack import EAGLE3, NONE, STANDALONE, Models, ServingStack
 from slipstream.client import AsyncClient
 
+DEVICES = ("cpu", "cuda")
 LOG_DIR = Path("build/benchmarks/long_prompt")
 TEMPERATURE = 0.8
 STREAM_PROMPT = list(range(100, 132))
@@ -98,7 +99,7 @@ async def measure(models: Models, plan: Plan) -> list[ChunkSize]:
             for chunk_tokens in plan.chunk_sizes:
                 arguments = (
                     *("--chunk-tokens", str(chunk_tokens), "--slots", str(plan.slots)),
-                    *("--context-tokens", str(plan.context_tokens)),
+                    *("--context-tokens", str(plan.context_tokens), "--device", models.device),
                 )
                 async with (
                     stack.scheduler(plan.algorithm, arguments=arguments) as address,
@@ -198,7 +199,7 @@ def line(result: ChunkSize) -> str:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu; the GPU comes with the CUDA backend.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
     standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
     eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
@@ -212,8 +213,8 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
     """Measures what a long prompt does to a running stream."""
-    if device != "cpu":
-        raise typer.BadParameter("only cpu so far", param_hint="--device")
+    if device not in DEVICES:
+        raise typer.BadParameter(" or ".join(DEVICES), param_hint="--device")
     plan = Plan(
         algorithm=algorithm,
         prompt_tokens=prompt_tokens,

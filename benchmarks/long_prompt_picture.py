@@ -60,7 +60,7 @@ def _draw_bars(panel: Any, report: dict[str, Any]) -> None:
     panel.set_yscale("log")
     panel.set_ylabel("ms between messages of the stream")
     panel.set_xticks(columns, [f"{_name(report, r)}\n{mean(r['first_token_s']):.1f} s" for r in results], fontsize=8)
-    panel.set_xlabel("tokens in a chunk; below, when the long prompt had its first token")
+    panel.set_xlabel("tokens in a chunk; below: to the prompt's first token")
     panel.legend(fontsize=8)
     panel.grid(alpha=0.3, axis="y")
 

@@ -25,11 +25,11 @@ from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.health_watch import HealthWatch
 from slipstream.benchmarks.held import settled
 from slipstream.benchmarks.lengths import Lengths
-from slipstream.benchmarks.load_generator import REJECTED, LoadGenerator
+from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, LoadGenerator
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.process_watch import ProcessWatch
 from slipstream.benchmarks.serving_stack import EAGLE3, STANDALONE, Models, ServingStack
-from slipstream.benchmarks.workload import Workload
+from slipstream.benchmarks.workload import Arrival, Workload
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.process_watch import Footprint
 
+DEVICES = ("cpu", "cuda")
 LOG_DIR = Path("build/benchmarks/overload")
 
 LEAST_GOODPUT = 0.9
@@ -136,7 +137,7 @@ class OverloadReport:
 async def overload(stack: ServingStack, workload: Workload, models: Models, plan: Plan) -> OverloadReport:
     """Runs it against a scheduler of its own."""
     arguments = ("--slots", str(plan.slots), "--queue", str(plan.queue), "--kept-jobs", str(plan.kept_jobs))
-    arguments += ("--context-tokens", str(workload.lengths.context_tokens))
+    arguments += ("--context-tokens", str(workload.lengths.context_tokens), "--device", models.device)
     async with (
         stack.scheduler(plan.algorithm, arguments=arguments) as address,
         AsyncClient(address) as client,
@@ -144,6 +145,7 @@ async def overload(stack: ServingStack, workload: Workload, models: Models, plan
         with LoadGenerator() as generator:
             pids = {service.name: service.pid for service in (await client.server_info()).services}
             at_capacity, in_overload = ProcessWatch(pids), ProcessWatch(pids)
+            await _touch_everything(generator, workload, address, plan)
             async with at_capacity.watching(plan.sample_s, after_s=plan.capacity_warm_up_s):
                 capacity_before = await _capacity(generator, workload, address, plan, "before")
             before = await settled(client, None)
@@ -172,6 +174,15 @@ async def overload(stack: ServingStack, workload: Workload, models: Models, plan
         after=after,
         failures=failures(run),
     )
+
+
+async def _touch_everything(generator: LoadGenerator, workload: Workload, address: str, plan: Plan) -> None:
+    """Fills every slot with the longest requests: the memory that the services take at most, they have then."""
+    arrivals = [Arrival(0.0, request) for request in workload.largest(plan.slots)]
+    run = await generator.open_loop(address, arrivals, 0.0, plan.drain_s)
+    outcomes = [record.outcome for record in run.records]
+    if outcomes != [COMPLETED] * plan.slots:
+        raise RuntimeError(f"the longest requests did not complete: {outcomes}, {failures(run)}")
 
 
 async def _capacity(generator: LoadGenerator, workload: Workload, address: str, plan: Plan, when: str) -> LoadReport:
@@ -217,7 +228,7 @@ def lines(report: OverloadReport) -> list[str]:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu; the GPU comes with the CUDA backend.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
     standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
     eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
@@ -233,8 +244,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
 ) -> None:
     """Overloads the server."""
-    if device != "cpu":
-        raise typer.BadParameter("only cpu so far", param_hint="--device")
+    if device not in DEVICES:
+        raise typer.BadParameter(" or ".join(DEVICES), param_hint="--device")
     plan = replace(Plan(), algorithm=algorithm, factor=factor, seconds=seconds, capacity_seconds=capacity_seconds)
     plan = replace(plan, slots=slots, queue=queue, seed=seed)
     models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from slipstream.benchmarks.load_report import LoadReport
 
+DEVICES = ("cpu", "cuda")
 LOG_DIR = Path("build/benchmarks")
 
 
@@ -86,7 +87,10 @@ class ServingReport:
 async def measure(plan: Plan, models: Models, lengths: Lengths, scheduler: tuple[str, ...] = ()) -> ServingReport:
     """Starts the services once for each algorithm and measures all rates. `scheduler`: more of its arguments."""
     workload = Workload(models.target, lengths)
-    arguments = ("--slots", str(plan.slots), "--context-tokens", str(lengths.context_tokens), *scheduler)
+    arguments = (
+        *("--device", models.device, "--slots", str(plan.slots)),
+        *("--context-tokens", str(lengths.context_tokens), *scheduler),
+    )
     async with AsyncExitStack() as held:
         addresses = {}
         for algorithm in plan.algorithms:
@@ -133,7 +137,8 @@ async def _run(
     generator: LoadGenerator, workload: Workload, address: str, plan: Plan, what: tuple[str, float, float]
 ) -> ServingRun:
     algorithm, fraction, rate = what
-    arrivals = workload.arrivals(rate, plan.seconds, f"{plan.seed} {fraction}")
+    # The same requests at every rate, sooner or later: the rates differ in nothing else.
+    arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
     run = await generator.open_loop(address, arrivals, plan.seconds, plan.drain_s)
     if failures(run):
         raise RuntimeError(f"{algorithm} at {rate:.1f} requests/s: {failures(run)[:3]}")
@@ -147,7 +152,7 @@ async def _run(
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu; the GPU comes with the CUDA backend.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
     standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
     eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
@@ -164,8 +169,8 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
     """Measures latency and throughput against load."""
-    if device != "cpu":
-        raise typer.BadParameter("only cpu so far", param_hint="--device")
+    if device not in DEVICES:
+        raise typer.BadParameter(" or ".join(DEVICES), param_hint="--device")
     plan = Plan(
         algorithms=tuple(algorithms.split(",")),
         fractions=tuple(map(float, fractions.split(","))),

@@ -9,6 +9,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +44,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     throughput.legend(fontsize=8)
     for panel, (_, label) in zip(latencies, PANELS, strict=True):
         panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
         panel.set_ylabel(label)
         panel.set_title("p50 (solid), p90 (dashed), p99 (dotted)", fontsize=10)
     for panel in grid.flat:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from slipstream.benchmarks.arrivals import poisson
+from slipstream.benchmarks.lengths import PROMPT_SLACK
 from slipstream.bundled import prompts
 
 if TYPE_CHECKING:
@@ -67,6 +68,13 @@ class Workload:
         """Of the lengths as they are drawn, bounds included."""
         rng = random.Random("mean")
         return sum(self.lengths.draw(rng)[1] for _ in range(NUM_DRAWS)) / NUM_DRAWS
+
+    def largest(self, count: int) -> list[PlannedRequest]:
+        """Requests with the longest prompts and outputs."""
+        rng, most = random.Random("largest"), self.lengths.context_tokens // 2
+        return [
+            PlannedRequest(self.prompt(most - PROMPT_SLACK, rng), most, TEMPERATURE, number) for number in range(count)
+        ]
 
     def requests(self, seed: str) -> Iterator[PlannedRequest]:
         """Requests without an end."""
