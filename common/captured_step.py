@@ -16,8 +16,6 @@ class CapturedAccess(NamedTuple):
 
     buffer: BufferName
     is_write: bool
-    ring_offset: int | None = None
-    """For a buffer whose rows are steps: 0 for the step's own row, 1 for the next one; None where rows are slots."""
 
 
 @dataclass(slots=True)

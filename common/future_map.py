@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.buffers import BufferName, ring_rows
+from slipstream.common.buffers import SLOT_BUFFERS, BufferName, ring_rows
+from slipstream.common.captured_step import CapturedAccess, CapturedStep
 from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import FutureMapError
 from slipstream.common.logprobs import MAX_TOP_LOGPROBS
 from slipstream.common.step import Role
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena
 
@@ -32,6 +35,8 @@ _RING_BUFFERS = (
 )
 _STAMPS = {Role.DRAFT: BufferName.DRAFT_STAMPS, Role.VERIFY: BufferName.VERIFY_STAMPS}
 
+StepNumber = int | CapturedStep
+"""Which step: its number, or, while a graph is captured, what stands for it."""
 POISON = -1
 """A length that is not there; written only in debug mode."""
 
@@ -128,7 +133,7 @@ class Stash:
 
 
 class FutureMap:
-    """A worker's view. Every call is device work: it belongs into the worker's stream."""
+    """A worker's view. Every call is device work: it belongs into the worker's stream, or into a graph."""
 
     def __init__(
         self,
@@ -148,6 +153,7 @@ class FutureMap:
         self._buffers = {BufferName(spec.name): arena.tensor(spec.name) for spec in shape.specs()}
         # Views made once: what a step does to the ring is no more than its writes.
         self._ring_rows = {name: self._buffers[name].unbind() for name in _RING_BUFFERS}
+        self._flat = {name: self._buffers[name].flatten(0, 1) for name in _RING_BUFFERS}
         self._stamps = {
             (role, row): (stamps[0], stamps[1])
             for role, name in _STAMPS.items()
@@ -163,27 +169,31 @@ class FutureMap:
         """Where the start and the end of a worker's own work in `step` are stamped: two [] int64."""
         return self._stamps[role, step % self._shape.ring]
 
-    def publish(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
-        """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
-        row = step % self._shape.ring
-        num_accepted = outcome.num_accepted.to(torch.int32)
-        self._ring_write(BufferName.NEW_SEQ_LENS, row, step).index_copy_(0, rows, outcome.seq_lens)
-        self._ring_write(BufferName.NUM_ACCEPTED, row, step).index_copy_(0, rows, num_accepted)
-        _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, row, step), rows, outcome.tokens)
-        if outcome.logprobs is not None:
-            self._publish_logprobs(row, step, rows, outcome.logprobs)
-        if self._is_debug:
-            # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
-            spare = (step + 1) % self._shape.ring
-            self._ring_write(BufferName.NEW_SEQ_LENS, spare, step).fill_(POISON)
+    def stamp_columns(self, role: Role) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of all rows of the ring: two [ring] int64."""
+        stamps = self._buffers[_STAMPS[role]]
+        return stamps[:, 0], stamps[:, 1]
 
-    def _publish_logprobs(self, row: int, step: int, rows: torch.Tensor, logprobs: Logprobs) -> None:
-        _copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, row, step), rows, logprobs.output)
+    def publish(self, step: StepNumber, rows: torch.Tensor, outcome: Outcome) -> None:
+        """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
+        places = rows + step.ring_row * self._shape.num_slots if isinstance(step, CapturedStep) else rows
+        num_accepted = outcome.num_accepted.to(torch.int32)
+        self._ring_write(BufferName.NEW_SEQ_LENS, step).index_copy_(0, places, outcome.seq_lens)
+        self._ring_write(BufferName.NUM_ACCEPTED, step).index_copy_(0, places, num_accepted)
+        _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, step), places, outcome.tokens)
+        if outcome.logprobs is not None:
+            self._publish_logprobs(step, places, outcome.logprobs)
+        if self._is_debug and not isinstance(step, CapturedStep):
+            # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
+            self._ring_write(BufferName.NEW_SEQ_LENS, step, offset=1).fill_(POISON)
+
+    def _publish_logprobs(self, step: StepNumber, places: torch.Tensor, logprobs: Logprobs) -> None:
+        _copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, step), places, logprobs.output)
         num_top = logprobs.top.shape[2]
         for name, values in ((BufferName.TOP_TOKENS, logprobs.top_tokens), (BufferName.TOP_LOGPROBS, logprobs.top)):
-            _copy_rows(self._ring_write(name, row, step)[:, :, :num_top], rows, values)
+            _copy_rows(self._ring_write(name, step)[:, :, :num_top], places, values)
 
-    def stash(self, step: int, rows: torch.Tensor, outcome: Outcome) -> None:
+    def stash(self, step: StepNumber, rows: torch.Tensor, outcome: Outcome) -> None:
         """Verify: writes what the next forward on these slots needs. `rows`: [B] int64 slots."""
         bonus = outcome.tokens.gather(1, outcome.num_accepted[:, None])[:, 0]
         self._slot_write(BufferName.SEQ_LENS, rows, step).index_copy_(0, rows, outcome.seq_lens)
@@ -205,7 +215,9 @@ class FutureMap:
             self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=False, step=step)
         return self._buffers[BufferName.PREFILL_HIDDEN][:num_tokens].clone()
 
-    def gather_ends(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_ends(
+        self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads where the sequences of B slots end: their lengths and bonus tokens, each [B] int64.
 
         `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them. Raises FutureMapError in debug mode
@@ -216,7 +228,7 @@ class FutureMap:
             raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
         return torch.clamp(seq_lens, self._zero, limits), self._tokens(BufferName.BONUS_TOKENS, rows, step)
 
-    def gather(self, step: int, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
+    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
         """Reads the whole stash of B slots; as `gather_ends`."""
         seq_lens, bonus_tokens = self.gather_ends(step, rows, limits)
         has_hidden = BufferName.HIDDEN_STATES in self._buffers
@@ -233,28 +245,45 @@ class FutureMap:
         if self._is_debug:
             self._slot_write(BufferName.SEQ_LENS, rows, step)[rows] = POISON
 
-    def propose(self, step: int, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
         self._slot_write(BufferName.DRAFT_TOKENS, rows, step).index_copy_(0, rows, tokens)
 
-    def copy_in(self, step: int, rows: torch.Tensor) -> torch.Tensor:
+    def copy_in(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor:
         """Verify: a private copy of the draft tokens, [B, K] int64, each a token whatever a draft wrote."""
         return self._tokens(BufferName.DRAFT_TOKENS, rows, step)
 
-    def _tokens(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
+    def log_replay(self, accesses: Iterable[CapturedAccess], step: int, slots: Sequence[int]) -> None:
+        """Logs what a graph that is replayed for `step` and these slots accesses."""
+        if not self._log.is_enabled:
+            return
+        for name, is_write in accesses:
+            rows = slots if name in SLOT_BUFFERS else [step % self._shape.ring]
+            self._log.access(name, rows, is_write=is_write, step=step)
+
+    def _tokens(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
         return self._slot_read(name, rows, step).clamp_(0, self._vocab_size - 1)
 
-    def _slot_read(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
-        if self._log.is_enabled:
-            self._log.access(name, rows.tolist(), is_write=False, step=step)
+    def _slot_read(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
+        self._declare(name, rows, step, is_write=False)
         return self._buffers[name].index_select(0, rows)
 
-    def _slot_write(self, name: BufferName, rows: torch.Tensor, step: int) -> torch.Tensor:
-        if self._log.is_enabled:
-            self._log.access(name, rows.tolist(), is_write=True, step=step)
+    def _slot_write(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
+        self._declare(name, rows, step, is_write=True)
         return self._buffers[name]
 
-    def _ring_write(self, name: BufferName, row: int, step: int) -> torch.Tensor:
+    def _declare(self, name: BufferName, rows: torch.Tensor, step: StepNumber, *, is_write: bool) -> None:
+        if isinstance(step, CapturedStep):
+            step.accesses.append(CapturedAccess(name, is_write))
+        elif self._log.is_enabled:
+            self._log.access(name, rows.tolist(), is_write=is_write, step=step)
+
+    def _ring_write(self, name: BufferName, step: StepNumber, offset: int = 0) -> torch.Tensor:
+        """The step's own row ([slots, ...]); in a graph, which finds it only later, all rows ([ring * slots, ...])."""
+        if isinstance(step, CapturedStep):
+            step.accesses.append(CapturedAccess(name, is_write=True))
+            return self._flat[name]
+        row = (step + offset) % self._shape.ring
         if self._log.is_enabled:
             self._log.access(name, [row], is_write=True, step=step)
         return self._ring_rows[name][row]

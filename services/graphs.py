@@ -67,6 +67,12 @@ class CudaCapture:
         return graph.replay
 
 
+class Latest(Generic[T]):
+    """What work that is captured leaves for the next: set each time it runs, and in a graph the same each time."""
+
+    value: T
+
+
 def batch_buckets(num_rows: int) -> tuple[int, ...]:
     """Sizes of batches that are captured, up to `num_rows`: small ones close together, as they cost what they hold."""
     beyond = range(_FIRST_BUCKETS[-1] + _FURTHER, num_rows, _FURTHER)

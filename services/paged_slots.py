@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,43 +11,39 @@ from slipstream.services.models.adjustments import adjust
 from slipstream.services.models.batch import ForwardBatch
 from slipstream.services.models.kv_cache import PagedKV
 from slipstream.services.models.sampler import sample
+from slipstream.services.slot_table import Needs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.common.step import PromptChunk
     from slipstream.services.engine import EpochState
     from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.sampler import SamplingRows
+    from slipstream.services.padded_chunks import PaddedChunks
+    from slipstream.services.slot_table import SlotTable
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedChunks:
-    """Chunks of prompts side by side: B rows of as many tokens as the longest has."""
+class SlotRows:
+    """What a step's forwards must know of B slots, read once."""
 
-    tokens: torch.Tensor
-    """[B, W] int64."""
-    positions: torch.Tensor
-    """[B, W] int64; padding repeats the chunk's last position, so that it makes no row longer than it is."""
-    is_valid: torch.Tensor
-    """[B, W] bool: False for padding."""
-    lengths: torch.Tensor
-    """[B] int64."""
+    def __init__(self, rows: torch.Tensor, table: SlotTable) -> None:
+        """`rows`: [B] int64 slots."""
+        self.rows = rows
+        self.page_table = table.page_table.index_select(0, rows)
+        """[B, pages] int64."""
+        self.limits = table.limits_of(rows)
+        """[B] int64."""
+        self._table = table
+        self._sampling: dict[int, SamplingRows] = {}
 
-    @classmethod
-    def of(cls, chunks: tuple[PromptChunk, ...], device: torch.device) -> PaddedChunks:
-        """Lays them out on the host, and copies."""
-        width = max(len(chunk.tokens) for chunk in chunks)
-        tokens = torch.tensor([[*chunk.tokens, *([0] * (width - len(chunk.tokens)))] for chunk in chunks])
-        starts = torch.tensor([chunk.start for chunk in chunks])
-        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
-        columns = torch.arange(width)
-        is_valid = columns < lengths[:, None]
-        positions = starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)
-        return cls(*(tensor.to(device) for tensor in (tokens, positions, is_valid, lengths)))
+    def sampling(self, width: int) -> SamplingRows:
+        """How they sample, each row for `width` tokens in a row: [B * width]."""
+        if width not in self._sampling:
+            repeated = self.rows if width == 1 else self.rows.repeat_interleave(width)
+            self._sampling[width] = self._table.sampling.take(repeated)
+        return self._sampling[width]
 
 
 class PagedSlots:
-    """Stream work, all of it but `open`, `close` and `index`."""
+    """Stream work, all of it but `open` and `close`."""
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         """`config`: of the layers that keep keys and values."""
@@ -57,6 +52,7 @@ class PagedSlots:
         self._dtype = dtype
         self._state: EpochState | None = None
         self._cache: PagedKV | None = None
+        self._fused_sample = _fused_sample() if device.type == "cuda" else None
 
     @property
     def state(self) -> EpochState:
@@ -87,51 +83,80 @@ class PagedSlots:
         """Frees them."""
         self._cache = self._state = None
 
-    def index(self, slots: Sequence[int]) -> torch.Tensor:
-        """[B] int64 on the device."""
-        return torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
-
-    def limits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B] int64: positions from here on have no KV."""
-        return self.state.slots.limits[rows]
+    def take(self, rows: torch.Tensor) -> SlotRows:
+        """`rows`: [B] int64 slots."""
+        return SlotRows(rows, self.state.slots)
 
     def batch(
-        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
+        self, slots: SlotRows, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
     ) -> ForwardBatch:
-        """B rows of W tokens. `rows`: [B] int64 slots; `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W]."""
-        slots = self.state.slots
+        """B rows of W tokens. `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W], None for all."""
         return ForwardBatch(
             tokens=tokens,
             positions=positions,
             is_valid=torch.ones_like(tokens, dtype=torch.bool) if is_valid is None else is_valid,
-            page_table=slots.page_table[rows],
-            limits=slots.limits[rows],
+            page_table=slots.page_table,
+            limits=slots.limits,
             # Only where the host can look without waiting; elsewhere the whole page list is read.
             max_kv_len=int(positions.max()) + 1 if self._device.type == "cpu" else None,
         )
 
     def sample(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, chain: torch.Tensor | None = None
+        self,
+        slots: SlotRows,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        needs: Needs,
+        chain: torch.Tensor | None = None,
+        *,
+        token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tokens at `positions` ([B, W] int64) from the logits for them ([B, W, vocab_size] float32): [B, W].
+        """The tokens at `positions` ([B, W] int64) from the logits for them ([B, W, vocab_size]): [B, W].
 
-        `chain`: [B, L] int64, what the model was given that is not output yet; see `adjust`.
+        `chain`: [B, L] int64, what the model was given that is not output yet; see `adjust`. `token_ids`: what the
+        logits stand for, where that is not every token; only on a GPU, and without adjustments.
         """
-        (num_rows, width), slots = positions.shape, self.state.slots
-        if slots.adjusts_logits:
+        (num_rows, width), table = positions.shape, self.state.slots
+        if needs is Needs.ADJUSTMENTS:
+            assert token_ids is None, "bias, penalties and masks are by the target's ids"
             chain = positions[:, :0] if chain is None else chain
-            logits = adjust(logits, slots.adjustments, slots.history, rows, positions, chain)
-        sampling = slots.sampling.take(rows).repeat(width)
-        return sample(logits.view(num_rows * width, -1), sampling, positions.reshape(-1)).view(num_rows, width)
+            logits = logits.to(torch.float32)
+            logits = adjust(logits, table.adjustments, table.history, slots.rows, positions, chain)
+        rows = slots.sampling(width)
+        flat, places = logits.reshape(num_rows * width, -1), positions.reshape(-1)
+        if self._fused_sample is None:
+            return sample(flat, rows, places).view(num_rows, width)
+        has_filters = needs is not Needs.NOISE
+        tokens = self._fused_sample(flat, rows, places, has_filters=has_filters, token_ids=token_ids)
+        return tokens.view(num_rows, width)
 
-    def remember_prompt(self, rows: torch.Tensor, chunks: PaddedChunks) -> None:
-        """Chunks of B prompts, for the penalties. `rows`: [B] int64 slots."""
+    def remember_prompt(self, chunks: PaddedChunks) -> None:
+        """Chunks of B prompts, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
-            slots.history.add_prompt(rows, chunks.tokens, chunks.is_valid)
+            slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid)
 
     def remember_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """The first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) are output now, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
             slots.history.add_output(rows, tokens, num_tokens)
+
+
+class _Sample(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        positions: torch.Tensor,
+        *,
+        has_filters: bool,
+        token_ids: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+def _fused_sample() -> _Sample:
+    # Here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.sampling import sample as fused
+
+    return fused

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.paged_slots import PaddedChunks, PagedSlots
+from slipstream.services.language_model import warm_up_widths
+from slipstream.services.paged_slots import PagedSlots
+from slipstream.services.slot_table import Needs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from slipstream.common.future_map import Stash
-    from slipstream.common.step import PromptChunk
     from slipstream.services.engine import EpochState
     from slipstream.services.models.eagle3 import Eagle3Head
+    from slipstream.services.padded_chunks import PaddedChunks
+    from slipstream.services.paged_slots import SlotRows
 
 
 class Eagle3Drafter:
@@ -40,75 +41,75 @@ class Eagle3Drafter:
         self._slots.open(state)
         size = (shape.num_slots, self._head.config.layer.hidden_size)
         self._last_states = torch.zeros(size, dtype=self._dtype, device=self._device)
-        padding = self.index((0,))
-        for width in (1, shape.num_draft_tokens + 1, min(16, shape.chunk_tokens)):
+        padding = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for width in warm_up_widths(state, self._device):
+            slots = self._slots.take(padding)
             fused = torch.zeros((1, width, shape.hidden_width), dtype=self._dtype, device=self._device)
             positions = torch.arange(width, device=self._device)[None]
-            states = self._forward(padding, torch.zeros_like(positions), positions, self._head.fuse(fused))
-            self._sample(states, padding, positions + 2)
+            states = self._forward(slots, torch.zeros_like(positions), positions, self._head.fuse(fused))
+            self._sample(slots, states[:, -1:], positions[:, -1:] + 2, Needs.FILTERS)
 
     def close(self) -> None:
         """See `Drafter.close`."""
         self._slots.close()
         self._last_states = torch.empty(0)
 
-    def index(self, slots: Sequence[int]) -> torch.Tensor:
-        """See `Drafter.index`."""
-        return self._slots.index(slots)
-
-    def limits(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Drafter.limits`."""
-        return self._slots.limits(rows)
-
-    def prefill(self, chunks: tuple[PromptChunk, ...], hidden: torch.Tensor | None) -> None:
+    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`. Each token goes with the state before it; the first of a prompt has none."""
         assert hidden is not None, "the description asks for hidden states"
-        padded = PaddedChunks.of(chunks, self._device)
-        rows = self.index([chunk.slot for chunk in chunks])
-        self._slots.remember_prompt(rows, padded)
-        fused = self._head.fuse(hidden.to(self._dtype))
-        states = fused.new_zeros((*padded.tokens.shape, fused.shape[1]))
-        states[padded.is_valid] = fused
-        before = torch.cat((self._last_states[rows][:, None], states[:, :-1]), dim=1)
-        self._last_states[rows] = states.gather(1, _columns(padded.lengths - 1, states))[:, 0]
-        positions = padded.positions - 1
-        is_valid = padded.is_valid & (positions >= 0)
-        self._forward(rows, padded.tokens, positions.clamp(min=0), before, is_valid)
+        self._slots.remember_prompt(chunks)
+        states = chunks.padded(self._head.fuse(hidden.to(self._dtype)))
+        before = torch.cat((self._last_states[chunks.rows][:, None], states[:, :-1]), dim=1)
+        last = states.gather(1, _columns(chunks.lengths - 1, states))[:, 0]
+        self._last_states.index_copy_(0, chunks.rows, last)
+        positions = chunks.positions - 1
+        is_valid = chunks.is_valid & (positions >= 0)
+        slots = self._slots.take(chunks.rows)
+        self._forward(slots, chunks.tokens, positions.clamp(min=0), before, is_valid)
 
-    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int, needs: Needs) -> torch.Tensor:
         """See `Drafter.propose`. First the entries of the last step's new tokens, then one for each drafted token."""
         assert stash.hidden_states is not None, "the description asks for hidden states"
+        slots = self._slots.take(rows)
         self._slots.remember_output(rows, stash.last_tokens, stash.num_new)
         columns = torch.arange(stash.last_tokens.shape[1], device=self._device)
         last = (stash.num_new - 1)[:, None]
         positions = stash.seq_lens[:, None] - stash.num_new[:, None] + torch.minimum(columns, last)
         is_valid = (columns <= last) & (positions >= 0)
         fused = self._head.fuse(stash.hidden_states.to(self._dtype))
-        states = self._forward(rows, stash.last_tokens, positions.clamp(min=0), fused, is_valid)
+        states = self._forward(slots, stash.last_tokens, positions.clamp(min=0), fused, is_valid)
         state = states.gather(1, _columns(stash.num_new - 1, states))
         position = stash.seq_lens[:, None]
-        proposed = [self._sample(state, rows, position + 1)]
+        proposed = [self._sample(slots, state, position + 1, needs)]
         while len(proposed) < num_tokens:
-            state = self._forward(rows, proposed[-1], position, state)
+            state = self._forward(slots, proposed[-1], position, state)
             position = position + 1
-            proposed.append(self._sample(state, rows, position + 1, torch.cat(proposed, dim=1)))
+            proposed.append(self._sample(slots, state, position + 1, needs, torch.cat(proposed, dim=1)))
         return torch.cat(proposed, dim=1)
 
     def _forward(
         self,
-        rows: torch.Tensor,
+        slots: SlotRows,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         states: torch.Tensor,
         is_valid: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        batch = self._slots.batch(rows, tokens, positions, is_valid)
+        batch = self._slots.batch(slots, tokens, positions, is_valid)
         return self._head(batch, states, self._slots.cache)  # type: ignore[no-any-return]
 
     def _sample(
-        self, states: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, chain: torch.Tensor | None = None
+        self,
+        slots: SlotRows,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        needs: Needs,
+        chain: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._slots.sample(self._head.logits(states), rows, positions, chain)
+        if needs is Needs.ADJUSTMENTS or not self._head.samples_own_ids:
+            return self._slots.sample(slots, self._head.logits(states), positions, needs, chain)
+        logits, ids = self._head.own_logits(states), self._head.token_ids
+        return self._slots.sample(slots, logits, positions, needs, token_ids=ids)
 
 
 def _columns(columns: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,17 @@ class Eagle3Head(nn.Module):
         self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size, device=device), persistent=False)
 
+    @property
+    def samples_own_ids(self) -> bool:
+        """Whether tokens may be chosen from `own_logits`, of the draft's own vocabulary."""
+        return False
+
+    @torch.inference_mode()
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., draft_vocab_size], by the draft's own ids."""
+        logits: torch.Tensor = self.head(self.norm(states))
+        return logits
+
     @torch.inference_mode()
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's states, [..., 3 * target_hidden_size], to states of the head, [..., hidden_size]."""
@@ -82,7 +93,7 @@ class Eagle3Head(nn.Module):
     @torch.inference_mode()
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to [..., vocab_size] float32, by the target's ids; -inf where the draft has no token."""
-        own: torch.Tensor = self.head(self.norm(states))
+        own = self.own_logits(states)
         logits = own.new_full((*own.shape[:-1], self.config.layer.vocab_size), float("-inf"), dtype=torch.float32)
         logits[..., self.token_ids] = own.to(torch.float32)
         return logits

@@ -25,7 +25,18 @@ class FusedEagle3Head(Eagle3Head):
     def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
         self._paged = PagedAttention(config.layer)
         super().__init__(config, attention=self._paged, device=device, dtype=dtype)
+        self._has_ordered_ids = False
         self._norms = query_key_norms(self.layer, config.layer)
+
+    @property
+    def samples_own_ids(self) -> bool:
+        """See `Eagle3Head.samples_own_ids`. Equals go to the lower of the target's ids, so that their order counts."""
+        return self._has_ordered_ids
+
+    def pack(self) -> None:
+        """See `Eagle3Head.pack`."""
+        super().pack()
+        self._has_ordered_ids = bool((self.token_ids[1:] > self.token_ids[:-1]).all())
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
@@ -43,7 +54,7 @@ class FusedEagle3Head(Eagle3Head):
 
     @torch.inference_mode()
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to [..., draft_vocab_size] in the model's dtype, by the draft's own ids."""
+        """See `Eagle3Head.own_logits`."""
         normed = rms_norm(states.reshape(-1, states.shape[-1]), self.norm.weight, self.config.layer.rms_norm_eps)
         logits: torch.Tensor = self.head(normed)
         return logits.view(*states.shape[:-1], -1)

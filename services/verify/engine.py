@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.common.errors import MismatchError
-from slipstream.common.future_map import Outcome
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
-from slipstream.services.models.acceptance import SimulatedAcceptance, accept
+from slipstream.services.models.acceptance import SimulatedAcceptance
+from slipstream.services.padded_chunks import PaddedChunks
+from slipstream.services.verify.graphs import VerifyGraphs
+from slipstream.services.verify.target import PromptEnds, Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.future_map import Logprobs
+    from slipstream.common.future_map import Outcome
     from slipstream.common.step import StepCommand
     from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.engine import EpochState
     from slipstream.services.language_model import LanguageModel
-
-
-@dataclass(slots=True)
-class _Found:
-    """What the first phase of a step leaves for the second; filled when the stream gets there."""
-
-    outcome: Outcome | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What the target says at W places in B slots."""
-
-    tokens: torch.Tensor
-    """[B, W] int64."""
-    aux: torch.Tensor | None
-    """[B, W, width]: the fused states, if a draft reads them."""
-    logprobs: Logprobs | None
 
 
 class VerifyEngine:
@@ -52,8 +35,8 @@ class VerifyEngine:
         self._model = model
         self._description = description
         self._simulate_accept_length = simulate_accept_length
-        self._simulated: SimulatedAcceptance | None = None
-        self._aux_layers: tuple[int, ...] = ()
+        self._target: Target | None = None
+        self._graphs: VerifyGraphs | None = None
 
     def describe(self) -> WorkerDescription:
         """See `RoleEngine.describe`."""
@@ -61,13 +44,36 @@ class VerifyEngine:
 
     def open(self, state: EpochState) -> None:
         """See `RoleEngine.open`."""
-        self._aux_layers = self._layers_to_fuse(state.attachment)
-        self._simulated = self._acceptance(state.attachment.shape.num_draft_tokens)
+        shape = state.attachment.shape
+        self._target = Target(
+            self._model, state, self._layers_to_fuse(state.attachment), self._acceptance(shape.num_draft_tokens)
+        )
         self._model.open(state)
+        if state.graphs is not None:
+            self._graphs = VerifyGraphs(self._target, state, state.graphs)
 
     def close(self) -> None:
         """See `RoleEngine.close`."""
+        self._graphs = self._target = None
         self._model.close()
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`: the work up to publish, then the stash."""
+        assert self._target is not None, "a step belongs into an epoch"
+        if command.kind is StepKind.PREFILL or not command.slots:
+            return self._prefill_phases(command, state, self._target)
+        if self._graphs is not None:
+            return self._graphs.phases(command)
+        rows = state.staging.put(torch.tensor(command.slots, dtype=torch.int64))
+        return _phases(command.step, state, self._target, rows, partial(self._target.decode, command, rows))
+
+    def _prefill_phases(self, command: StepCommand, state: EpochState, target: Target) -> list[Phase]:
+        if not command.chunks:
+            return _phases(command.step, state, target, torch.empty(0), lambda: None)
+        chunks = PaddedChunks.of(command.chunks, state.staging)
+        ends = PromptEnds.of(command.chunks, state.staging)
+        rows = torch.empty(0) if ends is None else ends.rows
+        return _phases(command.step, state, target, rows, partial(target.prefill, command, chunks, ends))
 
     def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
         """None to take the target's word."""
@@ -93,101 +99,25 @@ class VerifyEngine:
             raise MismatchError([f"width of the hidden states: {widths}"])
         return layers
 
-    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`: the work up to publish, then the stash."""
-        step, future_map, found = command.step, state.future_map, _Found()
-        finished = [chunk.slot for chunk in command.chunks if chunk.is_last]
-        rows = self._model.index(finished if command.kind is StepKind.PREFILL else command.slots)
-        work: Callable[[], Outcome | None]
-        if command.kind is StepKind.PREFILL:
-            work = partial(self._prefill, state, command)
-        elif command.kind is StepKind.DECODE:
-            work = partial(self._decode, state, command, rows)
-        else:
-            work = partial(self._decode_plainly, state, command, rows)
 
-        def publish() -> None:
-            found.outcome = work() if command.slots else None
-            if found.outcome is not None:
-                future_map.publish(step, rows, found.outcome)
+def _phases(
+    step: int, state: EpochState, target: Target, rows: torch.Tensor, work: Callable[[], Outcome | None]
+) -> list[Phase]:
+    """Publishes and stashes what `work` finds for the slots of `rows`, if it finds anything."""
+    found: list[Outcome] = []
 
-        def stash() -> None:
-            if found.outcome is not None:
-                future_map.stash(step, rows, found.outcome)
-                self._model.remember_output(rows, found.outcome.tokens, found.outcome.num_accepted + 1)
+    def publish() -> None:
+        outcome = work()
+        if outcome is not None:
+            found.append(outcome)
+            state.future_map.publish(step, rows, outcome)
 
-        return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
+    def stash() -> None:
+        for outcome in found:
+            state.future_map.stash(step, rows, outcome)
+            target.remember(rows, outcome)
 
-    def _decode(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> Outcome:
-        """Checks K draft tokens a slot: the target's own token at each of K+1 positions, as far as the draft agrees."""
-        seq_lens, bonus_tokens = state.future_map.gather_ends(command.step, rows, self._model.limits(rows))
-        draft_tokens = state.future_map.copy_in(command.step, rows)
-        tokens = torch.cat((bonus_tokens[:, None], draft_tokens), dim=1)
-        chosen = self._run(rows, tokens, seq_lens, command.top_logprobs)
-        if self._simulated is None:
-            num_accepted = accept(draft_tokens, chosen.tokens)
-        else:
-            num_accepted = self._simulated(state.slots.sampling.seed[rows], seq_lens)
-        # The tokens are the target's own, however many of a chain may stand.
-        num_accepted = torch.minimum(num_accepted, state.slots.max_draft_tokens.index_select(0, rows))
-        return Outcome(
-            seq_lens=seq_lens + num_accepted + 1,
-            num_accepted=num_accepted,
-            tokens=chosen.tokens,
-            hidden_states=chosen.aux,
-            logprobs=chosen.logprobs,
-        )
-
-    def _decode_plainly(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> Outcome:
-        """One token a slot."""
-        seq_lens, bonus_tokens = state.future_map.gather_ends(command.step, rows, self._model.limits(rows))
-        chosen = self._run(rows, bonus_tokens[:, None], seq_lens, command.top_logprobs)
-        return Outcome(
-            seq_lens=seq_lens + 1,
-            num_accepted=torch.zeros_like(seq_lens),
-            tokens=chosen.tokens,
-            hidden_states=chosen.aux,
-            logprobs=chosen.logprobs,
-        )
-
-    def _run(
-        self, rows: torch.Tensor, tokens: torch.Tensor, seq_lens: torch.Tensor, top_logprobs: int | None
-    ) -> _Chosen:
-        """What the target says behind each of `tokens` ([B, W], from position `seq_lens` on).
-
-        The first of `tokens` is output already, the others are not.
-        """
-        positions = seq_lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        output = self._model.forward(rows, tokens, positions, aux_layers=self._aux_layers)
-        chain = tokens[:, 1:]
-        chosen, logprobs = self._model.sample_with_logprobs(output.hidden, rows, positions + 1, chain, top_logprobs)
-        return _Chosen(chosen, output.aux, logprobs)
-
-    def _prefill(self, state: EpochState, command: StepCommand) -> Outcome | None:
-        """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
-        step, chunks = command.step, command.chunks
-        new = [chunk.slot for chunk in chunks if chunk.start == 0]
-        if new:
-            state.future_map.forget(step, self._model.index(new))
-        output, is_valid = self._model.prefill(chunks, aux_layers=self._aux_layers)
-        if output.aux is not None:
-            state.future_map.stash_prefill(step, output.aux[is_valid])
-        ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
-        if not ends:
-            return None
-        columns = self._model.index([len(chunks[number].tokens) - 1 for number in ends])
-        lengths = self._model.index([chunks[number].start + len(chunks[number].tokens) for number in ends])
-        rows = self._model.index([chunks[number].slot for number in ends])
-        batch = self._model.index(ends)
-        hidden = output.hidden[batch, columns][:, None]
-        tokens, logprobs = self._model.sample_with_logprobs(hidden, rows, lengths[:, None], None, command.top_logprobs)
-        return Outcome(
-            seq_lens=lengths,
-            num_accepted=torch.zeros_like(lengths),
-            tokens=tokens,
-            hidden_states=None if output.aux is None else output.aux[batch, columns][:, None],
-            logprobs=logprobs,
-        )
+    return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:

@@ -28,14 +28,16 @@ from tests.scheduler.local_epoch import LocalEpoch
 from tests.workers import LocalWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from slipstream.common.future_map import Stash
     from slipstream.common.logprobs import TokenLogprobs
-    from slipstream.common.step import PromptChunk, StepCommand
+    from slipstream.common.step import StepCommand
     from slipstream.scheduler.ordering.replay import Report
     from slipstream.services.engine import EpochState, RoleEngine
+    from slipstream.services.padded_chunks import PaddedChunks
+    from slipstream.services.slot_table import Needs
 
 SEED = 11
 SAMPLINGS = (
@@ -392,32 +394,20 @@ class HiddenDrafter:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._state: EpochState | None = None
         self.states: list[torch.Tensor] = []
 
     def open(self, state: EpochState) -> None:
         """See `Drafter.open`."""
-        self._state = state
 
     def close(self) -> None:
         """See `Drafter.close`."""
-        self._state = None
 
-    def index(self, slots: Sequence[int]) -> torch.Tensor:
-        """See `Drafter.index`."""
-        return torch.tensor(slots)
-
-    def limits(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Drafter.limits`."""
-        assert self._state is not None
-        return self._state.slots.limits[rows]
-
-    def prefill(self, chunks: tuple[PromptChunk, ...], hidden: torch.Tensor | None) -> None:
+    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`."""
         assert hidden is not None
-        assert len(hidden) == sum(len(chunk.tokens) for chunk in chunks)
+        assert len(hidden) == int(chunks.lengths.sum())
 
-    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int, needs: Needs) -> torch.Tensor:
         """See `Drafter.propose`."""
         assert stash.hidden_states is not None
         last = stash.hidden_states[torch.arange(len(rows)), stash.num_new - 1]

@@ -109,9 +109,9 @@ def test_rubbish_in_the_arena_costs_no_more_than_the_step(
         assert int(arena.tensor(BufferName.NEW_SEQ_LENS)[row][1]) <= 40 + SHAPE.num_draft_tokens + 1
 
 
-def test_prompt_tokens_that_do_not_exist_break_nothing(attached: tuple[LocalWorker, HostArena]) -> None:
+def test_prompt_tokens_that_do_not_exist_are_refused(attached: tuple[LocalWorker, HostArena]) -> None:
     worker, arena = attached
     chunk = PromptChunk(slot=1, start=0, tokens=(2**32 - 1, 0, 271), is_last=True)
-    worker.send(replace(decode(1, 1, role=worker.role), kind=StepKind.PREFILL, chunks=(chunk,)))
-    worker.stream.synchronize(10.0)
-    assert signalled(arena, worker.role) == {1}
+    with pytest.raises(InvalidArgumentError, match=r"chunks\.tokens: got 4294967295, accepted: 0 to 271"):
+        worker.send(replace(decode(1, 1, role=worker.role), kind=StepKind.PREFILL, chunks=(chunk,)))
+    assert signalled(arena, worker.role) == {0}
