@@ -1,59 +1,48 @@
 """What a step costs beyond its kernels: the real services, with stand-ins of a known length as kernels.
 
     python benchmarks/overlap.py --device cpu --json benchmarks/results/overlap_cpu.json
+    python benchmarks/overlap.py --device cuda --json benchmarks/results/overlap_h200.json
 
-Eight clients stream while metrics are on. Policies take turns within each repeat, so that a noisy machine is
-noisy for all of them: run-ahead 0, 1 and 2, and "host blocks", where a worker acknowledges a step when its work
-is done and every command waits for the acknowledgements that it depends on.
+Eight clients stream while metrics are on. Policies (`overlap_policies.py`) take turns within each repeat, so that a
+noisy machine is noisy for all of them. On a GPU both kinds of fences are measured, and workers with and without MPS.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-import os
-import platform
+import sys
 import time
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.benchmarks.hardware import host
+from slipstream.benchmarks.overlap_policies import Policy, policies_of
 from slipstream.benchmarks.scrape import Scrape, scrape
 from slipstream.benchmarks.serving_stack import free_ports
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stack import SCHEDULER, Stack
 from slipstream.bundled import standalone_dir, target_dir
+from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_TOKENS = 100
-MEASURE_S = 4.0
-STAND_INS_MS = ((3.0, 10.0), (0.3, 1.0))
+STAND_INS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
+MEASURE_S = {"cpu": 4.0, "cuda": 1.5}
+REPEATS = {"cpu": 5, "cuda": 3}
 PROMPT = "def main():\n"
 LOG_DIR = Path("build/benchmarks")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How steps are ordered."""
-
-    name: str
-    run_ahead: int
-    is_blocking: bool = False
-
-
-POLICIES = (
-    Policy(name="host_blocks", run_ahead=0, is_blocking=True),
-    Policy(name="run_ahead", run_ahead=0),
-    Policy(name="run_ahead", run_ahead=1),
-    Policy(name="run_ahead", run_ahead=2),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +54,8 @@ class Measurement:
     verify_ms: float
     policy: str
     run_ahead: int
+    fence: str
+    mps: bool
     repeat: int
     kernel_sum_ms: float
     """What the stand-ins were asked to take."""
@@ -79,19 +70,21 @@ class Measurement:
     num_steps: int
     num_clients: int
     tokens_per_second: float
+    tokens_sha256: str
+    """Of the first tokens of all clients: the same under every policy."""
     host: str
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu; the GPU comes with the CUDA backend.")] = "cpu",
-    repeats: Annotated[int, typer.Option(help="Interleaved repeats of each policy.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    repeats: Annotated[int | None, typer.Option(help="Interleaved repeats of each policy.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the list of measurements.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
     """Measures the price of a step under each policy."""
-    if device != "cpu":
-        raise typer.BadParameter("only cpu so far", param_hint="--device")
-    measurements = asyncio.run(_measure_all(device, repeats))
+    if device not in STAND_INS_MS:
+        raise typer.BadParameter(" or ".join(STAND_INS_MS), param_hint="--device")
+    measurements = asyncio.run(_measure_all(device, repeats or REPEATS[device]))
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
     if picture is not None:
@@ -100,42 +93,67 @@ def main(
         draw(measurements, picture)
     for line in _summary(measurements):
         print(line)
+    if len({measurement.tokens_sha256 for measurement in measurements}) > 1:
+        raise SystemExit("the tokens are not the same under every policy")
 
 
 async def _measure_all(device: str, repeats: int) -> list[Measurement]:
     measurements = []
-    for draft_ms, verify_ms in STAND_INS_MS:
-        async with Stack(LOG_DIR) as stack:
-            for blocking in (False, True):
-                await _start_workers(stack, draft_ms, verify_ms, is_blocking=blocking)
-            for repeat in range(repeats):
-                for policy in POLICIES:
-                    measured = await _measure(stack, device, draft_ms, verify_ms, policy, repeat)
-                    measurements.append(measured)
-                    print(_line(measured), flush=True)
+    policies = policies_of(device)
+    for stand_ins in STAND_INS_MS[device]:
+        for has_mps in sorted({policy.has_mps for policy in policies}, reverse=True):
+            mine = [policy for policy in policies if policy.has_mps == has_mps]
+            async with _workers(device, *stand_ins, has_mps=has_mps) as stack:
+                for repeat in range(repeats):
+                    for policy in mine:
+                        measured = await _measure(stack, device, *stand_ins, policy, repeat)
+                        measurements.append(measured)
+                        print(_line(measured), flush=True)
     return measurements
 
 
-async def _start_workers(stack: Stack, draft_ms: float, verify_ms: float, *, is_blocking: bool) -> None:
+@asynccontextmanager
+async def _workers(device: str, draft_ms: float, verify_ms: float, *, has_mps: bool) -> AsyncIterator[Stack]:
+    """Both workers, and once more those that acknowledge what is done."""
+    with TemporaryDirectory(prefix="slipstream-") as folder:
+        async with mps_daemon(MpsMode.ON if has_mps else MpsMode.OFF, Path(folder)) as mps:
+            outside = outside_mps(Path(folder))
+            inside = outside if mps is None else mps.environment
+            async with Stack(LOG_DIR, worker_environment=inside, scheduler_environment=outside) as stack:
+                for blocking in (False, True):
+                    await _start_workers(stack, device, draft_ms, verify_ms, is_blocking=blocking)
+                yield stack
+
+
+async def _start_workers(stack: Stack, device: str, draft_ms: float, verify_ms: float, *, is_blocking: bool) -> None:
     for role, model, length_ms in (("draft", standalone_dir(), draft_ms), ("verify", target_dir(), verify_ms)):
         acknowledge = ("--acknowledge-done",) if is_blocking else ()
-        stand_in = ("--stand-in-ms", str(length_ms))
+        stand_in = ("--stand-in-ms", str(length_ms), "--device", device)
         await stack.worker(role, "--model", str(model), *stand_in, *acknowledge, name=_worker(role, is_blocking))
+
+
+def _scheduler(stack: Stack, device: str, policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The program that orders steps so, and its options."""
+    blocking = policy.is_blocking
+    arguments = (
+        *("--verify", stack.socket(_worker("verify", blocking)), "--draft", stack.socket(_worker("draft", blocking))),
+        *("--run-ahead", str(policy.run_ahead), "--num-draft-tokens", str(NUM_DRAFT_TOKENS)),
+        *("--slots", str(NUM_CLIENTS), "--context-tokens", str(CONTEXT_TOKENS)),
+    )
+    if not policy.is_served_with:
+        return (sys.executable, "-m", "slipstream.benchmarks.policy_scheduler", policy.name), arguments
+    order = ("--dispatch", "acknowledged" if blocking else "together")
+    return SCHEDULER, (*arguments, *order, "--device", device, "--fence", policy.fence)
 
 
 async def _measure(
     stack: Stack, device: str, draft_ms: float, verify_ms: float, policy: Policy, repeat: int
 ) -> Measurement:
     port, metrics_port = free_ports(2)
-    blocking = policy.is_blocking
-    arguments = (
-        *("--verify", stack.socket(_worker("verify", blocking)), "--draft", stack.socket(_worker("draft", blocking))),
-        *("--run-ahead", str(policy.run_ahead), "--num-draft-tokens", str(NUM_DRAFT_TOKENS)),
-        *("--slots", str(NUM_CLIENTS), "--context-tokens", str(CONTEXT_TOKENS)),
-        *("--dispatch", "acknowledged" if blocking else "together"),
-    )
-    async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port) as address:
-        used, elapsed_s, num_tokens = await _window(address, metrics_port)
+    program, arguments = _scheduler(stack, device, policy)
+    async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port, program=program) as address:
+        window = await _window(address, metrics_port, MEASURE_S[device])
+    used = window.used
     num_steps = int(used.total("slipstream_step_seconds_count", phase="decode"))
     step_ms = 1e3 * used.total("slipstream_step_seconds_sum", phase="decode") / num_steps
     kernel_sum_ms = draft_ms + verify_ms
@@ -145,66 +163,88 @@ async def _measure(
         verify_ms=verify_ms,
         policy=policy.name,
         run_ahead=policy.run_ahead,
+        fence=window.fence,
+        mps=policy.has_mps,
         repeat=repeat,
         kernel_sum_ms=kernel_sum_ms,
         busy_ms=1e3 * used.total("slipstream_busy_seconds_total", phase="decode") / num_steps,
         step_ms=step_ms,
-        elapsed_ms=1e3 * elapsed_s / num_steps,
+        elapsed_ms=1e3 * window.elapsed_s / num_steps,
         ratio=step_ms / kernel_sum_ms,
         num_steps=num_steps,
         num_clients=NUM_CLIENTS,
-        tokens_per_second=num_tokens / elapsed_s,
-        host=f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, Python "
-        f"{platform.python_version()}",
+        tokens_per_second=window.num_tokens / window.elapsed_s,
+        tokens_sha256=window.tokens_sha256,
+        host=host(device),
     )
 
 
-async def _window(address: str, metrics_port: int) -> tuple[Scrape, float, int]:
-    """All clients stream; what the metrics gained in a while, that while in seconds, and the tokens received in it."""
-    received = [0] * NUM_CLIENTS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """What happened while all clients streamed."""
+
+    used: Scrape
+    """What the metrics gained."""
+    elapsed_s: float
+    num_tokens: int
+    tokens_sha256: str
+    fence: str
+
+
+async def _window(address: str, metrics_port: int, measure_s: float) -> _Window:
+    received: list[list[int]] = [[] for _ in range(NUM_CLIENTS)]
     warm = asyncio.Event()
 
     async def stream(client: AsyncClient, number: int) -> None:
         async for chunk in client.generate(PROMPT, max_new_tokens=CONTEXT_TOKENS // 2, ignore_eos=True):
-            received[number] += len(chunk.token_ids)
-            if not warm.is_set() and min(received) >= WARM_UP_TOKENS:
+            received[number].extend(chunk.token_ids)
+            if not warm.is_set() and min(map(len, received)) >= WARM_UP_TOKENS:
                 warm.set()
 
     async with AsyncClient(address) as client:
+        fence = (await client.server_info()).fence
         streams = [asyncio.create_task(stream(client, number)) for number in range(NUM_CLIENTS)]
         await asyncio.wait_for(warm.wait(), 60)
-        before, started, tokens = await scrape(metrics_port), time.monotonic(), sum(received)
-        await asyncio.wait(streams, timeout=MEASURE_S, return_when=asyncio.FIRST_EXCEPTION)
+        before, started, num_before = await scrape(metrics_port), time.monotonic(), sum(map(len, received))
+        await asyncio.wait(streams, timeout=measure_s, return_when=asyncio.FIRST_EXCEPTION)
         after, ended = await scrape(metrics_port), time.monotonic()
-        tokens = sum(received) - tokens
+        num_tokens = sum(map(len, received)) - num_before
         for task in streams:
             if task.done():
                 task.result()
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-    return after.since(before), ended - started, tokens
+    first = [tokens[:WARM_UP_TOKENS] for tokens in received]
+    return _Window(
+        used=after.since(before),
+        elapsed_s=ended - started,
+        num_tokens=num_tokens,
+        tokens_sha256=hashlib.sha256(json.dumps(first).encode()).hexdigest(),
+        fence=fence,
+    )
 
 
 def _summary(measurements: Sequence[Measurement]) -> list[str]:
     lines = ["", "worst of the repeats:"]
-    for draft_ms, verify_ms in STAND_INS_MS:
-        for policy in POLICIES:
-            group = [m for m in measurements if (m.draft_ms, m.policy, m.run_ahead) == (draft_ms, *_key(policy))]
-            worst = max(m.ratio for m in group)
-            lost = max(m.step_ms - m.busy_ms for m in group)
-            name = f"{policy.name} {policy.run_ahead}" if not policy.is_blocking else policy.name
-            lines.append(f"{draft_ms:g} + {verify_ms:g} ms  {name:<12} ratio {worst:.3f}, step - busy {lost:.3f} ms")
+    groups: dict[tuple[object, ...], list[Measurement]] = {}
+    for m in measurements:
+        groups.setdefault((m.draft_ms, m.verify_ms, m.mps, m.policy, m.run_ahead, m.fence), []).append(m)
+    for group in groups.values():
+        worst = max(m.ratio for m in group)
+        lost = max(m.step_ms - m.busy_ms for m in group)
+        lines.append(f"{_name(group[0])}: ratio {worst:.3f}, step - busy {lost:.3f} ms")
     return lines
 
 
-def _key(policy: Policy) -> tuple[str, int]:
-    return policy.name, policy.run_ahead
+def _name(m: Measurement) -> str:
+    where = f", {m.fence} fences, {'MPS' if m.mps else 'no MPS'}" if m.device == "cuda" else ""
+    return f"{m.draft_ms:g} + {m.verify_ms:g} ms, {m.policy} {m.run_ahead}{where}"
 
 
 def _line(m: Measurement) -> str:
     return (
-        f"{m.draft_ms:g} + {m.verify_ms:g} ms, repeat {m.repeat}, {m.policy} {m.run_ahead}: step {m.step_ms:.3f} ms "
-        f"(by the clock {m.elapsed_ms:.3f}), busy {m.busy_ms:.3f} ms, ratio {m.ratio:.3f}, {m.num_steps} steps"
+        f"{_name(m)}, repeat {m.repeat}: step {m.step_ms:.3f} ms (by the clock {m.elapsed_ms:.3f}), "
+        f"busy {m.busy_ms:.3f} ms, ratio {m.ratio:.3f}, {m.num_steps} steps"
     )
 
 

@@ -11,9 +11,13 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from slipstream.benchmarks.overlap_policies import Policy
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from matplotlib.axes import Axes
 
     from slipstream.benchmarks.overlap import Measurement
 
@@ -22,27 +26,49 @@ LOST_COLOUR = "#e1812c"
 
 
 def draw(measurements: Sequence[Measurement], path: Path) -> None:
-    """One panel for each pair of stand-ins: busy and lost time per step, by policy; dots are the repeats."""
-    pairs = sorted({(m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
-    figure, panels = plt.subplots(1, len(pairs), figsize=(5.2 * len(pairs), 3.6), layout="constrained", squeeze=False)
-    for panel, pair in zip(panels[0], pairs, strict=True):
-        groups: dict[str, list[Measurement]] = {}
-        for m in measurements:
-            if (m.draft_ms, m.verify_ms) == pair:
-                name = "host blocks" if m.policy == "host_blocks" else f"run-ahead {m.run_ahead}"
-                groups.setdefault(name, []).append(m)
-        names = list(groups)
-        busy = [mean(m.busy_ms for m in groups[name]) for name in names]
-        lost = [mean(m.step_ms for m in groups[name]) - b for name, b in zip(names, busy, strict=True)]
-        panel.bar(names, busy, color=BUSY_COLOUR, label="draft + verify busy")
-        panel.bar(names, lost, bottom=busy, color=LOST_COLOUR, label="lost")
-        for column, name in enumerate(names):
-            panel.plot([column] * len(groups[name]), [m.step_ms for m in groups[name]], "k.", markersize=4)
-            panel.text(column, 0.1, f"{mean(m.ratio for m in groups[name]):.3f}", ha="center", color="white")
-        panel.axhline(sum(pair), color="k", linewidth=0.8, linestyle="--", label="stand-ins asked for")
-        panel.set_ylabel("ms per step")
-        panel.set_title(f"stand-ins of {pair[0]:g} + {pair[1]:g} ms")
-        panel.legend(fontsize=8, loc="upper right")
-    figure.suptitle(f"Three processes, 8 streaming clients; {measurements[0].host}", fontsize=9)
+    """One panel for each pair of stand-ins, with and without MPS: busy and lost time per step, by policy.
+
+    Dots are the repeats.
+    """
+    panels = sorted({(m.mps, m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
+    columns = len({panel[1:] for panel in panels})
+    rows = len(panels) // columns
+    size = (columns * max(5.2, 0.75 * len(_groups(measurements, panels[0]))), 3.8 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        _draw_panel(axis, _groups(measurements, panel), panel)
+    figure.suptitle(
+        f"Three processes, {measurements[0].num_clients} streaming clients; {measurements[0].host}", fontsize=9
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _groups(measurements: Sequence[Measurement], panel: tuple[bool, float, float]) -> dict[str, list[Measurement]]:
+    groups: dict[str, list[Measurement]] = {}
+    for m in measurements:
+        if (m.mps, m.draft_ms, m.verify_ms) == panel:
+            policy = Policy(name=m.policy, run_ahead=m.run_ahead, fence=m.fence if m.fence != "host" else "auto")
+            groups.setdefault(policy.title, []).append(m)
+    return groups
+
+
+def _draw_panel(axis: Axes, groups: dict[str, list[Measurement]], panel: tuple[bool, float, float]) -> None:
+    has_mps, draft_ms, verify_ms = panel
+    names = list(groups)
+    busy = [mean(m.busy_ms for m in groups[name]) for name in names]
+    lost = [mean(m.step_ms for m in groups[name]) - b for name, b in zip(names, busy, strict=True)]
+    axis.bar(names, busy, color=BUSY_COLOUR, label="draft + verify busy")
+    axis.bar(names, lost, bottom=busy, color=LOST_COLOUR, label="lost")
+    for column, name in enumerate(names):
+        axis.plot([column] * len(groups[name]), [m.step_ms for m in groups[name]], "k.", markersize=4)
+        ratio = f"{mean(m.ratio for m in groups[name]):.3f}"
+        axis.text(column, 0.02 * (draft_ms + verify_ms), ratio, ha="center", color="white", fontsize=8)
+    axis.axhline(draft_ms + verify_ms, color="k", linewidth=0.8, linestyle="--", label="stand-ins asked for")
+    axis.set_ylabel("ms per step")
+    is_gpu = next(iter(groups.values()))[0].device == "cuda"
+    where = f", {'MPS' if has_mps else 'no MPS'}" if is_gpu else ""
+    axis.set_title(f"stand-ins of {draft_ms:g} + {verify_ms:g} ms{where}")
+    if len(names) > 4:
+        axis.tick_params(axis="x", labelsize=7, rotation=30)
+    axis.legend(fontsize=8, loc="upper right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -14,9 +15,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
 SCRIPTS = Path(sys.executable).parent
+SCHEDULER = (str(SCRIPTS / "slipstream-scheduler"),)
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.05
@@ -25,11 +27,22 @@ RETRY_S = 0.05
 class Stack:
     """Services that live together in one temporary directory. An asynchronous context manager."""
 
-    def __init__(self, log_dir: Path | None = None) -> None:
-        """`log_dir` takes the services' logs; without one they go to this process's stderr."""
+    def __init__(
+        self,
+        log_dir: Path | None = None,
+        *,
+        worker_environment: Mapping[str, str] | None = None,
+        scheduler_environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`log_dir` takes the services' logs; without one they go to this process's stderr.
+
+        The environments come on top of this process's own.
+        """
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
+        self._worker_environment = worker_environment or {}
+        self._scheduler_environment = scheduler_environment or {}
         self._held = AsyncExitStack()
         self._directory = Path()
 
@@ -53,20 +66,31 @@ class Stack:
 
     async def process(self, name: str, *command: str) -> None:
         """Starts any program that serves at the address of `name`, and lives as long as the stack."""
-        await self._held.enter_async_context(self._service(name, self.socket(name), *command))
+        service = self._service(name, self.socket(name), *command, environment=self._worker_environment)
+        await self._held.enter_async_context(service)
 
     @asynccontextmanager
-    async def scheduler(self, *arguments: str, port: int, metrics_port: int) -> AsyncIterator[str]:
-        """A scheduler for as long as the context; yields its address when it serves."""
+    async def scheduler(
+        self, *arguments: str, port: int, metrics_port: int, program: tuple[str, ...] = SCHEDULER
+    ) -> AsyncIterator[str]:
+        """A scheduler for as long as the context; yields its address when it serves.
+
+        `program`: another one that takes the same options.
+        """
         address = f"127.0.0.1:{port}"
         listen = ("--listen", address, "--metrics-port", str(metrics_port))
-        async with self._service("scheduler", address, str(SCRIPTS / "slipstream-scheduler"), *listen, *arguments):
+        command = (*program, *listen, *arguments)
+        async with self._service("scheduler", address, *command, environment=self._scheduler_environment):
             yield address
 
     @asynccontextmanager
-    async def _service(self, name: str, address: str, *command: str) -> AsyncIterator[None]:
+    async def _service(
+        self, name: str, address: str, *command: str, environment: Mapping[str, str]
+    ) -> AsyncIterator[None]:
         log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=log, stderr=log, env={**os.environ, **environment}
+        )
         try:
             await _until_serving(name, process, address)
             yield
