@@ -33,6 +33,7 @@ from slipstream.scheduler.validation import MAX_SAMPLES, RequestLimits
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from slipstream.common.device.face import Device
     from slipstream.common.listener import Listener
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
@@ -45,10 +46,15 @@ SWITCH_INTERVAL_S = 0.0005
 """The clients' event loop must not hold the step loop up for 5 ms."""
 
 
-async def run_scheduler(config: SchedulerConfig, listener: Listener, metrics_port: int | None) -> int:
-    """Serves until a signal, or until the workers turn out not to fit; returns the exit status."""
+async def run_scheduler(
+    config: SchedulerConfig, listener: Listener, metrics_port: int | None, *, device: Device | None = None
+) -> int:
+    """Serves until a signal, or until the workers turn out not to fit; returns the exit status.
+
+    `device`: one that is there, in place of the one that the configuration asks for.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    device = choose_device(config.device, config.fence)
+    device = device or choose_device(config.device, config.fence)
     if device.has_stream_threads:
         yield_to_streams()
     loop = asyncio.get_running_loop()
@@ -153,7 +159,8 @@ class _Serving:
         gc.collect()
         gc.freeze()
         self._loop.call_soon_threadsafe(self._server.set_serving, True)
-        logger.info("epoch %d: serving %s, algorithm %s", epoch.number, verify.model, epoch.workers.algorithm)
+        algorithm = epoch.workers.algorithm
+        logger.info("serving %s, algorithm %s", verify.model, algorithm, extra={"epoch": epoch.number})
 
     def detached(self, reason: str) -> None:
         """See `Audience.detached`."""
