@@ -28,6 +28,8 @@ def attend_blocks(
     page_table: tl.tensor,  # the row's first page
     begin: tl.tensor,
     stop: tl.tensor,
+    last: tl.tensor,  # where the keys end of which a row may be looked up
+    rows: tl.tensor,  # [BLOCK_N] int64: where the first block's keys lie
     best: tl.tensor,  # [BLOCK_M] float32: the greatest score to the base 2 so far
     total: tl.tensor,  # [BLOCK_M] float32: the sum of weights so far, relative to it
     accumulated: tl.tensor,  # [BLOCK_M, BLOCK_D] float32
@@ -50,13 +52,12 @@ def attend_blocks(
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_DIM
-    rows = key_rows(page_table, begin + n, stop, num_pages, PAGE_SIZE)
     for block_begin in range(begin, stop, BLOCK_N):
         key = block_begin + n
         is_key = key < stop
         at = rows * (2 * KV_SIZE)
         # Looked up a block ahead, so that keys need not wait for page numbers.
-        rows = key_rows(page_table, key + BLOCK_N, stop, num_pages, PAGE_SIZE)
+        rows = key_rows(page_table, key + BLOCK_N, last, num_pages, PAGE_SIZE)
         keys_at = kv + at[None, :] + d[:, None]
         values_at = kv + KV_SIZE + at[:, None] + d[None, :]
         if IS_MASKED:
@@ -95,7 +96,7 @@ def attend_blocks(
         accumulated = accumulated * decay[:, None]
         accumulated = tl.dot(weights.to(values.dtype), values, accumulated, input_precision="ieee")
         best = new_best
-    return best, total, accumulated
+    return best, total, accumulated, rows
 
 
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width", "num_splits", "num_query_blocks", "window"])
@@ -135,7 +136,6 @@ def attend_kernel(
 
     Grid: (KV_HEADS, num_query_blocks * num_splits, B). Row m of the queries is token m // GROUP of head m % GROUP.
     """
-    wait_for_previous(OVERLAPS)
     head = tl.program_id(0)
     # The last queries see the most keys, and start first.
     query_block = num_query_blocks - 1 - tl.program_id(1) % num_query_blocks
@@ -166,10 +166,15 @@ def attend_kernel(
         if HAS_TREE:
             first = tl.minimum(first, tree_start)
 
-    num_blocks = tl.cdiv(tl.maximum(num_seen - first, 0), BLOCK_N)
-    blocks_per_split = tl.cdiv(num_blocks, num_splits)
-    begin = first + split * blocks_per_split * BLOCK_N
-    stop = tl.minimum(begin + blocks_per_split * BLOCK_N, num_seen)
+    # Splits are even to 16 keys, not to whole blocks, of which a short row has few.
+    keys_per_split = tl.cdiv(tl.cdiv(tl.maximum(num_seen - first, 0), num_splits), 16) * 16
+    begin = first + split * keys_per_split
+    stop = tl.minimum(begin + keys_per_split, num_seen)
+
+    own_pages = page_table + row * table_width
+    rows = key_rows(own_pages, begin + tl.arange(0, BLOCK_N), stop, num_pages, PAGE_SIZE)
+    # So far nothing was read that the kernel before writes: it keeps the batch's keys, and rotates its queries.
+    wait_for_previous(OVERLAPS)
 
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_DIM
@@ -187,13 +192,13 @@ def attend_kernel(
             seen_by_all = tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1
         num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - begin, 0) // BLOCK_N
         masked_begin = begin + num_whole * BLOCK_N
-        best, total, accumulated = attend_blocks(
-            query, kv + head * HEAD_DIM, page_table + row * table_width, begin, masked_begin, best, total, accumulated,
+        best, total, accumulated, rows = attend_blocks(
+            query, kv + head * HEAD_DIM, own_pages, begin, masked_begin, stop, rows, best, total, accumulated,
             first_seen, last_seen, tree_start, bits, num_pages, score_scale,
             PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_TREE, HAS_WINDOW, False,
         )  # fmt: skip
-    best, total, accumulated = attend_blocks(
-        query, kv + head * HEAD_DIM, page_table + row * table_width, masked_begin, stop, best, total, accumulated,
+    best, total, accumulated, rows = attend_blocks(
+        query, kv + head * HEAD_DIM, own_pages, masked_begin, stop, stop, rows, best, total, accumulated,
         first_seen, last_seen, tree_start, bits, num_pages, score_scale,
         PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_TREE, HAS_WINDOW, True,
     )  # fmt: skip

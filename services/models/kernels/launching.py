@@ -11,6 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_MULTIPROCESSORS_WITHOUT_CUDA = 4
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs a grid wants at least; a few in Triton's interpreter."""
+    if device.type != "cuda":
+        return _MULTIPROCESSORS_WITHOUT_CUDA
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def overlapping(device: torch.device) -> Mapping[str, Any]:
     """Options of a launch whose kernel waits by itself for the one before it (programmatic dependent launch).
 

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel
 from slipstream.services.models.kernels.kv_kernels import keep_kernel
-from slipstream.services.models.kernels.launching import overlapping
+from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping
 
 if TYPE_CHECKING:
     from slipstream.services.models.batch import ForwardBatch
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _MOST_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 """How many programs the keys are split for: fewer leave multiprocessors idle, more only add to the reduction."""
-_MULTIPROCESSORS_WITHOUT_CUDA = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,7 @@ class PagedLayerAttention:
         if not self._num_rows or self._num_query_blocks > 1:
             return 1
         capacity = self._page_table.shape[1] * self._cache.page_size
-        wanted = _PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(self._limits.device)
+        wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)
         splits = wanted // (self._num_rows * self._config.num_kv_heads)
         return max(1, min(splits, _MOST_SPLITS, -(-capacity // self._tile.block_n)))
 
@@ -233,9 +232,3 @@ def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
 def _power_of_two(number: int) -> int:
     """The least that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _MULTIPROCESSORS_WITHOUT_CUDA
-    return torch.cuda.get_device_properties(device).multi_processor_count

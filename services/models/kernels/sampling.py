@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.services.models.kernels.filter_kernels import NUM_BINS, count_kernel, cut_kernel
-from slipstream.services.models.kernels.launching import overlapping
-from slipstream.services.models.kernels.sampling_kernels import choose_kernel, greatest_kernel, score_kernel
+from slipstream.services.models.kernels.filter_kernels import LEVELS, NUM_BINS, count_kernel
+from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping
+from slipstream.services.models.kernels.sampling_kernels import (
+    choose_kernel,
+    greatest_kernel,
+    mass_kernel,
+    score_kernel,
+    settle_kernel,
+)
 
 if TYPE_CHECKING:
     from slipstream.services.models.sampler import SamplingRows
 
 _BLOCK = 4096
-_CHUNK = 128
-_LEVELS = 7
-"""Passes over the 31 bits of a deficit, five at a time."""
+"""Logits that a program looks at together."""
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_LOOKS = 2
+"""Tokens of a row that all multiprocessors look at for top-p; rows with p = 0.9 that need more: one in a hundred."""
 
 
 def sample(
@@ -30,132 +37,166 @@ def sample(
     """Chooses a token for each row, as `sampler.sample` does; rows are greedy, sampled and filtered side by side.
 
     `logits`: [N, V] of any floating dtype, contiguous. `positions`: [N] int64. `has_filters`: False promises that no
-    row has top-k, top-p or min-p, and saves the launches that look for their cuts. `token_ids`: [V] int64, ascending,
-    what the columns stand for where that is not 0 .. V-1, as with a draft's smaller vocabulary. Returns [N] int64 of
-    the same ids. Nothing is read back, and what is launched depends on shapes and `has_filters` alone.
+    row has top-k, top-p or min-p, and saves what looks for them. `token_ids`: [V] int64, ascending, what the columns
+    stand for where that is not 0 .. V-1, as with a draft's smaller vocabulary. Returns [N] int64 of the same ids.
+    Nothing is read back, and what is launched depends on shapes and `has_filters` alone.
 
     The probabilities that top-p adds up are good to about 1e-6 of their sum.
     """
-    num_rows, vocab_size = logits.shape
-    tokens = positions.new_empty(num_rows)
-    if not num_rows:
-        return tokens
-    assert logits.is_contiguous(), "a kernel reads rows side by side"
-    positions = positions.contiguous()
-    overlap = overlapping(logits.device)
-    num_blocks = -(-vocab_size // _BLOCK)
-    block_g = 1 << (num_blocks - 1).bit_length()
-    shape = (2, num_rows, num_blocks)
-    best, score = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    index, chosen = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    greatest_kernel[num_blocks, num_rows](
-        logits, best, index, vocab_size, num_blocks, BLOCK=_BLOCK, num_warps=8, **overlap
-    )
-    cuts = _Cuts(num_rows, num_blocks, logits.device) if has_filters else None
-    if cuts is not None:
-        cuts.find(logits, best, rows)
-    score_kernel[num_blocks, num_rows](
-        logits,
-        best,
-        rows.temperature,
-        rows.min_p,
-        rows.seed,
-        positions,
-        token_ids if token_ids is not None else positions,
-        *(cuts.tensors() if cuts is not None else [index] * 5),
-        score,
-        chosen,
-        vocab_size,
-        num_blocks,
-        num_rows,
-        LEVELS=_LEVELS,
-        BLOCK=_BLOCK,
-        BLOCK_G=block_g,
-        HAS_IDS=token_ids is not None,
-        HAS_FILTERS=has_filters,
-        **overlap,
-        num_warps=8,
-    )
-    choose_kernel[(num_rows,)](
-        best,
-        index,
-        score,
-        chosen,
-        rows.temperature,
-        token_ids if token_ids is not None else positions,
-        tokens,
-        num_blocks,
-        BLOCK_G=block_g,
-        HAS_IDS=token_ids is not None,
-        **overlap,
-        num_warps=1,
-    )
+    tokens = positions.new_empty(len(logits))
+    if len(logits):
+        assert logits.is_contiguous(), "a kernel reads rows side by side"
+        _Sampling(logits, rows, positions.contiguous(), token_ids, tokens, has_filters).run()
     return tokens
 
 
-class _Search:
-    """What the levels of one search leave for each other."""
+class _Sampling:
+    """What the kernels leave for each other."""
 
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        shape = (_LEVELS, num_rows, num_blocks, int(NUM_BINS))
-        self.counts = torch.empty(shape, dtype=torch.int32, device=device)
-        self.masses = torch.empty(shape, dtype=torch.float32, device=device)
-        self.bits, self.count_before = torch.empty((2, _LEVELS, num_rows), dtype=torch.int32, device=device)
-        self.mass_before = torch.empty((_LEVELS, num_rows), dtype=torch.float64, device=device)
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        tokens: torch.Tensor,
+        has_filters: bool,
+    ) -> None:
+        num_rows, vocab_size = logits.shape
+        num_blocks = -(-vocab_size // _BLOCK)
+        device = logits.device
+        programs = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device)
+        self._grid = (max(1, min(num_blocks, programs // num_rows)), num_rows)
+        self._sizes = (vocab_size, num_blocks, num_rows)
+        self._logits = logits
+        self._rows = rows
+        self._draws = (rows.seed, positions, token_ids if token_ids is not None else positions)
+        self._tokens = tokens
+        self._has_filters = has_filters
+        self._options: dict[str, Any] = {"BLOCK_G": 1 << (num_blocks - 1).bit_length(), **overlapping(device)}
+        self._has_ids = token_ids is not None
+        levels = int(LEVELS) if has_filters else 0
+        self._best, self._score = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
+        self._masses = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
+        self._index, self._chosen = torch.empty((2, num_rows, num_blocks), dtype=torch.int32, device=device)
+        self._counts = torch.empty((levels, num_rows, num_blocks, int(NUM_BINS)), dtype=torch.int32, device=device)
+        self._bits, self._count_before = torch.empty((2, levels, num_rows), dtype=torch.int32, device=device)
+        self._looked_at = torch.empty(num_rows, dtype=torch.int32, device=device)
+        self._is_done = torch.empty(num_rows, dtype=torch.int8, device=device)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.counts, self.masses, self.bits, self.count_before, self.mass_before]
+    def run(self) -> None:
+        """Launches all there is."""
+        vocab_size, num_blocks, _ = self._sizes
+        overlaps = {name: value for name, value in self._options.items() if name != "BLOCK_G"}
+        greatest_kernel[self._grid](
+            self._logits, self._best, self._index, vocab_size, num_blocks, BLOCK=_BLOCK, num_warps=8, **overlaps
+        )
+        if self._has_filters:
+            for level in range(int(LEVELS)):
+                self._count(level)
+        self._draw(is_second=False)
+        if self._has_filters:
+            for _ in range(_LOOKS):
+                self._look()
+                self._draw(is_second=True)
+            self._settle()
 
+    def _count(self, level: int) -> None:
+        count_kernel[self._grid](
+            self._logits,
+            self._best,
+            self._rows.temperature,
+            self._rows.top_k,
+            self._counts,
+            self._bits,
+            self._count_before,
+            *self._sizes,
+            level,
+            BLOCK=_BLOCK,
+            num_warps=8,
+            **self._options,
+        )
 
-class _Cuts:
-    """Where each row's order of tokens is cut off, by top-k and then by top-p."""
+    def _draw(self, *, is_second: bool) -> None:
+        rows = self._rows
+        variant = {"HAS_IDS": self._has_ids, "HAS_FILTERS": self._has_filters, "IS_SECOND": is_second}
+        score_kernel[self._grid](
+            self._logits,
+            self._best,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            *self._draws,
+            self._counts,
+            self._bits,
+            self._count_before,
+            self._masses,
+            self._is_done,
+            self._looked_at,
+            self._score,
+            self._chosen,
+            *self._sizes,
+            BLOCK=_BLOCK,
+            num_warps=8,
+            **variant,
+            **self._options,
+        )
+        choose_kernel[(self._sizes[2],)](
+            self._best,
+            self._index,
+            self._score,
+            self._chosen,
+            rows.temperature,
+            rows.top_p,
+            self._draws[2],
+            self._masses,
+            self._is_done,
+            self._looked_at,
+            self._tokens,
+            *self._sizes[1:],
+            num_warps=1,
+            **variant,
+            **self._options,
+        )
 
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        self._num_rows = num_rows
-        self._num_blocks = num_blocks
-        self._top_k = _Search(num_rows, num_blocks, device)
-        self._top_p = _Search(num_rows, num_blocks, device)
-        self._kept_mass = torch.empty(num_rows, dtype=torch.float64, device=device)
-        self._bits, self._ties = torch.empty((2, num_rows), dtype=torch.int32, device=device)
-        self._is_by_mass = torch.empty(num_rows, dtype=torch.int8, device=device)
+    def _look(self) -> None:
+        mass_kernel[self._grid](
+            self._logits,
+            self._best,
+            self._rows.temperature,
+            self._rows.top_k,
+            self._counts,
+            self._bits,
+            self._count_before,
+            self._masses,
+            self._is_done,
+            self._looked_at,
+            *self._sizes,
+            BLOCK=_BLOCK,
+            num_warps=8,
+            **self._options,
+        )
 
-    def tensors(self) -> list[torch.Tensor]:
-        """What `score_kernel` reads."""
-        return [self._bits, self._ties, self._is_by_mass, self._top_k.counts, self._top_p.counts]
-
-    def find(self, logits: torch.Tensor, best: torch.Tensor, rows: SamplingRows) -> None:
-        """Launches both searches; rows without a filter leave them at once."""
-        block_g = 1 << (self._num_blocks - 1).bit_length()
-        vocab_size = logits.shape[1]
-        parameters = [rows.temperature, rows.top_k, rows.top_p, self._kept_mass]
-        sizes = [vocab_size, self._num_blocks, self._num_rows]
-        for search, is_by_mass in ((self._top_k, False), (self._top_p, True)):
-            for level in range(_LEVELS):
-                count_kernel[self._num_blocks, self._num_rows](
-                    logits,
-                    best,
-                    *parameters,
-                    *search.tensors(),
-                    *sizes,
-                    level,
-                    LEVELS=_LEVELS,
-                    BLOCK=_BLOCK,
-                    CHUNK=_CHUNK,
-                    BLOCK_G=block_g,
-                    BY_MASS=is_by_mass,
-                    **overlapping(logits.device),
-                    num_warps=4,
-                )
-            cut_kernel[(self._num_rows,)](
-                *parameters,
-                *search.tensors(),
-                self._bits,
-                self._ties,
-                self._is_by_mass,
-                *sizes,
-                LEVELS=_LEVELS,
-                BLOCK_G=block_g,
-                BY_MASS=is_by_mass,
-                **overlapping(logits.device),
-                num_warps=4,
-            )
+    def _settle(self) -> None:
+        rows = self._rows
+        settle_kernel[(self._sizes[2],)](
+            self._logits,
+            self._best,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            *self._draws,
+            self._counts,
+            self._bits,
+            self._count_before,
+            self._is_done,
+            self._looked_at,
+            self._tokens,
+            *self._sizes,
+            BLOCK=_BLOCK,
+            HAS_IDS=self._has_ids,
+            num_warps=16,
+            **self._options,
+        )
