@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.access_log import AccessLog
+    from slipstream.common.device.face import Device
     from slipstream.common.device.host_arena import HostArena
     from slipstream.common.errors import SlipstreamError
     from slipstream.services.engine import RoleEngine
@@ -47,14 +48,22 @@ class LocalWorker:
     """A worker in this process, and the scheduler's link to it: all of `WorkerLink` but gRPC."""
 
     def __init__(
-        self, role_engine: RoleEngine, log: AccessLog | None = None, *, before_send: ChangeCommand | None = None
+        self,
+        role_engine: RoleEngine,
+        log: AccessLog | None = None,
+        *,
+        before_send: ChangeCommand | None = None,
+        device: Device | None = None,
     ) -> None:
-        """`before_send` is called by the scheduler's thread with each command, and may change it."""
+        """`before_send` is called by the scheduler's thread with each command, and may change it.
+
+        `device`: the role engine's; None is the CPU.
+        """
         self.role = role_engine.describe().role
         self.failure: SlipstreamError | None = None
         self.failures: list[BaseException] = []
         """What broke the stream."""
-        device = HostDevice()
+        device = device or HostDevice()
         self.stream = device.create_stream(self.role.value, self.failures.append)
         self.engine = Engine(role_engine, device, self.stream, log or NullAccessLog())
         self._epoch = 0

@@ -1,0 +1,150 @@
+"""Steps as they are on a GPU, staged and replayed, on a CPU: the tokens are those of steps that are not."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.common.access_log import JsonLinesAccessLog, StreamName
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.sampling import SamplingParams
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.ordering.replay import Replay
+from slipstream.services.config import EAGLE3, WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.checkpoints import write_checkpoint, write_weights
+from tests.eagle3_checkpoints import write_head
+from tests.inline_device import InlineDevice
+from tests.leaks import nothing_left
+from tests.scheduler.local_epoch import LocalEpoch
+from tests.workers import LocalWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.device.face import Device
+    from slipstream.services.engine import RoleEngine
+
+SEED = 5
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=1),
+    SamplingParams(temperature=1.1, top_p=0.9, seed=3),
+    SamplingParams(temperature=0.8, top_k=30, presence_penalty=0.7, repetition_penalty=1.3, seed=4),
+    SamplingParams(frequency_penalty=0.5, logit_bias=((65, 5.0),)),
+)
+DRAFTS = ("none", "standalone", "eagle3")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Directories: a random target, and drafts for it."""
+
+    target: Path
+    standalone: Path
+    eagle3: Path
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """The standalone draft is the target with some noise: it guesses right now and then."""
+    folder = tmp_path_factory.mktemp("models")
+    target, guesser = (write_checkpoint(folder / name, seed=SEED) for name in ("target", "standalone"))
+    weights = load_file(guesser / "model.safetensors")
+    generator = torch.Generator().manual_seed(SEED)
+    noisy = {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    write_weights(guesser, noisy)
+    return Checkpoints(target, guesser, write_head(folder / "eagle3"))
+
+
+def roles(checkpoints: Checkpoints, draft: str, device: Device) -> list[RoleEngine]:
+    """Verify, and a draft if there is one."""
+    made = [make_verify(WorkerConfig(model=checkpoints.target), device, 0)]
+    if draft == "standalone":
+        made.append(make_draft(WorkerConfig(model=checkpoints.standalone), device, 0))
+    if draft == EAGLE3:
+        config = WorkerConfig(model=checkpoints.eagle3, algorithm=EAGLE3, target=checkpoints.target)
+        made.append(make_draft(config, device, 0))
+    return made
+
+
+def make_jobs() -> list[Job]:
+    """Prompts of 1 to 40 tokens; one of each kind of sampling, twice; every third asks for logprobs."""
+    rng = random.Random(SEED)
+    specs = [
+        JobSpec(
+            job_id=str(number),
+            prompt=tuple(rng.randrange(256) for _ in range(rng.choice((1, 7, 8, 9, 23, 40)))),
+            max_new_tokens=rng.randrange(10, 24),
+            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            stop_token_ids=frozenset(),
+            top_logprobs=3 if number % 3 == 2 else None,
+        )
+        for number in range(2 * len(SAMPLINGS))
+    ]
+    return [Job(spec) for spec in specs]
+
+
+def serve(
+    checkpoints: Checkpoints, draft: str, device: Device, *, log_dir: Path | None = None, run_ahead: int = 1
+) -> list[list[int]]:
+    """The tokens of each job, four at a time."""
+    logs = []
+    workers = []
+    for role in roles(checkpoints, draft, device):
+        name = role.describe().role.value
+        log = None if log_dir is None else JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name))
+        logs.append(log)
+        workers.append(LocalWorker(role, log, device=device))
+    config = SchedulerConfig(
+        verify="unix:/none",
+        num_draft_tokens=3,
+        run_ahead=run_ahead,
+        slots=4,
+        context_tokens=96,
+        chunk_tokens=16,
+        page_tokens=4,
+        access_log_dir=log_dir,
+    )
+    outputs = LocalEpoch(1, config, workers).run(jobs := make_jobs())
+    for worker in workers:
+        worker.close()
+    for log in logs:
+        if log is not None:
+            log.close()
+    assert not [error for worker in workers for error in worker.failures]
+    if draft != "none":
+        assert sum(job.counts.total_accepted_tokens for job in jobs) > 0
+    return [outputs[job] for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints: Checkpoints) -> list[list[int]]:
+    """Plain decoding, without graphs."""
+    return serve(checkpoints, "none", HostDevice())
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_replayed_steps_give_the_same_tokens(
+    checkpoints: Checkpoints, reference: list[list[int]], draft: str, run_ahead: int
+) -> None:
+    with nothing_left():
+        assert serve(checkpoints, draft, InlineDevice(), run_ahead=run_ahead) == reference
+
+
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+def test_what_replays_access_is_in_order(checkpoints: Checkpoints, draft: str, tmp_path: Path) -> None:
+    outputs = serve(checkpoints, draft, InlineDevice(), log_dir=tmp_path)
+    assert all(outputs)
+    report = Replay(tmp_path).report()
+    assert not report.races, report
+    assert not report.stuck, report
+    assert report.num_accesses > 500
+    assert report.num_ordered > 100
