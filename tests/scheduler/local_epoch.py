@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from slipstream.common.chunk import FinishReason
+    from slipstream.common.device.face import Device
     from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.jobs import Job, Progress
@@ -43,7 +44,10 @@ class RecordingMetrics(StepMetrics):
 class LocalEpoch:
     """Runs jobs to their end."""
 
-    def __init__(self, number: int, config: SchedulerConfig, workers: Sequence[LocalWorker]) -> None:
+    def __init__(
+        self, number: int, config: SchedulerConfig, workers: Sequence[LocalWorker], *, device: Device | None = None
+    ) -> None:
+        """`device`: the workers'; None is the CPU."""
         links = {worker.role: worker for worker in workers}
         draft = links.get(Role.DRAFT)
         described = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
@@ -61,7 +65,7 @@ class LocalEpoch:
             config,
             described,
             EpochSizes.decide(config, described),
-            device=HostDevice(),
+            device=device or HostDevice(),
             # All of a link that an epoch uses.
             links=cast("dict[Role, WorkerLink]", links),
             queue=self.queue,
