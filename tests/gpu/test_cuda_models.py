@@ -1,0 +1,118 @@
+"""The bundled models on a GPU: graphs, kernels and staging give the tokens that a CPU gives, and nothing waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
+from slipstream.common.access_log import JsonLinesAccessLog, StreamName
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.sampling import SamplingParams
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.ordering.replay import Replay
+from slipstream.services.config import EAGLE3, STANDALONE, WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.scheduler.local_epoch import LocalEpoch
+from tests.workers import LocalWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.device.cuda_device import CudaDevice
+    from slipstream.common.device.face import Device
+    from slipstream.common.step import StepCommand
+
+DRAFTS = {"none": None, STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=2),
+    SamplingParams(temperature=1.0, top_k=50, presence_penalty=0.5, seed=3),
+)
+NUM_PROMPTS = 12
+MAX_NEW_TOKENS = 40
+
+
+class WatchedWorker(LocalWorker):
+    """Any wait of PyTorch's for the device, while a step is enqueued, is an error."""
+
+    def send(self, command: StepCommand) -> None:
+        """See `LocalWorker.send`."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            super().send(command)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def make_jobs(count: int = NUM_PROMPTS) -> list[Job]:
+    """Held-out prompts, each with another sampling."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir())
+    return [
+        Job(
+            JobSpec(
+                job_id=prompt.id,
+                prompt=tuple(tokenizer(prompt.text).input_ids),
+                max_new_tokens=MAX_NEW_TOKENS,
+                sampling=SAMPLINGS[number % len(SAMPLINGS)],
+                stop_token_ids=frozenset(),
+            )
+        )
+        for number, prompt in enumerate(prompts()[:count])
+    ]
+
+
+def serve(
+    device: Device, draft: str, dtype: str = "float32", *, slots: int = 6, log_dir: Path | None = None
+) -> list[list[int]]:
+    """The tokens of each job."""
+    roles = [make_verify(WorkerConfig(model=target_dir(), dtype=dtype), device, 0)]
+    if DRAFTS[draft] is not None:
+        config = WorkerConfig(model=DRAFTS[draft], algorithm=draft, target=target_dir(), dtype=dtype)
+        roles.append(make_draft(config, device, 0))
+    make = LocalWorker if device.torch_device.type == "cpu" else WatchedWorker
+    logs, workers = [], []
+    for role in roles:
+        name = role.describe().role.value
+        if log_dir is not None:
+            logs.append(JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name)))
+        workers.append(make(role, logs[-1] if logs else None, device=device))
+    config = SchedulerConfig(
+        verify="unix:/none", slots=slots, context_tokens=256, chunk_tokens=64, kv_memory_mib=64, access_log_dir=log_dir
+    )
+    epoch = LocalEpoch(1, config, workers, device=device)
+    outputs = epoch.run(jobs := make_jobs())
+    for worker in workers:
+        worker.close()
+    for log in logs:
+        log.close()
+    assert not [error for worker in workers for error in worker.failures]
+    if draft != "none":
+        lengths = [job.counts.mean_accept_length for job in jobs]
+        assert sum(lengths) / len(lengths) > 2, "the draft is right now and then"
+    return [outputs[job] for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    """Plain decoding on the CPU."""
+    return serve(HostDevice(), "none")
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_in_float32_tokens_are_the_cpus(device: CudaDevice, reference: list[list[int]], draft: str) -> None:
+    assert serve(device, draft) == reference
+
+
+@pytest.mark.parametrize("draft", [STANDALONE, EAGLE3])
+def test_a_real_run_is_in_order(device: CudaDevice, draft: str, tmp_path: Path) -> None:
+    serve(device, draft, log_dir=tmp_path)
+    report = Replay(tmp_path).report()
+    assert not report.races, report
+    assert not report.stuck, report
+    assert report.num_ordered > 100
