@@ -10,6 +10,10 @@ import ctypes
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SHORT_S = 0.00002
 LONG_S = 0.001
@@ -34,14 +38,18 @@ def sleep_precisely(seconds: float) -> None:
 class Naps:
     """Sleeps between looks at something that should come soon."""
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = sleep_precisely
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._started = clock()
 
     def take(self, deadline: float) -> None:
-        """Sleeps for a bit, at most until `deadline` (of `time.monotonic`)."""
-        now = time.monotonic()
+        """Sleeps for a bit, at most until `deadline` of the clock."""
+        now = self._clock()
         nap = min(LONG_S, SHORT_S + GROWTH * (now - self._started))
-        sleep_precisely(max(0.0, min(nap, deadline - now)))
+        self._sleep(max(0.0, min(nap, deadline - now)))
 
 
 class Rhythm:

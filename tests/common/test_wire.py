@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.common.device.manifest import DTYPES, BufferSpec, FenceWord, Manifest, lay_out
+from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.sampling import SamplingParams
@@ -137,12 +137,17 @@ SHAPES = st.builds(
 )
 
 
+HANDLES = st.binary(min_size=HANDLE_BYTES, max_size=HANDLE_BYTES)
+EVENTS = st.lists(HANDLES, max_size=3).map(tuple)
+
+
 @st.composite
 def manifests(draw: st.DrawFn, specs: list[BufferSpec] | None = None) -> Manifest:
     """Layouts of `specs`, or of any."""
     kind, path, fence_kind = draw(st.text()), draw(st.text()), draw(st.text())
     buffers, words, size = lay_out(draw(SPECS) if specs is None else specs, list(FenceName), fence_kind)
-    return Manifest(kind, path, size, buffers, words)
+    words = tuple(replace(word, events=draw(EVENTS)) for word in words)
+    return Manifest(kind, path, size, buffers, words, draw(st.just(b"") | HANDLES))
 
 
 @st.composite

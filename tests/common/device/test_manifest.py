@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,9 @@ def _word(offset: int, fence: FenceName = FenceName.DRAFT_DONE) -> FenceWord:
         (_manifest(words=(_word(0), _word(64))), "twice"),
         (_manifest(_placed(), words=(_word(0),)), "overlap"),
         (_manifest(size=0), "0 bytes"),
+        (replace(_manifest(), handle=bytes(63)), "a memory handle of 63 bytes instead of 64"),
+        (_manifest(words=(replace(_word(0), events=(bytes(64), bytes(65))),)), "an event handle of 65 bytes"),
+        (_manifest(words=(replace(_word(0), events=(bytes(64),) * 257),)), "257 events, at most 256"),
     ],
 )
 def test_what_does_not_hold_is_refused(manifest: Manifest, message: str) -> None:

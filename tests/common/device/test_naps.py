@@ -1,0 +1,58 @@
+"""When the host looks again."""
+
+from __future__ import annotations
+
+from slipstream.common.device.naps import LONG_S, RHYTHM, SHORT_S, Naps, Rhythm
+
+
+class Clock:
+    """Stands still but for those who sleep."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.naps: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Moves on."""
+        self.now += seconds
+        self.naps.append(seconds)
+
+
+def test_naps_grow_with_the_time_waited_and_end_at_the_deadline() -> None:
+    clock = Clock()
+    naps = Naps(lambda: clock.now, clock.sleep)
+    while clock.now < 100.5:
+        naps.take(100.5)
+    assert clock.now == 100.5
+    assert clock.naps[:-1] == sorted(clock.naps[:-1])
+    assert (clock.naps[0], clock.naps[-2]) == (SHORT_S, LONG_S)
+    naps.take(100.4)
+    assert clock.naps[-1] == 0.0
+
+
+def test_nothing_is_known_before_two_came() -> None:
+    rhythm = Rhythm()
+    assert rhythm.not_before(5.0) == 5.0
+    rhythm.came(6.0)
+    assert rhythm.not_before(6.1) == 6.1
+
+
+def test_the_shortest_of_the_last_intervals_counts() -> None:
+    rhythm = Rhythm()
+    now = 0.0
+    for interval in (0.0, 1.0, 4.0, 2.0):
+        now += interval
+        rhythm.came(now)
+    assert now + 0.5 < rhythm.not_before(now) < now + 1.0
+    assert rhythm.not_before(now + 3.0) == now + 3.0, "it is late already"
+
+
+def test_an_idle_time_and_a_fast_time_are_forgotten() -> None:
+    rhythm, now = Rhythm(), 0.0
+    for interval in (0.0, 0.001, 100.0, *[0.01] * (RHYTHM - 1)):
+        now += interval
+        rhythm.came(now)
+    assert now + 0.005 < rhythm.not_before(now) < now + 0.01
+    now += 0.01
+    rhythm.came(now)
+    assert now + 0.005 < rhythm.not_before(now) < now + 0.01
