@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from tests.cli.running import running_up, slipstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from slipstream.common.chunk import Chunk
 
@@ -154,6 +156,24 @@ def test_biases_and_penalties_count(client: Client) -> None:
 def test_a_model_without_a_chat_template_says_so(client: Client) -> None:
     with pytest.raises(InvalidArgumentError, match="the model has no chat template"):
         generate(client, [{"role": "user", "content": "Hello"}])
+
+
+def test_a_conversation_goes_through_the_model_s_own_template(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(target_dir(), target)
+    template = "{% for said in messages %}# {{ said.role }}: {{ said.content }}\n{% endfor %}"
+    (target / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}def {% endif %}")
+    state_dir = tmp_path / "state"
+    with running_up(state_dir, "--target", str(target)), Client((state_dir / "server").read_text()) as client:
+        said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Open a file."}]
+        answer = generate(client, said, stop=["\n"], **SAMPLED)
+        assert text_of(answer)
+        same = generate(client, "# system: Be brief.\n# user: Open a file.\ndef ", stop=["\n"], **SAMPLED)
+        assert (tokens_of(answer), text_of(answer)) == (tokens_of(same), text_of(same))
+        printed = slipstream("generate", "--server", (state_dir / "server").read_text(), "--chat", "--json", "Hello")
+        assert json.loads(printed.stdout)["prompt_tokens"] == len(
+            AutoTokenizer.from_pretrained(str(target)).encode("# user: Hello\ndef ")
+        )
 
 
 def test_a_job_can_be_cancelled_again_and_again(client: Client) -> None:

@@ -68,6 +68,28 @@ async def test_a_watch_goes_on_where_the_connection_broke() -> None:
         assert not server.loop.cancelled
 
 
+async def test_every_sample_goes_on_where_the_connection_broke() -> None:
+    async with behind_a_proxy() as (server, proxy, client):
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        # Two slots, so that some end before others begin.
+        server.loop.slots = 2
+        await client.create_job("Hello", job_id="mine", n=4, max_new_tokens=16)
+        chunks: list[Chunk] = []
+        async for chunk in client.watch_job("mine"):
+            chunks.append(chunk)
+            proxy.cut()
+            server.loop.pause_tokens += TOKENS_PER_STEP
+        assert proxy.num_connections > 2
+        prompt = server.model.tokenizer.encode("Hello")
+        for index in range(4):
+            sample = [chunk for chunk in chunks if chunk.sample_index == index]
+            assert tokens_of(sample) == [prompt[number % len(prompt)] for number in range(16)]
+            text = server.model.tokenizer.decode(tokens_of(sample), skip_special_tokens=True)
+            assert "".join(chunk.text for chunk in sample) == text
+            assert [chunk.finish_reason for chunk in sample if chunk.finish_reason] == ["length"]
+        assert [chunk.job_usage is not None for chunk in chunks] == [*(False for _ in chunks[:-1]), True]
+
+
 async def test_a_create_whose_answer_was_lost_is_sent_again() -> None:
     async with behind_a_proxy() as (server, proxy, client):
         await client.server_info()

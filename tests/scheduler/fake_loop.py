@@ -36,12 +36,12 @@ class FakeLoop:
         """A job that has as many tokens gets no more."""
         self.error: SlipstreamError | None = None
         """Ends every running job at the next step."""
+        self.slots = slots
         self.running: list[Job] = []
         self.cancelled: list[Job] = []
         self._queue = queue
         self._desk = desk
         self._loop = loop
-        self._slots = slots
         self._thread = threading.Thread(target=self._run, name="fake loop")
 
     def __enter__(self) -> FakeLoop:
@@ -62,7 +62,7 @@ class FakeLoop:
                 self.cancelled.append(job)
                 if job in self.running:
                     self.running.remove(job)
-            while job := self._queue.take_next(lambda _: len(self.running) < self._slots):
+            while job := self._queue.take_next(lambda _: len(self.running) < self.slots):
                 job.counts.admitted_at = time.monotonic()
                 job.counts.accepted_per_position = [0] * (TOKENS_PER_STEP - 1)
                 self.running.append(job)
