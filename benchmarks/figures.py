@@ -31,16 +31,7 @@ def table() -> str:
     rows = [("what", "measured", "script and raw output")]
     rows += _overlap(_load("overlap_cpu"))
     rows += _accept_lengths(_load("accept_length_cpu"))
-    lossless = _load("lossless_cpu")
-    rows.append(
-        (
-            f"{lossless['num_cases']} requests (20 prompts, greedy and three seeds), with and without a draft, "
-            "alone and in batches of 8, run-ahead 0 to 2",
-            f"{lossless['num_different']} of {lossless['num_outputs']} outputs ({lossless['num_tokens']:,} tokens) "
-            "differ from plain decoding's",
-            _source("lossless", "lossless_cpu"),
-        )
-    )
+    rows.append(_lossless(_load("lossless_cpu")))
     soak = _load("soak_cpu")
     outcomes = soak["outcomes"]
     rows.append(
@@ -141,6 +132,20 @@ def _long_prompt(report: dict[str, Any]) -> tuple[str, str, str]:
         "and alone"
     )
     return what, "; ".join(parts), _source("long_prompt", "long_prompt_cpu")
+
+
+def _lossless(found: dict[str, Any]) -> tuple[str, str, str]:
+    drafts = ", ".join(name for name in found["algorithms"] if name != "none")
+    run_aheads = found["run_aheads"]
+    what = (
+        f"{found['num_cases']} requests ({found['num_prompts']} prompts, greedy and at T = 0.8, with filters, "
+        f"penalties, bias and a least length), each in {found['num_ways']} ways: without a draft and with {drafts}; "
+        f"alone and in batches of {max(found['concurrencies'])}; run-ahead {run_aheads[0]} to {run_aheads[-1]}; "
+        f"prompts whole and in chunks of {min(found['chunk_tokens'])}; drafts off for every other request"
+    )
+    outputs = f"{found['num_outputs']:,} outputs ({found['num_tokens']:,} tokens)"
+    result = f"{found['num_different']} of {outputs} differ from plain decoding's"
+    return what, result, _source("lossless", "lossless_cpu")
 
 
 def _source(script: str, result: str) -> str:
