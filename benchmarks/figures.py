@@ -113,7 +113,7 @@ def _overload(report: dict[str, Any]) -> tuple[str, str, str]:
 
 def _growth(footprints: dict[str, dict[str, Any]]) -> float:
     """Of resident memory, from the first third of the time to the last; 0 if all of them shrank."""
-    return max(0.0, *(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in footprints.values()))
+    return max(0.0, *(float(each["last_rss_kib"] / each["first_rss_kib"] - 1) for each in footprints.values()))
 
 
 def _long_prompt(report: dict[str, Any]) -> tuple[str, str, str]:

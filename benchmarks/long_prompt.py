@@ -114,7 +114,9 @@ async def _measure(client: AsyncClient, plan: Plan, chunk_tokens: int) -> ChunkS
     info = await client.server_info()
     prompt = [100 + number * 7919 % (info.vocab_size - 100) for number in range(plan.prompt_tokens)]
     alone_s = await _first_token_s(client, prompt)
-    quiet, together, first_token_s, messages = Gaps(), Gaps(), [], []
+    quiet, together = Gaps(), Gaps()
+    first_token_s: list[float] = []
+    messages: list[tuple[float, int]] = []
     for repeat in range(plan.repeats):
         stream = Reader.reading(
             client,
@@ -224,10 +226,10 @@ def main(
         seed=seed,
     )
     models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)
-    print(f"{host()}; {device}; {models.target.name}, {algorithm}; T = {TEMPERATURE}, seed {seed}")
+    print(f"{host(device)}; {device}; {models.target.name}, {algorithm}; T = {TEMPERATURE}, seed {seed}")
     results = asyncio.run(measure(models.with_draft(algorithm), plan))
     written: dict[str, Any] = {
-        "host": host(),
+        "host": host(device),
         "device": device,
         "model": models.target.name,
         "temperature": TEMPERATURE,

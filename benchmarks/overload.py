@@ -136,8 +136,10 @@ class OverloadReport:
 
 async def overload(stack: ServingStack, workload: Workload, models: Models, plan: Plan) -> OverloadReport:
     """Runs it against a scheduler of its own."""
-    arguments = ("--slots", str(plan.slots), "--queue", str(plan.queue), "--kept-jobs", str(plan.kept_jobs))
-    arguments += ("--context-tokens", str(workload.lengths.context_tokens), "--device", models.device)
+    arguments = (
+        *("--slots", str(plan.slots), "--queue", str(plan.queue), "--kept-jobs", str(plan.kept_jobs)),
+        *("--context-tokens", str(workload.lengths.context_tokens), "--device", models.device),
+    )
     async with (
         stack.scheduler(plan.algorithm, arguments=arguments) as address,
         AsyncClient(address) as client,
@@ -157,7 +159,7 @@ async def overload(stack: ServingStack, workload: Workload, models: Models, plan
             after = await settled(client, before)
             capacity_after = await _capacity(generator, workload, address, plan, "after")
     return OverloadReport(
-        host=host(),
+        host=host(models.device),
         device=models.device,
         model=models.target.name,
         plan=plan,

@@ -110,7 +110,7 @@ async def measure(plan: Plan, models: Models, lengths: Lengths, scheduler: tuple
                 runs.append(await _run(generator, workload, address, plan, (algorithm, fraction, rate)))
                 print(run_line(runs[-1]), flush=True)
     return ServingReport(
-        host=host(),
+        host=host(models.device),
         device=models.device,
         model=models.target.name,
         plan=plan,

@@ -22,7 +22,7 @@ async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     plan = Plan(
-        seconds=4.0,
+        seconds=3.0,
         warm_up_s=1.0,
         capacity_seconds=2.0,
         capacity_warm_up_s=0.5,
@@ -32,7 +32,7 @@ async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path
         seed=seed,
     )
     models = Models().with_draft(STANDALONE)
-    workload = Workload(models.target, Lengths(scale=0.1))
+    workload = Workload(models.target, Lengths(scale=0.1, context_tokens=256))
     async with ServingStack.start(tmp_path / "logs", models) as stack:
         report = await overload(stack, workload, models, plan)
     print("\n".join(lines(report)))
