@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from slipstream.common.access_log import LogOp
 from slipstream.common.buffers import BufferName
@@ -23,6 +25,7 @@ from slipstream.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     MismatchError,
+    OutOfMemoryError,
     StaleEpochError,
 )
 from slipstream.common.future_map import FutureMap
@@ -30,6 +33,7 @@ from slipstream.common.step import FenceName, Role
 from slipstream.common.worker_contract import PROTOCOL_VERSION
 from slipstream.services.graphed_step import GraphedStep
 from slipstream.services.graphs import CudaCapture, HostCapture
+from slipstream.services.memory import allocated_bytes, measured
 from slipstream.services.slot_table import SlotTable
 from slipstream.services.staging import HostStaging, PinnedStaging
 
@@ -43,8 +47,11 @@ if TYPE_CHECKING:
     from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.staging import Staging
 
+MIB = 2**20
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
+HOPELESS_TIMEOUT_S = 5.0
+"""For a stream that may wait for a dead producer with fences that nobody can release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,14 @@ class Engine:
         self._is_ending = False
         self._waited: dict[FenceName, int] = {}
         self.description = role.describe()
+        self._weights = allocated_bytes(device.torch_device)
         self.enqueues_at_once = device.has_stream_threads
         """Whether `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
+
+    def describe(self) -> WorkerDescription:
+        """What this worker is, and what it has at the moment."""
+        memory = measured(self.description.memory, self._device.torch_device, self._weights)
+        return replace(self.description, last_epoch=self.last_epoch, memory=memory)
 
     def attach(self, attachment: Attachment) -> None:
         """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""
@@ -137,8 +150,7 @@ class Engine:
             state = EpochState(
                 attachment, future_map, slots, staging, self._graphed_step(future_map, staging, attachment)
             )
-            self._stream.bind_thread()
-            self._role.open(state)
+            self._open_role(state)
         except BaseException:
             self._role.close()
             arena.close()
@@ -183,6 +195,19 @@ class Engine:
                 if point.fence is phase.fence:
                     self._signal(point, command.step)
 
+    def _open_role(self, state: EpochState) -> None:
+        self._stream.bind_thread()
+        try:
+            self._role.open(state)
+        except torch.OutOfMemoryError as error:
+            pages, tokens = state.attachment.num_pages, state.attachment.page_tokens
+            kv_mib = pages * tokens * self.description.kv_bytes_per_token / MIB
+            raise OutOfMemoryError(
+                f"{self.description.role.value} ran out of GPU memory: weights {self._weights / MIB:.0f} MiB, "
+                f"{pages} KV pages {kv_mib:.0f} MiB, the rest for graphs and steps. "
+                f"Less is needed with a smaller kv_memory_mib, slots or chunk_tokens ({str(error).splitlines()[0]})"
+            ) from error
+
     def _taking_over(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
         """Stream work that takes over what changed. What has to be staged for it is put now."""
         if self.enqueues_at_once:
@@ -209,22 +234,27 @@ class Engine:
         """Ends the epoch after its scheduler was lost: what the stream waits for may never be signalled.
 
         No effect if another epoch is open by now, or none. The release is repeated, because a late producer's
-        write may set a word back.
+        write may set a word back. A stream that does not come to its end is given up, and with it the process.
         """
         if self._state is None or self.epoch != epoch:
             return
         self._take_no_more()
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        is_hopeful = all(self._fences[fence].is_releasable for fence in self._waited)
+        deadline = time.monotonic() + (DRAIN_TIMEOUT_S if is_hopeful else HOPELESS_TIMEOUT_S)
         # What is enqueued on a broken stream is dropped: there is nothing to wait for.
-        while self._stream.failure is None and time.monotonic() < deadline:
-            for fence, value in self._waited.items():
-                self._fences[fence].release(value)
-            try:
-                self._stream.synchronize(RELEASE_INTERVAL_S)
-            except DeadlineExceededError:
-                continue
-            break
+        while self._stream.failure is None and not self._is_released():
+            if time.monotonic() > deadline:
+                self._stream.fail(DeadlineExceededError("what the stream waits for does not come, nor can be released"))
         self._close_epoch()
+
+    def _is_released(self) -> bool:
+        for fence, value in self._waited.items():
+            self._fences[fence].release(value)
+        try:
+            self._stream.synchronize(RELEASE_INTERVAL_S)
+        except DeadlineExceededError:
+            return False
+        return True
 
     def close(self) -> None:
         """Ends whichever epoch is open, so that the stream can be closed."""
@@ -239,6 +269,7 @@ class Engine:
         self._role.close()
         self._arena.close()
         self._state = self._arena = None
+        allocated_bytes(self._device.torch_device)  # what the epoch had is others' now
         self._fences.clear()
         self._waited.clear()
 

@@ -18,6 +18,7 @@ from slipstream.services.draft.eagle3 import Eagle3Drafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.standalone import StandaloneDrafter
 from slipstream.services.language_model import LanguageModel
+from slipstream.services.memory import needed_for_work
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
@@ -132,6 +133,7 @@ def _describe(
         max_context_tokens=model.max_position_embeddings,
         kv_bytes_per_token=model.kv_bytes_per_token(dtype),
         model=_name(config),
+        memory=needed_for_work(model, dtype),
         pid=os.getpid(),
         metrics_port=metrics_port,
     )

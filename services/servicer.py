@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError
@@ -37,7 +36,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
         """See worker.proto."""
-        return description_to_pb(replace(self._engine.description, last_epoch=self._engine.last_epoch))
+        return description_to_pb(self._engine.describe())
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
         """See worker.proto."""

@@ -71,7 +71,7 @@ class LocalWorker:
 
     def describe(self) -> WorkerDescription:
         """See `WorkerLink.describe`."""
-        return self.engine.description
+        return self.engine.describe()
 
     def attach(self, attachment: Attachment) -> None:
         """See `WorkerLink.attach`."""

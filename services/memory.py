@@ -1,0 +1,41 @@
+"""What a worker says of its device's memory, for the scheduler to give the rest to KV pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.worker_contract import DeviceMemory
+
+if TYPE_CHECKING:
+    from slipstream.services.models.config import ModelConfig
+
+WORK_BYTES = 512 * 2**20
+"""Graphs, and the workspaces of libraries: as measured on one GPU, rounded up."""
+_LOGIT_BYTES = 16
+"""Logits as they are computed, in float32, adjusted, and what penalties count."""
+
+
+def needed_for_work(config: ModelConfig, dtype: torch.dtype) -> DeviceMemory:
+    """What a model's steps will take, for each token that goes through its layers and has its choice made."""
+    layer = 4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
+    per_token = layer * dtype.itemsize + config.vocab_size * _LOGIT_BYTES
+    return DeviceMemory(work=WORK_BYTES, work_per_token=per_token)
+
+
+def measured(needed: DeviceMemory, device: torch.device, weights: int) -> DeviceMemory:
+    """The same with what there is now. Memory of the host is not counted."""
+    if device.type != "cuda":
+        return DeviceMemory()
+    free, total = torch.cuda.mem_get_info(device)
+    return replace(needed, total=total, free=free, weights=weights)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What this process has taken for tensors; what PyTorch keeps for later is given back first."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
