@@ -20,14 +20,15 @@ MAY_IMPORT = {
     "scheduler": {"common", "protos"},
     "client": {"common", "protos"},
     "cli": {"bundled", "client", "common", "protos", "scheduler", "services"},
-    "benchmarks": {"bundled", "client", "common", "protos", "scheduler", "services"},
+    "benchmarks": {"bundled", "cli", "client", "common", "protos", "scheduler", "services"},
     "bundled": set[str](),
     "deploy": {"common", "scheduler", "services"},
     "training": {"bundled", "common", "services"},
     "examples": {"protos"},
     "scripts": set[str](),
 }
-"""For each folder, the folders that it may import beside itself. None may import `cli`, `benchmarks`, `deploy` or `training`."""
+"""For each folder, the folders that it may import beside itself. Only `benchmarks` may import `cli`; none may import
+`benchmarks`, `deploy` or `training`."""
 
 
 class Import(NamedTuple):

@@ -20,7 +20,7 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
 @pytest.mark.parametrize(
     ("field", "setting"),
     [
-        ("device", {"device": "cuda"}),
+        ("device", {"device": "tpu"}),
         ("mps", {"mps": "yes"}),
         ("mps", {"mps": "on", "device": "cpu"}),
         ("slots", {"slots": 0}),
