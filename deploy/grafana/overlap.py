@@ -34,12 +34,11 @@ EDGE_NAMES = {
     DRAFT_TO_VERIFY: "lost: draft → verify",
     VERIFY_TO_VERIFY: "lost: verify → verify",
 }
+EDGE_COLORS = {VERIFY_TO_DRAFT: "#F2495C", DRAFT_TO_VERIFY: "#FF9830", VERIFY_TO_VERIFY: "#FADE2A"}
 COLORS = {
     "draft": "#5794F2",
     "verify": "#73BF69",
-    EDGE_NAMES[VERIFY_TO_DRAFT]: "#F2495C",
-    EDGE_NAMES[DRAFT_TO_VERIFY]: "#FF9830",
-    EDGE_NAMES[VERIFY_TO_VERIFY]: "#FADE2A",
+    **{EDGE_NAMES[edge]: color for edge, color in EDGE_COLORS.items()},
     "step": "#FFFFFF",
 }
 
@@ -132,6 +131,7 @@ def _parts() -> list[Panel]:
             unit="percentunit",
             limits=LOST_LIMITS,
             is_stacked=True,
+            colors=EDGE_COLORS,
         ),
         heat_map(
             "Step time",

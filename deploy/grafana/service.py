@@ -162,11 +162,11 @@ def _room() -> list[Panel]:
     return [
         graph(
             "Running and waiting",
-            "Requests with a slot and without, against how many of each there may be.",
+            "Requests with a slot and without, and how many slots there are. Where slots are free and requests wait, "
+            "KV memory is the bound.",
             Query(total(series(RUNNING)), "running"),
             Query(total(series(WAITING)), "waiting"),
             Query(total(series(SLOTS)), "slots"),
-            Query(total(series(QUEUE_CAPACITY)), "places in the queue"),
             unit="none",
         ),
         graph(
