@@ -32,8 +32,7 @@ class InlineStream:
             with torch.inference_mode():
                 work()
         except BaseException as error:
-            self.failure = error
-            self._on_failure(error)
+            self.fail(error)
 
     def bind_thread(self) -> None:
         """See `Stream.bind_thread`."""
@@ -42,6 +41,11 @@ class InlineStream:
         """See `Stream.synchronize`."""
         if self.failure is not None:
             raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """See `Stream.fail`."""
+        self.failure = error
+        self._on_failure(error)
 
     def close(self) -> None:
         """See `Stream.close`."""

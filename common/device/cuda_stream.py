@@ -43,7 +43,7 @@ class CudaStream:
             with torch.inference_mode():
                 work()
         except BaseException as error:
-            self._break(error)
+            self.fail(error)
 
     def bind_thread(self) -> None:
         """See `Stream.bind_thread`."""
@@ -56,6 +56,12 @@ class CudaStream:
             raise self.failure
         if not is_idle:
             raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
+
+    def fail(self, error: BaseException) -> None:
+        """See `Stream.fail`."""
+        if self.failure is None:
+            self.failure = error
+            self._on_failure(error)
 
     def close(self) -> None:
         """See `Stream.close`. The handle lives as long as the process: PyTorch's memory is kept by stream."""
@@ -75,13 +81,8 @@ class CudaStream:
         try:
             return self._driver.is_idle(self.handle)
         except SlipstreamError as error:
-            self._break(error)
+            self.fail(error)
             return True
-
-    def _break(self, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = error
-            self._on_failure(error)
 
 
 def handle_of(stream: Stream) -> int:

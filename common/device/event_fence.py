@@ -92,6 +92,11 @@ class EventFence(WordFence):
         if value > 0:
             stream.enqueue(lambda: self._driver.call(cu.cuStreamWaitEvent, handle_of(stream), self._ring.at(value), 0))
 
+    @property
+    def is_releasable(self) -> bool:
+        """See `Fence.is_releasable`."""
+        return False
+
     def _record(self, stream: int, value: int) -> None:
         self._kernels.store(stream, self.address, value)
         self._driver.call(cu.cuEventRecord, self._ring.at(value), stream)

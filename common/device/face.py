@@ -43,8 +43,15 @@ class Stream(Protocol):
         """What the calling thread itself does with tensors from now on goes to this stream as well, where it can."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """Gives the stream up, as if its work had raised: what it waits for will never come."""
+        ...
+
     def close(self) -> None:
-        """Ends the stream after what is enqueued; fences that it waits for must have been released."""
+        """Ends the stream after what is enqueued; fences that it waits for must have been released.
+
+        A stream that failed is left as it is if it does not end.
+        """
         ...
 
 
@@ -69,6 +76,11 @@ class Fence(Protocol):
 
     def release(self, value: int) -> None:
         """Sets the counter in place of a producer that is gone, if it is below `value`."""
+        ...
+
+    @property
+    def is_releasable(self) -> bool:
+        """Whether that ends waits of streams; else a stream that waits for a dead producer is lost."""
         ...
 
 

@@ -39,6 +39,11 @@ class HostFence:
         if self._word.load() < value:
             self._word.store(value)
 
+    @property
+    def is_releasable(self) -> bool:
+        """See `Fence.is_releasable`."""
+        return True
+
     def _sleep_until(self, value: int) -> None:
         while not self._word.wait(value, _NAP_S):
             pass

@@ -14,6 +14,8 @@ from slipstream.common.errors import DeadlineExceededError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+CLOSE_TIMEOUT_S = 10.0
+
 
 class HostStream:
     """Implements `Stream`. After work has raised, the rest is dropped, as on a GPU after a sticky error."""
@@ -44,10 +46,16 @@ class HostStream:
     def bind_thread(self) -> None:
         """There is nothing to bind: tensors are computed where they are touched."""
 
+    def fail(self, error: BaseException) -> None:
+        """See `Stream.fail`."""
+        if self.failure is None:
+            self.failure = error
+            self._on_failure(error)
+
     def close(self) -> None:
         """See `Stream.close`."""
         self._work.put(None)
-        self._thread.join()
+        self._thread.join(None if self.failure is None else CLOSE_TIMEOUT_S)
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -58,5 +66,4 @@ class HostStream:
             try:
                 work()
             except BaseException as error:
-                self.failure = error
-                self._on_failure(error)
+                self.fail(error)

@@ -36,6 +36,11 @@ class TimelineFence(WordFence):
         """See `Fence.wait`."""
         stream.enqueue(lambda: self.hold(handle_of(stream), value))
 
+    @property
+    def is_releasable(self) -> bool:
+        """See `Fence.is_releasable`."""
+        return True
+
     def hold(self, stream: int, value: int) -> None:
         """The same for a stream given by its handle."""
         self._driver.call(cu.cuStreamWaitValue64, stream, self.address, value, _AT_LEAST)

@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.common.access_log import JsonLinesAccessLog, StreamName
 from slipstream.common.buffers import BufferName
+from slipstream.common.device.host_fence import HostFence
 from slipstream.common.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -34,6 +35,7 @@ from slipstream.common.step import (
 )
 from slipstream.common.worker_contract import PROTOCOL_VERSION
 from slipstream.scheduler.ordering.replay import read_log
+from slipstream.services import engine
 from slipstream.services.engine import Phase
 from tests.leaks import nothing_left
 from tests.workers import SHAPE, LocalWorker, attachment_to, decode, describe, make_arena
@@ -338,6 +340,24 @@ class TestEpochs:
             late.join()
             producer.close()
             assert draft.done == ["1 DRAFT_DONE"]
+
+    def test_a_stream_that_nobody_can_release_is_given_up(
+        self, draft: Recorder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a GPU whose fences are events: the process has to end."""
+        monkeypatch.setattr(engine, "HOPELESS_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(HostFence, "is_releasable", False)
+        with attached(draft) as (worker, _):
+            go_on = threading.Event()
+            worker.stream.enqueue(lambda: go_on.wait() and None)
+            worker.send(decode(1, 1, waits=1))
+            worker.engine.abandon(1)
+            assert worker.engine.epoch is None
+            assert [type(failure) for failure in worker.failures] == [DeadlineExceededError]
+            with pytest.raises(FailedPreconditionError, match="the stream is broken"):
+                worker.send(decode(2, 1))
+            go_on.set()
+        assert draft.done == []
 
     def test_a_broken_stream_ends_at_once_and_takes_no_more(self, draft: Recorder) -> None:
         class Broken(Recorder):
