@@ -90,7 +90,7 @@ class PagedLayerAttention:
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """As `LayerAttention`: `qkv` holds queries and keys that are already rotated."""
         self._keep(layer, qkv, None, None)
-        return self._attend(layer, qkv)
+        return self.attend(layer, qkv)
 
     def rotate_and_attend(
         self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: QueryKeyNorms | None = None
@@ -101,7 +101,53 @@ class PagedLayerAttention:
         [B * W, 2, head_dim / 2] float32, of `rotation_of`. Returns [B * W, q_size].
         """
         self._keep(layer, qkv, rotation, norms)
-        return self._attend(layer, qkv)
+        return self.attend(layer, qkv)
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Of queries that are rotated, over pages that are written: the last part of the two above."""
+        config = self._config
+        output = qkv.new_empty(len(qkv), config.q_size)
+        if not self._num_rows:
+            return output
+        window = config.sliding_window(layer)
+        grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, self._num_rows)
+        attend_kernel[grid](
+            qkv,
+            self._cache.rows[layer],
+            self._page_table,
+            self._positions,
+            self._is_valid,
+            self._limits,
+            self._tree_starts,
+            self._tree_bits,
+            output,
+            self._partial_output,
+            self._partial_lse,
+            self._cache.num_pages,
+            self._page_table.shape[1],
+            self._width,
+            self._num_splits,
+            self._num_query_blocks,
+            window if window is not None else 0,
+            math.log2(math.e) / math.sqrt(config.head_dim),
+            PAGE_SIZE=self._cache.page_size,
+            KV_HEADS=config.num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=config.head_dim,
+            BLOCK_D=max(16, _power_of_two(config.head_dim)),
+            BLOCK_M=self._tile.block_m,
+            BLOCK_N=self._tile.block_n,
+            HAS_TREE=self._tree is not None,
+            HAS_WINDOW=window is not None,
+            SPARES_MASKS=self._tile.block_m > 64,
+            IS_SPLIT=self._num_splits > 1,
+            **overlapping(qkv.device),
+            num_warps=self._tile.num_warps,
+            num_stages=self._tile.num_stages,
+        )
+        if self._num_splits > 1:
+            self._combine(output)
+        return output
 
     def _choose_splits(self) -> int:
         if not self._num_rows or self._num_query_blocks > 1:
@@ -147,51 +193,6 @@ class PagedLayerAttention:
             **overlapping(qkv.device),
             num_warps=4 if block_heads == 8 else 1,
         )
-
-    def _attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        config = self._config
-        output = qkv.new_empty(len(qkv), config.q_size)
-        if not self._num_rows:
-            return output
-        window = config.sliding_window(layer)
-        grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, self._num_rows)
-        attend_kernel[grid](
-            qkv,
-            self._cache.rows[layer],
-            self._page_table,
-            self._positions,
-            self._is_valid,
-            self._limits,
-            self._tree_starts,
-            self._tree_bits,
-            output,
-            self._partial_output,
-            self._partial_lse,
-            self._cache.num_pages,
-            self._page_table.shape[1],
-            self._width,
-            self._num_splits,
-            self._num_query_blocks,
-            window if window is not None else 0,
-            math.log2(math.e) / math.sqrt(config.head_dim),
-            PAGE_SIZE=self._cache.page_size,
-            KV_HEADS=config.num_kv_heads,
-            GROUP=self._group,
-            HEAD_DIM=config.head_dim,
-            BLOCK_D=max(16, _power_of_two(config.head_dim)),
-            BLOCK_M=self._tile.block_m,
-            BLOCK_N=self._tile.block_n,
-            HAS_TREE=self._tree is not None,
-            HAS_WINDOW=window is not None,
-            SPARES_MASKS=self._tile.block_m > 64,
-            IS_SPLIT=self._num_splits > 1,
-            **overlapping(qkv.device),
-            num_warps=self._tile.num_warps,
-            num_stages=self._tile.num_stages,
-        )
-        if self._num_splits > 1:
-            self._combine(output)
-        return output
 
     def _combine(self, output: torch.Tensor) -> None:
         config = self._config
