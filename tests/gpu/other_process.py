@@ -67,6 +67,12 @@ class OtherProcess:
         self._process.kill()
         self._process.wait()
 
+    def end(self, timeout_s: float) -> int:
+        """Ends its input; returns its status when it is gone."""
+        assert self._process.stdin is not None, "a pipe was asked for"
+        self._process.stdin.close()
+        return self._process.wait(timeout_s)
+
     def _answer(self) -> str:
         assert self._process.stdout is not None, "a pipe was asked for"
         return self._process.stdout.readline().strip()

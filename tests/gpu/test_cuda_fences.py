@@ -108,7 +108,7 @@ def test_a_process_may_release_its_own_stream(arena: OwnedArena, pair: Pair) -> 
 def test_who_waits_for_an_event_of_a_killed_producer_cannot_be_released(
     arena_of_kind: OwnedArena, device_of_kind: CudaDevice
 ) -> None:
-    """What `timeline` is for. The host is not held up, the memory is intact, and the consumer can be ended."""
+    """What `timeline` is for. The host is not held up, the memory is intact, and the consumer can end itself."""
     with OtherProcess.running(arena_of_kind) as producer, OtherProcess.running(arena_of_kind) as consumer:
         producer.do("spin 60000000", f"signal {DONE} 1")
         consumer.do(f"wait {DONE} 1")
@@ -116,5 +116,5 @@ def test_who_waits_for_an_event_of_a_killed_producer_cannot_be_released(
         arena_of_kind.fence(FenceName.DRAFT_DONE).release(1)
         assert arena_of_kind.fence(FenceName.DRAFT_DONE).wait_on_host(1, 10.0)
         assert consumer.tell("sync 0.5") == "late"
-        consumer.kill()
+        assert consumer.end(timeout_s=20) == 0
     assert device_of_kind.to_host([arena_of_kind.tensor("tokens")])[0].tolist() == [0, 0, 0, 0]
