@@ -360,6 +360,27 @@ def test_a_draft_that_is_the_target_applies_them_as_well(
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
+def test_the_repetition_penalty_is_that_of_transformers(models: Models, num_draft_tokens: int) -> None:
+    """Over prompt and output, and over chunks; a slot that goes from one request to the next keeps nothing."""
+    jobs = make_jobs(6)
+    for job, penalty in zip(jobs, (1.3, 1.7, 0.8, 1.0, 2.0, 1.2), strict=True):
+        sampling = SamplingParams(repetition_penalty=penalty)
+        # Half of the prompt again: its tokens are likely, and punished.
+        job.spec = replace(job.spec, prompt=job.spec.prompt + job.spec.prompt[::2], sampling=sampling)
+    outputs = Served(models, Way(num_draft_tokens=num_draft_tokens, run_ahead=2, slots=2)).run(jobs)
+    reference_model = AutoModelForCausalLM.from_pretrained(models.path, dtype=torch.float32)
+    for job, output in zip(jobs, outputs, strict=True):
+        generated = reference_model.generate(
+            torch.tensor([job.spec.prompt]),
+            max_new_tokens=job.spec.max_new_tokens,
+            min_new_tokens=job.spec.max_new_tokens,
+            repetition_penalty=job.spec.sampling.repetition_penalty,
+            do_sample=False,
+        )
+        assert generated[0, len(job.spec.prompt) :].tolist() == output
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_logprobs_are_those_of_a_plain_forward(
     models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], num_draft_tokens: int
 ) -> None:
