@@ -57,7 +57,8 @@ class ServerStatus:
 
         state = self.state
         drafting = f", {state.num_draft_tokens} draft tokens a step" if state.algorithm != "none" else ""
-        title = f"Slipstream {state.version} at {self.server}, algorithm {state.algorithm}{drafting}"
+        order = f"{state.fence} fences" + (", MPS" if state.under_mps else "")
+        title = f"Slipstream {state.version} at {self.server}, algorithm {state.algorithm}{drafting}, {order}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for heading in ("service", "health", "pid", "address", "metrics port", "model"):
             table.add_column(heading, overflow="fold")

@@ -58,6 +58,8 @@ class ServerState:
     """The scheduler and the workers attached now."""
     fence: str
     """ "host" on a CPU; "timeline" or "event" on a GPU."""
+    under_mps: bool = False
+    """Whether the workers share the GPU under NVIDIA MPS."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         """The state as it travels."""

@@ -45,6 +45,7 @@ _SAME_FIELDS = (
     "pid",
     "metrics_port",
     "last_epoch",
+    "under_mps",
 )
 _SAMPLING_NUMBERS = (
     "temperature",

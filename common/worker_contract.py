@@ -54,6 +54,8 @@ class WorkerDescription:
     algorithm: str = ""
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str = ""
+    under_mps: bool = False
+    """Whether it shares the GPU under NVIDIA MPS."""
     last_epoch: int = 0
     """The largest epoch that it was attached to."""
     memory: DeviceMemory = DeviceMemory()

@@ -140,7 +140,11 @@ class Conductor:
     def _epoch_with(self, links: dict[Role, WorkerLink]) -> Epoch:
         verify = links[Role.VERIFY].describe()
         workers = Workers(verify=verify, draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None)
-        labels = {"fence": self._device.fence_kind, "mps": "off", "algorithm": workers.algorithm}
+        labels = {
+            "fence": self._device.fence_kind,
+            "mps": "on" if workers.under_mps else "off",
+            "algorithm": workers.algorithm,
+        }
         return Epoch(
             self._next_epoch(workers),
             self._config,

@@ -160,7 +160,11 @@ class _Serving:
         gc.freeze()
         self._loop.call_soon_threadsafe(self._server.set_serving, True)
         algorithm = epoch.workers.algorithm
-        logger.info("serving %s, algorithm %s", verify.model, algorithm, extra={"epoch": epoch.number})
+        mps = "on" if epoch.workers.under_mps else "off"
+        extra = {"epoch": epoch.number}
+        logger.info(
+            "serving %s, algorithm %s, fence %s, MPS %s", verify.model, algorithm, epoch.fence_kind, mps, extra=extra
+        )
 
     def detached(self, reason: str) -> None:
         """See `Audience.detached`."""
@@ -213,6 +217,7 @@ class _Serving:
             epoch=epoch.number,
             services=tuple(services),
             fence=epoch.fence_kind,
+            under_mps=workers.under_mps,
         )
 
 

@@ -27,6 +27,11 @@ class Workers:
         return [self.verify] if self.draft is None else [self.verify, self.draft]
 
     @property
+    def under_mps(self) -> bool:
+        """Whether all of them share the GPU under MPS."""
+        return all(worker.under_mps for worker in self.all)
+
+    @property
     def algorithm(self) -> str:
         """How tokens are drafted; "none" when nothing drafts."""
         return "none" if self.draft is None else self.draft.algorithm

@@ -127,6 +127,7 @@ def _describe(
     return WorkerDescription(
         role=role,
         device=device.identity,
+        under_mps=device.under_mps,
         vocab_size=model.vocab_size,
         tokenizer_sha256=tokenizer_fingerprint(tokenizer),
         dtype=DTYPE_NAMES[dtype],

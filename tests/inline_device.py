@@ -55,6 +55,7 @@ class InlineDevice(HostDevice):
     """Implements `Device`."""
 
     has_stream_threads = False
+    under_mps = False
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> InlineStream:  # type: ignore[override]
         """See `Device.create_stream`."""

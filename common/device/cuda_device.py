@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from cuda.bindings import driver as cu
 
 from slipstream.common.device import event_fence, timeline_fence
 from slipstream.common.device.cuda_arena import CudaArena
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from slipstream.common.step import FenceName
 
 AUTO = "auto"
+_MPS_ENABLED = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 ORDINAL = 0
 """The first GPU that CUDA_VISIBLE_DEVICES shows."""
 
@@ -47,6 +49,11 @@ class CudaDevice:
         self.fence_kind = self._fence_kind(fence)
         self._own: weakref.WeakValueDictionary[bytes, CudaMemory] = weakref.WeakValueDictionary()
         self._retired: list[CudaArena] = []
+
+    @cached_property
+    def under_mps(self) -> bool:
+        """See `Device.under_mps`."""
+        return bool(self.driver.call(cu.cuDeviceGetAttribute, _MPS_ENABLED, self.driver.gpu))
 
     @cached_property
     def has_timelines(self) -> bool:

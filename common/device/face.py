@@ -147,6 +147,11 @@ class Device(Protocol):
         ...
 
     @property
+    def under_mps(self) -> bool:
+        """Whether this process shares a GPU under NVIDIA MPS."""
+        ...
+
+    @property
     def has_stream_threads(self) -> bool:
         """Whether streams work on threads of their own, so that to enqueue is no more than to hand over a closure."""
         ...

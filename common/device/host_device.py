@@ -26,6 +26,7 @@ class HostDevice:
     identity = "cpu"
     fence_kind = FENCE_KIND
     has_stream_threads = True
+    under_mps = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
