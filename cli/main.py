@@ -14,6 +14,7 @@ import typer
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
 from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, InvalidArgumentError, SlipstreamError
+from slipstream.scheduler.config import FENCES
 from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.config import DEVICES, WorkerConfig
 
@@ -67,6 +68,9 @@ def up(
         int, typer.Option(metavar="R", help="Steps sent before the result of the first is known.")
     ] = UpConfig.run_ahead,
     device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="What computes.")] = UpConfig.device,
+    fence: Annotated[
+        str, typer.Option(metavar="|".join(FENCES), help="How streams wait for each other on a GPU.")
+    ] = UpConfig.fence,
     mps: Annotated[
         str, typer.Option(metavar="auto|on|off", help="Whether the workers share the GPU under NVIDIA MPS.")
     ] = UpConfig.mps,
@@ -127,6 +131,7 @@ def up(
         models=ModelChoice.choose(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=num_draft_tokens),
         run_ahead=run_ahead,
         device=device,
+        fence=fence,
         mps=mps,
         threads=threads,
         listen=listen,

@@ -68,6 +68,8 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
         "--job-ttl-s": scheduler.job_ttl_s,
         "--read-timeout-s": scheduler.read_timeout_s,
         "--grace-s": scheduler.grace_s,
+        "--device": scheduler.device,
+        "--fence": scheduler.fence,
     }
     if scheduler.draft is not None:
         options |= {"--draft": scheduler.draft, "--num-draft-tokens": scheduler.num_draft_tokens}

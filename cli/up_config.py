@@ -40,6 +40,7 @@ class UpConfig:
     """What is served."""
     run_ahead: int = SchedulerConfig.run_ahead
     device: str = WorkerConfig.device
+    fence: str = SchedulerConfig.fence
     mps: str = MpsMode.AUTO.value
     """Whether the workers share the GPU under NVIDIA MPS: "auto", "on" or "off"."""
     threads: int | None = WorkerConfig.threads
@@ -111,6 +112,8 @@ class UpConfig:
             job_ttl_s=self.job_ttl_s,
             read_timeout_s=self.read_timeout_s,
             grace_s=self.drain_timeout_s,
+            device=self.device,
+            fence=self.fence,
         )
 
     @property

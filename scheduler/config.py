@@ -99,5 +99,7 @@ class SchedulerConfig:
             raise ConfigError("device", self.device, ", ".join(DEVICES))
         if self.fence not in FENCES:
             raise ConfigError("fence", self.fence, ", ".join(FENCES))
+        if self.device == "cpu" and self.fence != "auto":
+            raise ConfigError("fence", self.fence, "auto on a CPU")
         if self.dispatch not in (DISPATCH_TOGETHER, DISPATCH_ACKNOWLEDGED):
             raise ConfigError("dispatch", self.dispatch, f"{DISPATCH_TOGETHER} or {DISPATCH_ACKNOWLEDGED}")

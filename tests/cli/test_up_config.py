@@ -21,6 +21,8 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
     ("field", "setting"),
     [
         ("device", {"device": "tpu"}),
+        ("fence", {"fence": "host"}),
+        ("fence", {"fence": "event", "device": "cpu"}),
         ("mps", {"mps": "yes"}),
         ("mps", {"mps": "on", "device": "cpu"}),
         ("slots", {"slots": 0}),
@@ -51,6 +53,8 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         state_dir=tmp_path,
         slots=5,
         threads=2,
+        device="cuda",
+        fence="event",
         stream_interval_ms=2.5,
         kept_jobs=7,
         job_ttl_s=8.5,
@@ -66,6 +70,8 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
     assert "--listen 0.0.0.0:1234" in scheduler
     assert "--slots 5" in scheduler
+    assert "--device cuda --fence event" in scheduler
+    assert "--device cuda" in draft
     assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in scheduler
 
 
