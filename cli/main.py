@@ -13,7 +13,7 @@ import typer
 
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
 from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir
-from slipstream.common.errors import ConfigError, InvalidArgumentError, SlipstreamError
+from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
 from slipstream.scheduler.config import FENCES
 from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.config import DEVICES, WorkerConfig
@@ -257,6 +257,20 @@ def status(
 
 
 @app.command()
+def health(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
+) -> None:
+    """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
+    from slipstream.cli.health import check
+    from slipstream.common.address import parse_address
+
+    found = asyncio.run(check(str(parse_address(address, field="ADDRESS"))))
+    if found != "SERVING":
+        raise FailedPreconditionError(f"{address} says {found}")
+    print(found)
+
+
+@app.command()
 def demo(
     algorithm: Annotated[
         str, typer.Option(metavar="|".join(WORKER_ALGORITHMS), help="How drafts are made.")
@@ -275,7 +289,8 @@ def _exit_with(work: Coroutine[object, object, int]) -> None:
 def _fail(error: SlipstreamError, status: int) -> None:
     message = str(error)
     if isinstance(error, ConfigError):
-        option = "--" + error.field.replace("_", "-")
+        is_argument = error.field.isupper()
+        option = error.field if is_argument else "--" + error.field.replace("_", "-")
         message = option + message.removeprefix(error.field)
     print(f"slipstream: error: {message}", file=sys.stderr)
     sys.exit(status)
