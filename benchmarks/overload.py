@@ -45,8 +45,9 @@ LOG_DIR = Path("build/benchmarks/overload")
 LEAST_GOODPUT = 0.9
 """Of the capacity."""
 MOST_REJECTION_MS = 50.0
-MOST_GROWTH = 0.02
-"""Of resident memory, from the first third of the time to the last."""
+MOST_GROWTH = {"scheduler": 0.02, "draft": 0.05, "verify": 0.05}
+"""Of resident memory, from the first third of the time to the last. Workers keep the room of their largest step so far,
+which comes at random: theirs may rise once or twice, and then stays."""
 
 
 # Without slots, so that the command line can read the defaults from the class.
@@ -129,7 +130,7 @@ class OverloadReport:
         if self.load.rejection_ms.p99 >= MOST_REJECTION_MS:
             found.append(f"rejections take {self.load.rejection_ms.p99:.1f} ms at p99")
         for name, footprint in self.footprints.items():
-            if footprint.growth > MOST_GROWTH:
+            if footprint.growth > MOST_GROWTH[name]:
                 found.append(f"the memory of {name} grew by {100 * footprint.growth:.1f} %")
         return found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ class ServingRun:
     offered_tokens_per_second: float
     """Of output, by the lengths that were drawn."""
     report: LoadReport
+    failures: list[str]
+    """There should be none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +143,13 @@ async def _run(
     # The same requests at every rate, sooner or later: the rates differ in nothing else.
     arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
     run = await generator.open_loop(address, arrivals, plan.seconds, plan.drain_s)
-    if failures(run):
-        raise RuntimeError(f"{algorithm} at {rate:.1f} requests/s: {failures(run)[:3]}")
     return ServingRun(
         algorithm=algorithm,
         fraction=fraction,
         offered_requests_per_second=rate,
         offered_tokens_per_second=sum(arrival.request.max_new_tokens for arrival in arrivals) / plan.seconds,
         report=report_of(run, plan.warm_up_s),
+        failures=failures(run),
     )
 
 
@@ -190,7 +192,9 @@ def main(
 
         draw(written, picture)
     print(f"\n{report.host}; {report.device}; {report.model}; {report.lengths}, T = {TEMPERATURE}; seed {seed}")
-    print("\n".join(ratio_lines(report)))
+    failed = [failure for run in report.runs for failure in run.failures]
+    print("\n".join([*ratio_lines(report), *failed]))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
