@@ -213,6 +213,7 @@ class _Case:
 def _medians(works: list[Callable[[], object]]) -> list[float]:
     """Microseconds of each, as CUDA graphs that take turns."""
     graphs = []
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(stream):
         for work in works:
