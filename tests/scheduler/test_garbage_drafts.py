@@ -20,7 +20,7 @@ from slipstream.services.roles import make_draft, make_verify
 from tests.checkpoints import write_checkpoint
 from tests.scheduler.local_epoch import LocalEpoch
 from tests.scheduler.test_eagle3 import make_head
-from tests.scheduler.test_lossless import SEED, Way, make_jobs
+from tests.scheduler.test_lossless import SEED, Way, adjusted_jobs, make_jobs
 from tests.workers import LocalWorker
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.worker_contract import Attachment
+    from slipstream.scheduler.jobs import Job
     from slipstream.services.engine import RoleEngine
 
 PAUSE_S = 0.0003
@@ -98,13 +99,24 @@ def verify(target: Path) -> RoleEngine:
     return make_verify(WorkerConfig(model=target), HostDevice(), 0)
 
 
-@pytest.fixture(scope="module")
-def reference(verify: RoleEngine) -> list[list[int]]:
+def serve_plainly(verify: RoleEngine, jobs: list[Job]) -> list[list[int]]:
     """Plain decoding, one request at a time, nothing runs ahead."""
-    worker, jobs = LocalWorker(verify), make_jobs()
+    worker = LocalWorker(verify)
     outputs = LocalEpoch(1, Way(run_ahead=0, slots=1).config(None), [worker]).run(*([job] for job in jobs))
     worker.close()
     return [outputs[job] for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def plain(verify: RoleEngine) -> list[list[int]]:
+    """Jobs without penalties."""
+    return serve_plainly(verify, make_jobs(8))
+
+
+@pytest.fixture(scope="module")
+def reference(verify: RoleEngine, plain: list[list[int]]) -> list[list[int]]:
+    """What they bring, and what those with penalties, bias and masks bring."""
+    return plain + serve_plainly(verify, adjusted_jobs(plain))
 
 
 @pytest.fixture(scope="module", params=["standalone", "eagle3"])
@@ -115,13 +127,15 @@ def draft(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest
     return make_draft(WorkerConfig(model=target), HostDevice(), 0)
 
 
-def test_no_token_changes(verify: RoleEngine, draft: RoleEngine, reference: list[list[int]]) -> None:
+def test_no_token_changes(
+    verify: RoleEngine, draft: RoleEngine, plain: list[list[int]], reference: list[list[int]]
+) -> None:
     accepted, drafted = [], []
 
     @settings(max_examples=6, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**32), run_ahead=st.integers(0, 2), num_draft_tokens=st.sampled_from([1, 2, 4]))
     def vandalise(seed: int, run_ahead: int, num_draft_tokens: int) -> None:
-        vandal, worker, jobs = Vandal(draft, seed), LocalWorker(verify), make_jobs()
+        vandal, worker, jobs = Vandal(draft, seed), LocalWorker(verify), make_jobs(8) + adjusted_jobs(plain)
         assert vandal.role is Role.DRAFT
         config = Way(num_draft_tokens=num_draft_tokens, run_ahead=run_ahead, slots=3).config(None)
         outputs = LocalEpoch(1, config, [worker, vandal]).run(jobs)

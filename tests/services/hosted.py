@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from hypothesis import HealthCheck, settings
 
-from slipstream.common.buffers import BufferName
+from slipstream.common.buffers import SLOT_BUFFERS, BufferName
 from slipstream.common.errors import InternalError
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.status import error_from_rpc
@@ -45,7 +45,7 @@ REFUSALS = (
 )
 EPOCHS = itertools.count(1)
 """A worker takes each once."""
-FUZZ = settings(max_examples=int(__import__("os").environ.get("FUZZ", "40")), suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,15 @@ def allow(arena: GuardedArena, command: StepCommand | pb.StepCommand, *, is_draf
         arena.allow(BufferName.DRAFT_STAMPS, row)
         arena.allow(BufferName.DRAFT_TOKENS, rows)
         return
-    arena.allow(BufferName.VERIFY_STAMPS, row)
     for placed in arena.manifest.buffers:
         name = placed.spec.name
-        if name in (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED) or name.startswith("output_"):
-            arena.allow(name, row, rows)
-        elif name == BufferName.PREFILL_HIDDEN:
+        if placed.spec.writer != Role.VERIFY.value:
+            continue
+        if name == BufferName.PREFILL_HIDDEN:
             arena.allow(name, slice(0, sum(len(chunk.tokens) for chunk in command.chunks)))
-        elif name not in (BufferName.DRAFT_TOKENS, BufferName.DRAFT_STAMPS, BufferName.VERIFY_STAMPS):
+        elif name == BufferName.VERIFY_STAMPS:
+            arena.allow(name, row)
+        elif name in SLOT_BUFFERS:
             arena.allow(name, rows)
+        else:
+            arena.allow(name, row, rows)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.services.models.kv_cache import PagedKV
 from slipstream.services.servicer import WorkerServicer
 from tests.grpc_server import running_server
 from tests.workers import LocalWorker
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.engine import Engine, RoleEngine
-    from slipstream.services.models.kv_cache import PagedKV
 
 SETTLE_TIMEOUT_S = 20.0
 
@@ -95,8 +95,10 @@ def serving(role: RoleEngine, folder: Path) -> Iterator[ServedWorker]:
 
 def kv_cache(role: RoleEngine) -> PagedKV:
     """The open epoch's pages, wherever the role keeps them."""
-    holder: Any = role
-    for name in ("_drafter", "_model", "_slots"):
-        holder = getattr(holder, name, holder)
-    cache: PagedKV = holder.cache
-    return cache
+    todo: list[object] = [role]
+    for holder in todo:
+        if isinstance(holder, PagedKV):
+            return holder
+        if type(holder).__module__.startswith("slipstream.services."):
+            todo += getattr(holder, "__dict__", {}).values()
+    raise AssertionError("no epoch is open")
