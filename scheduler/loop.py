@@ -110,11 +110,12 @@ class StepLoop:
             # The one that the other waits for goes first.
             commands.insert(0 if step.kind is StepKind.DECODE else 1, (Role.DRAFT, planned.draft))
             self._draft_steps.append(step.number)
-        self._results.start(step)
         if self._log.is_enabled:
             for role, _ in commands:
                 self._log.send(role, epoch=self._settings.epoch, step=step.number)
         self._dispatch.send([(self._links[role], self._command(step, ops)) for role, ops in commands])
+        # Behind the commands: what waits for them must not be in the way of whoever enqueues them in this process.
+        self._results.start(step)
         self._in_flight.append(step)
         self._timings.sent(step)
 

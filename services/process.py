@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, Stre
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu_share import yield_to_streams
 from slipstream.common.device.host_device import worker_threads
+from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
@@ -73,12 +73,14 @@ async def run_worker(
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log)
         _add_build_info(registry, device, engine.description)
-        servicer = WorkerServicer(engine, device_thread, acknowledge_done=config.acknowledge_done)
+        collection = IdleCollection()
+        servicer = WorkerServicer(
+            engine, device_thread, acknowledge_done=config.acknowledge_done, on_command=collection.worked
+        )
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
         await server.start()
-        # What is loaded by now stays: the collector need not look at it in the middle of a step.
-        gc.collect()
-        gc.freeze()
+        held.enter_context(collection.in_charge())
+        held.callback(asyncio.create_task(collection.run()).cancel)
         server.set_serving(True)
         logger.info("serving %s at %s", engine.description.model, server.address)
         broken.add_done_callback(lambda _: signals.request())

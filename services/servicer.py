@@ -27,11 +27,22 @@ _Ts = TypeVarTuple("_Ts")
 class WorkerServicer(pb_grpc.WorkerServicer):
     """Serves `Worker`. All device work runs on `device_thread`, in the order in which it arrives."""
 
-    def __init__(self, engine: Engine, device_thread: Executor, *, acknowledge_done: bool = False) -> None:
-        """`acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued."""
+    def __init__(
+        self,
+        engine: Engine,
+        device_thread: Executor,
+        *,
+        acknowledge_done: bool = False,
+        on_command: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued.
+
+        `on_command` is called for each.
+        """
         self._engine = engine
         self._device_thread = device_thread
         self._acknowledge_done = acknowledge_done
+        self._on_command = on_command
         self._has_stream = False
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
@@ -58,6 +69,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._has_stream = True
         try:
             async for message in requests:
+                self._on_command()
                 command = command_from_pb(message)
                 if self._engine.enqueues_at_once:
                     self._engine.enqueue(command)
