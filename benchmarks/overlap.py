@@ -24,12 +24,12 @@ import typer
 
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.overlap_policies import Policy, policies_of
-from slipstream.benchmarks.scrape import Scrape, scrape
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import SCHEDULER, Stack
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.client import AsyncClient
+from slipstream.common.scrape import Scrape, scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import urllib.request
 from dataclasses import dataclass
 
-from prometheus_client.parser import text_string_to_metric_families
-
-_TIMEOUT_S = 5.0
-_SUMS = {
-    "slipstream_step_seconds_sum": "wall_s",
-    "slipstream_step_seconds_count": "num_steps",
-    "slipstream_bubble_seconds_total": "bubble_s",
-}
+from slipstream.common.scrape import Scrape, scrape
+from slipstream.scheduler.step_metrics import BUBBLE_SECONDS, STEP_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +37,20 @@ class StepTimes:
         return 1.0 - self.bubble_s / self.wall_s if self.wall_s else float("nan")
 
     @classmethod
+    def of(cls, samples: Scrape) -> StepTimes:
+        """From a scrape, or from what was added between two."""
+        return cls(
+            wall_s=samples.total(f"{STEP_SECONDS.name}_sum"),
+            num_steps=samples.total(f"{STEP_SECONDS.name}_count"),
+            bubble_s=samples.total(BUBBLE_SECONDS.name),
+        )
+
+    @classmethod
     def read(cls, text: str) -> StepTimes:
         """From a scrape in the text format."""
-        sums = dict.fromkeys(_SUMS.values(), 0.0)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if (field := _SUMS.get(sample.name)) is not None:
-                    sums[field] += sample.value
-        return cls(**sums)
+        return cls.of(Scrape.read(text))
 
     @classmethod
     async def scrape(cls, metrics_port: int) -> StepTimes:
         """From the endpoint on this host."""
-        return cls.read(await asyncio.to_thread(_get, f"http://127.0.0.1:{metrics_port}/metrics"))
-
-
-def _get(url: str) -> str:
-    # Without the proxies of the environment: this is our own process.
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=_TIMEOUT_S) as response:
-        text: str = response.read().decode()
-        return text
+        return cls.of(await scrape(metrics_port))
