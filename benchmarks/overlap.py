@@ -40,7 +40,10 @@ CONTEXT_TOKENS = 1 << 18
 WARM_UP_TOKENS = 100
 STAND_INS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
 MEASURE_S = {"cpu": 4.0, "cuda": 1.5}
-REPEATS = {"cpu": 5, "cuda": 3}
+REPEATS = {"cpu": 5, "cuda": 1}
+"""How often the policies take turns."""
+WINDOWS = {"cpu": 1, "cuda": 3}
+"""How often each is measured at its turn: to start a scheduler on a GPU takes longer than to measure it."""
 PROMPT = "def main():\n"
 LOG_DIR = Path("build/benchmarks")
 
@@ -106,9 +109,9 @@ async def _measure_all(device: str, repeats: int) -> list[Measurement]:
             async with _workers(device, *stand_ins, has_mps=has_mps) as stack:
                 for repeat in range(repeats):
                     for policy in mine:
-                        measured = await _measure(stack, device, *stand_ins, policy, repeat)
-                        measurements.append(measured)
-                        print(_line(measured), flush=True)
+                        measured = await _measure_policy(stack, device, *stand_ins, policy, repeat)
+                        measurements += measured
+                        print(*map(_line, measured), sep="\n", flush=True)
     return measurements
 
 
@@ -146,13 +149,22 @@ def _scheduler(stack: Stack, device: str, policy: Policy) -> tuple[tuple[str, ..
     return SCHEDULER, (*arguments, *order, "--device", device, "--fence", policy.fence)
 
 
-async def _measure(
+async def _measure_policy(
     stack: Stack, device: str, draft_ms: float, verify_ms: float, policy: Policy, repeat: int
-) -> Measurement:
+) -> list[Measurement]:
     port, metrics_port = free_ports(2)
     program, arguments = _scheduler(stack, device, policy)
     async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port, program=program) as address:
-        window = await _window(address, metrics_port, MEASURE_S[device])
+        windows = [await _window(address, metrics_port, MEASURE_S[device]) for _ in range(WINDOWS[device])]
+    return [
+        _measurement(device, draft_ms, verify_ms, policy, WINDOWS[device] * repeat + number, window)
+        for number, window in enumerate(windows)
+    ]
+
+
+def _measurement(
+    device: str, draft_ms: float, verify_ms: float, policy: Policy, repeat: int, window: _Window
+) -> Measurement:
     used = window.used
     num_steps = int(used.total("slipstream_step_seconds_count", phase="decode"))
     step_ms = 1e3 * used.total("slipstream_step_seconds_sum", phase="decode") / num_steps

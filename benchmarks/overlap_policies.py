@@ -57,17 +57,14 @@ def policies_of(device: str) -> tuple[Policy, ...]:
             Policy(name=HOST_BLOCKS, run_ahead=0),
             *(Policy(name=PRIVATE_STREAM, run_ahead=run_ahead) for run_ahead in range(3)),
         )
-    return (*_on_gpu(has_mps=True, run_aheads=(0, 1, 2, 3)), *_on_gpu(has_mps=False, run_aheads=(1, 2)))
-
-
-def _on_gpu(*, has_mps: bool, run_aheads: tuple[int, ...]) -> tuple[Policy, ...]:
-    def policy(name: str, run_ahead: int, fence: str = "timeline") -> Policy:
-        return Policy(name=name, run_ahead=run_ahead, fence=fence, has_mps=has_mps)
-
+    timeline, event = "timeline", "event"
     return (
-        policy(HOST_BLOCKS, 0),
-        policy(WHOLE_STEP, 0),
-        policy(MAIN_STREAM, 1),
-        *(policy(PRIVATE_STREAM, run_ahead) for run_ahead in run_aheads),
-        *(policy(PRIVATE_STREAM, run_ahead, "event") for run_ahead in (1, 2)),
+        Policy(name=HOST_BLOCKS, run_ahead=0, fence=timeline, has_mps=True),
+        Policy(name=WHOLE_STEP, run_ahead=0, fence=timeline, has_mps=True),
+        Policy(name=MAIN_STREAM, run_ahead=1, fence=timeline, has_mps=True),
+        *(Policy(name=PRIVATE_STREAM, run_ahead=ahead, fence=timeline, has_mps=True) for ahead in range(4)),
+        *(Policy(name=PRIVATE_STREAM, run_ahead=ahead, fence=event, has_mps=True) for ahead in (1, 2)),
+        Policy(name=HOST_BLOCKS, run_ahead=0, fence=timeline),
+        *(Policy(name=PRIVATE_STREAM, run_ahead=ahead, fence=timeline) for ahead in (1, 2)),
+        Policy(name=PRIVATE_STREAM, run_ahead=1, fence=event),
     )
