@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -207,29 +208,31 @@ def test_any_message_gets_a_proper_status(server: Server, method: str) -> None:
 
 def test_any_calls_at_once(server: Server) -> None:
     """Streams that are left open, jobs that fill the queue, cancels and watchers of other calls' jobs."""
-    calls = st.one_of(*(st.tuples(st.just(method), sent_to(method)) for method in METHODS))
+    anything = st.one_of(*(st.tuples(st.just(method), sent_to(method)) for method in METHODS))
     before = {process.pid: process.num_fds() for process in server.up.children()}
 
     @settings(FUZZ, max_examples=25)
-    @given(sequence=st.lists(calls, min_size=2, max_size=12))
+    @given(sequence=st.lists(anything, min_size=2, max_size=12))
     def fuzz(sequence: list[tuple[str, bytes]]) -> None:
         with grpc.insecure_channel(server.address) as channel:
-            futures = []
+            calls = []
             for method, sent in sequence:
                 path = f"/{SERVICE.full_name}/{method}"
-                kind, is_stream = METHODS[method]
-                if is_stream:
-                    futures.append((kind, sent, channel.unary_stream(path)(sent, timeout=TIMEOUT_S)))
+                if METHODS[method][1]:
+                    call = channel.unary_stream(path)(sent, timeout=TIMEOUT_S)
+                    calls.append((call, partial(list, call)))
                 else:
-                    futures.append((kind, sent, channel.unary_unary(path).future(sent, timeout=TIMEOUT_S)))
-            for number, (kind, sent, call) in enumerate(futures):
+                    call = channel.unary_unary(path).future(sent, timeout=TIMEOUT_S)
+                    calls.append((call, call.result))
+            for number, (call, finish) in enumerate(calls):
                 if number % 3 == 2:
                     call.cancel()
                     continue
                 try:
-                    call.result() if isinstance(call, grpc.Future) else list(call)
+                    finish()
                 except grpc.RpcError as error:
-                    check_refusal(kind, sent, error)
+                    method, sent = sequence[number]
+                    check_refusal(METHODS[method][0], sent, error)
 
     fuzz()
     server.check_it_serves_on()
