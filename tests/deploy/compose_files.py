@@ -1,0 +1,51 @@
+"""Compose files as docker-compose reads them: variables filled in, overrides merged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
+VARIABLE = re.compile(r"\$\{([A-Z_]+):-([^}]*)\}")
+
+_REPLACED = ("command", "entrypoint", "test")
+"""Sequences that an override replaces; all others it extends."""
+
+
+class _Reset:
+    """What `!reset` leaves of a value: nothing."""
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+_Loader.add_constructor("!reset", lambda loader, node: _Reset())
+
+
+def load(*names: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Files of `deploy/`, later ones laid over earlier ones."""
+    merged: Any = {}
+    for name in names:
+        text = (DEPLOY / name).read_text(encoding="utf-8")
+        filled = VARIABLE.sub(lambda match: (environment or {}).get(match[1]) or match[2], text)
+        assert "${" not in filled, "every variable has a default"
+        merged = _merge(merged, yaml.load(filled, _Loader))
+    assert isinstance(merged, dict)
+    return merged
+
+
+def _merge(below: Any, above: Any, key: str = "") -> Any:
+    if isinstance(above, dict):
+        base = below if isinstance(below, dict) else {}
+        both = {name: _merge(base.get(name), value, name) for name, value in above.items()}
+        return {name: value for name, value in {**base, **both}.items() if not isinstance(value, _Reset)}
+    if isinstance(above, list) and isinstance(below, list) and key not in _REPLACED:
+        return [*below, *(item for item in above if item not in below)]
+    return above

@@ -1,0 +1,126 @@
+"""The Dockerfile and what it is built from, against the tree."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from fnmatch import fnmatch
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+
+from tests.deploy.compose_files import DEPLOY, load
+
+ROOT = DEPLOY.parent
+DOCKERFILE = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+
+
+def arguments() -> dict[str, str]:
+    """Of the build, with their defaults."""
+    return {name: value.strip('"') for name, value in re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE)}
+
+
+def is_let_through(path: str) -> bool:
+    """Whether the builder gets a file, by `.dockerignore`: the last pattern that matches it or a folder above wins."""
+    path_parts = PurePosixPath(path)
+    places = [str(place) for place in (path_parts, *path_parts.parents) if str(place) != "."]
+    is_let = True
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        wanted = pattern.removeprefix("!")
+        if any(_matches(place, wanted) for place in places):
+            is_let = pattern.startswith("!")
+    return is_let
+
+
+def _matches(path: str, pattern: str) -> bool:
+    if pattern.startswith("**/"):
+        return any(_matches("/".join(path.split("/")[i:]), pattern[3:]) for i in range(path.count("/") + 1))
+    parts, wanted = path.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatch, parts, wanted))
+
+
+def pyproject() -> dict[str, Any]:
+    """As it is."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_builder_gets_all_that_the_package_is_made_of() -> None:
+    project = pyproject()
+    folders = project["tool"]["setuptools"]["package-dir"]
+    needed = ["pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], "constraints.txt"]
+    for package in project["tool"]["setuptools"]["packages"]:
+        first = ".".join(package.split(".")[:2])
+        folder = ROOT.joinpath(folders[first], *package.split(".")[2:])
+        patterns = {"*.py", *project["tool"]["setuptools"]["package-data"]["*"]}
+        patterns |= set(project["tool"]["setuptools"]["package-data"].get(package, ()))
+        files = {file for pattern in patterns for file in folder.glob(pattern)}
+        assert files, package
+        needed += [str(file.relative_to(ROOT)) for file in files]
+    assert [path for path in needed if not is_let_through(path)] == []
+
+
+@pytest.mark.parametrize("path", [".git/config", ".env", "deploy/.env", "tests/conftest.py", ".venv/bin/python"])
+def test_the_builder_gets_nothing_else(path: str) -> None:
+    assert not is_let_through(path)
+    assert is_let_through("cli/main.py")
+    assert not is_let_through("cli/__pycache__/main.pyc")
+
+
+def test_what_is_copied_is_there() -> None:
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    assert {"build", "final", "final-gpu", "final-cpu"} == stages
+    copies = re.findall(r"^COPY (--from=(\S+) )?(\S+) (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert len(copies) == DOCKERFILE.count("\nCOPY ")
+    for _, stage, source, _ in copies:
+        assert stage in stages if stage else (ROOT / source).exists()
+    for file in re.findall(r"/src/([\w.]+)", DOCKERFILE):
+        assert (ROOT / file).exists()
+        assert is_let_through(file)
+
+
+def test_every_variant_that_is_asked_for_can_be_built() -> None:
+    for files, variant in ((("compose.yaml",), "gpu"), (("compose.yaml", "compose.cpu.yaml"), "cpu")):
+        project = load(*files)
+        build = project["services"]["anchor"]["build"]
+        assert (DEPLOY / build["context"]).resolve() == ROOT.resolve()
+        assert (ROOT / build["dockerfile"]).is_file()
+        assert set(build["args"]) <= set(arguments())
+        assert build["args"] == {"VARIANT": variant}
+        assert f" AS final-{variant}\n" in DOCKERFILE
+        images = {service["image"] for name, service in project["services"].items() if "profiles" not in service}
+        assert images == {f"slipstream:{variant}"}
+
+
+def test_bases_are_pinned_by_tag() -> None:
+    project = load("compose.yaml")
+    images = [project["services"][name]["image"] for name in ("prometheus", "grafana")]
+    for image in (arguments()["PYTHON"], *images):
+        _, _, tag = image.partition(":")
+        assert re.match(r"v?\d+\.\d+", tag), image
+
+
+def test_installs_what_pyproject_names() -> None:
+    project = pyproject()["project"]
+    assert "cuda" in project["optional-dependencies"]
+    assert "/src[cuda]" in DOCKERFILE
+    low, high = re.findall(r"[\d.]+", arguments()["TORCH"])
+    least = next(need for need in project["dependencies"] if need.startswith("torch>=")).removeprefix("torch>=")
+    assert _version(least) <= _version(low)
+    tested = re.search(r"^torch==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert tested is not None
+    assert _version(low) <= (int(tested[1]), int(tested[2])) < _version(high)
+
+
+def test_runs_as_nobody_in_particular_and_builds_nothing() -> None:
+    final = DOCKERFILE.partition(" AS final\n")[2]
+    assert re.search(r"^USER 10001:10001$", final, re.MULTILINE)
+    assert "useradd --uid 10001" in final
+    assert "pip install" not in DOCKERFILE.partition("FROM ${PYTHON} AS final-cpu")[2]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
