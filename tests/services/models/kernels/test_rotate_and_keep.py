@@ -37,8 +37,9 @@ def rotated(x: torch.Tensor, rotation: torch.Tensor, weight: torch.Tensor | None
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(("head_dim", "width"), [(16, 5), (24, 3), (16, 260)])
+@pytest.mark.parametrize(
+    ("has_norms", "head_dim", "width"), [(False, 16, 5), (True, 16, 5), (False, 24, 3), (True, 24, 3), (True, 16, 260)]
+)
 def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
     config = some_config(num_heads=2, num_kv_heads=1, head_dim=head_dim)
     case = AttentionCase.random(config, (12,), width, device=device, dtype=dtype, seed=1, page_size=16)
