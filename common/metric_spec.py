@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
+from slipstream.common.bulk_histogram import BulkHistogram
+
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
@@ -48,6 +50,12 @@ class MetricSpec:
         """Registers it as a histogram."""
         assert self.kind is MetricKind.HISTOGRAM, f"{self.name} is a {self.kind.value}"
         return Histogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
+
+    def bulk_histogram(self, registry: CollectorRegistry) -> BulkHistogram:
+        """Registers it as a histogram that takes many observations at once."""
+        assert self.kind is MetricKind.HISTOGRAM, f"{self.name} is a {self.kind.value}"
+        assert not self.labels, f"{self.name} has labels"
+        return BulkHistogram(self.name, self.help, self.buckets, registry)
 
     def family(self) -> GaugeMetricFamily:
         """An empty family, for a collector that makes its gauges anew at each scrape."""

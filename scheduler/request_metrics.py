@@ -65,7 +65,7 @@ class RequestMetrics:
     ) -> None:
         """The two callables are read at each scrape, on a thread of its own."""
         self._first_token = FIRST_TOKEN.histogram(registry)
-        self._inter_token = INTER_TOKEN.histogram(registry)
+        self._inter_token = INTER_TOKEN.bulk_histogram(registry)
         self._end_to_end = END_TO_END.histogram(registry)
         self._queue = QUEUE_TIME.histogram(registry)
         self._prompt_tokens = PROMPT_TOKENS.counter(registry)
@@ -84,8 +84,8 @@ class RequestMetrics:
 
     def went_on(self, num_tokens: int, seconds: float) -> None:
         """More tokens of a request are there, so long after the ones before."""
-        for _ in range(num_tokens):
-            self._inter_token.observe(seconds / num_tokens)
+        if num_tokens:
+            self._inter_token.observe(seconds / num_tokens, num_tokens)
 
     def generated(self, num_tokens: int) -> None:
         """So many more tokens of a request are there."""

@@ -1,0 +1,72 @@
+"""A service that measures nothing, to compare with.
+
+    python -m slipstream.benchmarks.unmeasured draft|verify|scheduler …
+
+Only for `metrics_cost.py`: the services themselves have no such setting.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+SERVICES = {
+    "scheduler": "slipstream.scheduler.main",
+    "draft": "slipstream.services.draft.main",
+    "verify": "slipstream.services.verify.main",
+}
+
+
+class Silent:
+    """Stands for anything that measures: takes whatever it is told, and does nothing."""
+
+    def __init__(self, *_: object, **given: object) -> None:
+        # What the step metrics are asked for.
+        self.labels = (given.get("fence"), given.get("mps"), given.get("algorithm"))
+
+    def __getattr__(self, name: str) -> Any:
+        return _nothing
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+REPLACED = {
+    "scheduler": (
+        ("slipstream.scheduler.conductor", "StepMetrics", Silent),
+        ("slipstream.scheduler.conductor", "Heartbeats", Silent),
+        ("slipstream.scheduler.epoch", "StepTimings", Silent),
+        ("slipstream.scheduler.process", "RequestMetrics", Silent),
+        ("slipstream.scheduler.process", "RpcMetrics", Silent),
+    ),
+    "draft": (
+        ("slipstream.services.process", "RpcMetrics", Silent),
+        ("slipstream.common.device.host_device", "HostDevice.stamp", _nothing),
+    ),
+}
+REPLACED["verify"] = REPLACED["draft"]
+"""By service: module, name in it, and what takes its place."""
+
+
+def silence(service: str) -> None:
+    """Takes the measuring out of this process."""
+    for module, name, replacement in REPLACED[service]:
+        *path, last = name.split(".")
+        holder: Any = import_module(module)
+        for part in path:
+            holder = getattr(holder, part)
+        assert hasattr(holder, last), f"{module} has no {name}: what measures is called otherwise by now"
+        setattr(holder, last, replacement)
+
+
+def main() -> None:
+    """Entry point."""
+    service = sys.argv.pop(1)
+    silence(service)
+    import_module(SERVICES[service]).main()
+
+
+if __name__ == "__main__":
+    main()
