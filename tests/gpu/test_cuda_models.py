@@ -38,6 +38,10 @@ NUM_PROMPTS = 12
 MAX_NEW_TOKENS = 40
 
 
+# It says that it does not notice everything.
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+
+
 class WatchedWorker(LocalWorker):
     """Any wait of PyTorch's for the device, while a step is enqueued, is an error."""
 

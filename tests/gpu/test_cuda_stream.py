@@ -86,6 +86,9 @@ def test_synchronize_has_an_end(stream: CudaStream, arena: OwnedArena) -> None:
 def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: OwnedArena, device: CudaDevice) -> None:
     """What it does with tensors stands behind what the stream waits for."""
     fence, tensor = arena.fence(FenceName.DRAFT_DONE), arena.tensor("tokens")
+    # CUDA loads a kernel when it is first used, and that waits for every stream: not for one that waits for us.
+    tensor.fill_(0)
+    torch.cuda.synchronize()
 
     def work() -> None:
         stream.bind_thread()
