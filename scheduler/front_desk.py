@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 DEADLINE_SLACK_S = 0.05
 """A client's clock for its call started earlier than ours, by the time that the call took to come."""
+
+logger = logging.getLogger(__name__)
 
 
 class FrontDesk:
@@ -148,6 +151,7 @@ class FrontDesk:
                 del self._alive[job]
             if kept.is_over:
                 self._store.end(kept)
+                _log_end(kept)
         if not self._alive:
             self._is_idle.set()
 
@@ -163,3 +167,11 @@ class FrontDesk:
         except SlipstreamError:
             self._metrics.lost(REFUSED)
             raise
+
+
+def _log_end(kept: KeptJob) -> None:
+    if kept.error is not None:
+        logger.warning("failed: %s", kept.error, extra={"job": kept.job_id})
+    else:
+        how = kept.left_as or kept.finish_reason
+        logger.debug("ended with %d tokens: %s", kept.num_tokens, how, extra={"job": kept.job_id})

@@ -96,7 +96,8 @@ async def run_worker(
 
 
 def _add_build_info(registry: CollectorRegistry, device: Device, worker: WorkerDescription) -> None:
-    labels = (version("slipstream-serve"), worker.model, worker.device, device.fence_kind, "off", worker.algorithm)
+    mps = "on" if worker.under_mps else "off"
+    labels = (version("slipstream-serve"), worker.model, worker.device, device.fence_kind, mps, worker.algorithm)
     BUILD_INFO.gauge(registry).labels(worker.role.value, *labels).set(1)
 
 

@@ -100,6 +100,21 @@ async def test_a_job_that_was_left_or_failed_can_be_tried_again(server: Generati
     assert tokens_of(await collect(client.generate([5], job_id="mine", max_new_tokens=9))) == [5] * 9
 
 
+async def test_the_log_says_which_job_ended_and_how(
+    server: GenerationServer, client: AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="slipstream.scheduler.front_desk")
+    await collect(client.generate([5], job_id="good", max_new_tokens=9))
+    server.loop.error = UnavailableError("verify is gone")
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.generate([5], job_id="bad", max_new_tokens=9))
+    lines = [(line.levelname, vars(line)["job"], line.message) for line in caplog.records if "job" in vars(line)]
+    assert lines == [
+        ("DEBUG", "good", "ended with 9 tokens: length"),
+        ("WARNING", "bad", "failed: verify is gone"),
+    ]
+
+
 async def test_the_last_call_that_a_job_is_for_ends_it(server: GenerationServer, client: AsyncClient) -> None:
     server.loop.pause_tokens = TOKENS_PER_STEP
     calls = [client.generate([5], job_id="mine", max_new_tokens=9) for _ in range(2)]
