@@ -242,13 +242,33 @@ def status(
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; with --watch one for each interval, on a line.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, with what happened since the time before.")
+    ] = False,
+    interval: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="With --watch: time between two looks.  [default: 1]")
+    ] = None,
 ) -> None:
-    """Show each service: process, addresses, health, model. Fails when one is not healthy."""
+    """Show each service: process, addresses, health, model. Fails when one is not healthy.
+
+    With --watch also where the time of steps goes, what drafting brings, and what requests get, until Ctrl-C.
+    """
     from slipstream.cli.server_status import fetch_status
     from slipstream.cli.state_dir import server_of
 
-    found = asyncio.run(fetch_status(server if state_dir is None else server_of(state_dir)))
+    def locate() -> str:
+        return server if state_dir is None else server_of(state_dir)
+
+    if watch:
+        from slipstream.cli.status_watch import run_watch
+
+        _exit_with(run_watch(locate, interval_s=interval, as_json=as_json))
+    if interval is not None:
+        raise ConfigError("interval", interval, "a number with --watch")
+    found = asyncio.run(fetch_status(locate()))
     if as_json:
         print(json.dumps(found.as_json()))
     else:
@@ -268,6 +288,34 @@ def health(
     if found != "SERVING":
         raise FailedPreconditionError(f"{address} says {found}")
     print(found)
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory of the target model.  [default: the bundled one]")
+    ] = None,
+    draft: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the draft model.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(metavar="|".join(ALGORITHMS), help="How drafts are made, as for `up`.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="What shall compute.")] = UpConfig.device,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address for clients.")] = UpConfig.listen,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help=f"Directory for sockets and logs.  [default: {default_state_dir()}]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check whether this host can serve, and how fast two processes hand over here. Fails when something is missing."""
+    from slipstream.cli.doctor.examination import run_doctor
+    from slipstream.common.address import parse_address
+
+    if device not in DEVICES:
+        raise ConfigError("device", device, ", ".join(DEVICES))
+    parse_address(listen, field="listen")
+    models = ModelChoice.choose(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=None)
+    _exit_with(run_doctor(models, device, listen, state_dir or default_state_dir(), as_json=as_json))
 
 
 @app.command()
