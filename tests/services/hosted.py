@@ -45,7 +45,7 @@ REFUSALS = (
 )
 EPOCHS = itertools.count(1)
 """A worker takes each once."""
-FUZZ = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=45, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True, slots=True)

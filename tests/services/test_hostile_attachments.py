@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -124,19 +125,21 @@ def test_paths_and_kinds_that_no_arena_has(hosted: Hosted, path: str | None, kin
         assert isinstance(error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)), ManifestError)
 
 
-@pytest.mark.parametrize(("wider", "dtype"), [(1, None), (-1, None), (None, None), (0, "bfloat16"), (0, "int64")])
-def test_hidden_states_that_are_not_the_model_s(hosted: Hosted, wider: int | None, dtype: str | None) -> None:
-    """A width of 0 is right for who needs none, and so is any dtype then."""
-    shape = hosted.shape()
-    width = 0 if wider is None else shape.hidden_width + wider
-    if width < 0 or width == shape.hidden_width == 0 or (width == 0 and not hosted.is_draft):
-        pytest.skip("this one fits")
-    shape = replace(shape, hidden_width=width, hidden_dtype=DTYPES[dtype or "float32"])
-    with hosted.arena(shape=shape) as arena:
-        request = hosted.attach_request(arena, shape)
-        error = error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S))
-        assert isinstance(error, MismatchError)
-        assert "hidden states" in str(error)
+def test_hidden_states_that_are_not_the_model_s(hosted: Hosted) -> None:
+    """Of another width or dtype, or none where the draft reads them."""
+    own = hosted.shape()
+    misfits = [replace(own, hidden_width=own.hidden_width + 1)]
+    if own.hidden_width:
+        misfits += [replace(own, hidden_dtype=DTYPES[name]) for name in ("bfloat16", "float16", "int64")]
+        misfits.append(replace(own, hidden_width=own.hidden_width - 1))
+    if own.hidden_width and hosted.is_draft:
+        misfits.append(replace(own, hidden_width=0))
+    for shape in misfits:
+        with hosted.arena(shape=shape) as arena:
+            request = hosted.attach_request(arena, shape)
+            error = error_of(partial(hosted.worker.stub.Attach, request, timeout=TIMEOUT_S))
+            assert isinstance(error, MismatchError)
+            assert "hidden states" in str(error)
 
 
 def test_more_pages_than_there_is_memory(hosted: Hosted) -> None:
