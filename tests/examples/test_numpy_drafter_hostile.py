@@ -1,0 +1,190 @@
+"""The NumPy drafter and a scheduler that means no good: it refuses, stays within its own rows, and lives on."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.common.buffers import BufferName
+from slipstream.common.device.host_arena import FENCE_KIND
+from slipstream.common.device.manifest import FenceWord, Manifest, Placed
+from slipstream.common.step import FenceName, Role
+from slipstream.common.wire import attachment_to_pb, description_from_pb
+from slipstream.common.worker_contract import Attachment
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from tests.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
+from tests.hostile_messages import change, decodes, methods, wire
+from tests.services.guarded_arena import GuardedArena
+from tests.services.hosted import FUZZ, REFUSALS, TIMEOUT_S, allow, error_of
+from tests.services.test_hostile_commands import hostile_commands
+from tests.workers import SHAPE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(120)
+
+DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
+
+
+class Drafter:
+    """The process, and a scheduler's words to it."""
+
+    def __init__(self, channel: Any, process: subprocess.Popen[bytes]) -> None:
+        self.channel: Any = channel
+        self.stub: Any = pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+        self.process = process
+        self._epochs = itertools.count(1)
+
+    def attach_request(self, arena: GuardedArena) -> pb.AttachRequest:
+        """Of an epoch that is newer than any before."""
+        own = self.stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
+        request = attachment_to_pb(
+            Attachment(
+                epoch=max(own.last_epoch + 1, next(self._epochs)),
+                manifest=arena.manifest,
+                shape=SHAPE,
+                page_tokens=16,
+                num_pages=9,
+                context_tokens=64,
+                peer=description_from_pb(own),
+            )
+        )
+        request.peer.role = Role.VERIFY.value
+        return request
+
+    def check_it_works(self) -> None:
+        """It lives, can be attached, and drafts."""
+        with guarded() as arena:
+            request = self.attach_request(arena)
+            self.stub.Attach(request, timeout=TIMEOUT_S)
+            command = pb.StepCommand(epoch=request.epoch, step=1, kind=pb.STEP_KIND_DECODE, slots=[1], acknowledge=True)
+            allow(arena, command, is_draft=True)
+            assert [ack.step for ack in self.stub.Execute(iter([command]), timeout=TIMEOUT_S)] == [1]
+        assert self.process.poll() is None
+
+
+@contextmanager
+def guarded(seed: int = 0) -> Iterator[GuardedArena]:
+    """An arena; at the end, nothing has changed that may not."""
+    arena = GuardedArena(SHAPE, seed=seed)
+    arena.allow_fences()
+    try:
+        yield arena
+        assert arena.changed() == []
+    finally:
+        arena.close()
+
+
+def used_of(manifest: pb.Manifest) -> Manifest:
+    """What a drafter writes; the rest of a manifest is none of its business, whatever it says."""
+    written = (BufferName.DRAFT_TOKENS, BufferName.DRAFT_STAMPS)
+    specs = {spec.name: spec for spec in SHAPE.specs()}
+    first = {buffer.name: buffer.offset for buffer in reversed(manifest.buffers)}
+    buffers = tuple(Placed(specs[name], first[name]) for name in written)
+    words = {word.fence: word.offset for word in reversed(manifest.fences)}
+    fences = tuple(FenceWord(name, FENCE_KIND, words[name]) for name in FenceName if name in words)
+    return Manifest(manifest.kind, manifest.path, manifest.size, buffers, fences)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
+    """One for all tests: it must live through them."""
+    folder = tmp_path_factory.mktemp("drafter")
+    write_tokenizer(folder)
+    write_json(folder / "config.json", {"vocab_size": VOCAB_SIZE})
+    address = f"unix:{folder}/draft.sock"
+    process = subprocess.Popen([sys.executable, str(DRAFTER), "--tokenizer", str(folder), "--listen", address])
+    with grpc.insecure_channel(address) as channel:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        yield Drafter(channel, process)
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+
+
+def test_commands_touch_no_more_than_their_slots(drafter: Drafter) -> None:
+    @FUZZ
+    @given(data=st.data())
+    def fuzz(data: st.DataObject) -> None:
+        made = data.draw(hostile_commands(True))
+        with guarded(data.draw(st.integers(0, 2**16))) as arena:
+            request = drafter.attach_request(arena)
+            for message in made:
+                message.epoch = request.epoch if message.epoch == 1 else message.epoch
+                valid = pb.StepCommand(step=message.step)
+                valid.slots.extend(slot for slot in message.slots if slot < SHAPE.num_slots)
+                allow(arena, valid, is_draft=True)
+            drafter.stub.Attach(request, timeout=TIMEOUT_S)
+            error_of(lambda: list(drafter.stub.Execute(iter(made), timeout=TIMEOUT_S)))
+        assert drafter.process.poll() is None
+
+    fuzz()
+    drafter.check_it_works()
+
+
+def test_attachments_are_refused_or_stay_within_what_they_say(drafter: Drafter) -> None:
+    @FUZZ
+    @given(data=st.data())
+    def fuzz(data: st.DataObject) -> None:
+        with guarded() as arena:
+            request = drafter.attach_request(arena)
+            epoch = request.epoch
+            for _ in range(data.draw(st.integers(1, 3))):
+                change(data.draw, request)
+            request.epoch = min(request.epoch, epoch)  # it takes each once, and none below it afterwards
+            if error_of(lambda: drafter.stub.Attach(request, timeout=TIMEOUT_S)) is None:
+                arena.relay(used_of(request.manifest))
+                command = pb.StepCommand(epoch=epoch, step=1, kind=pb.STEP_KIND_DECODE, slots=[1])
+                allow(arena, command, is_draft=True)
+                error_of(lambda: list(drafter.stub.Execute(iter([command]), timeout=TIMEOUT_S)))
+        assert drafter.process.poll() is None
+
+    fuzz()
+    drafter.check_it_works()
+
+
+def test_bytes_that_are_no_message_or_nearly_one(drafter: Drafter) -> None:
+    service = pb.DESCRIPTOR.services_by_name["Worker"]
+
+    @FUZZ
+    @given(data=st.data())
+    def fuzz(data: st.DataObject) -> None:
+        name, kind, is_stream = data.draw(st.sampled_from(list(methods(service))))
+        sent = data.draw(wire(kind))
+        path = f"/{service.full_name}/{name}"
+        try:
+            if is_stream:
+                list(drafter.channel.stream_stream(path)(iter([sent]), timeout=TIMEOUT_S))
+            else:
+                drafter.channel.unary_unary(path)(sent, timeout=TIMEOUT_S)
+        except grpc.RpcError as raised:
+            error: Any = raised
+            if decodes(kind, sent):
+                assert error.code() in REFUSALS, f"{error.code()}: {error.details()}"
+        assert drafter.process.poll() is None
+
+    fuzz()
+    drafter.check_it_works()
+
+
+def test_an_arena_of_no_bytes(drafter: Drafter) -> None:
+    with guarded() as arena:
+        empty = arena.path.with_name(arena.path.name + "-empty")
+        empty.touch()
+        request = drafter.attach_request(arena)
+        request.manifest.path, request.manifest.size = str(empty), 0
+        try:
+            assert "0 bytes" in str(error_of(lambda: drafter.stub.Attach(request, timeout=TIMEOUT_S)))
+        finally:
+            empty.unlink()
