@@ -1,0 +1,149 @@
+"""`slipstream doctor`: the whole of it on the CPU, and each check where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from slipstream import bundled
+from slipstream.cli.doctor import host
+from slipstream.cli.doctor.finding import Verdict
+from slipstream.cli.doctor.hand_over import TIMED, HandOver, measure
+from slipstream.cli.doctor.host import check_descriptors, check_namespaces, check_port, check_shm, check_state_dir
+from slipstream.cli.doctor.models import check_models
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.common.device.choose import cuda_obstacle
+from slipstream.common.errors import FailedPreconditionError
+from tests.cli.running import slipstream
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def examined(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit status, and the findings by name."""
+    found = slipstream("doctor", "--json", *arguments, timeout_s=100)
+    report = json.loads(found.stdout)
+    assert report["ok"] is (found.returncode == 0)
+    return found.returncode, {finding["name"]: finding for finding in report["findings"]}
+
+
+def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--state-dir", str(tmp_path / "state"), "--listen", f"127.0.0.1:{_free_port()}")
+    _, findings = examined(*arguments)
+    for name in ("shared memory of two processes", "hand-over between two processes", "target model", "draft model"):
+        assert findings[name]["verdict"] == "ok", findings[name]
+    assert "host fence" in findings["hand-over between two processes"]["detail"]
+    assert {"overlap, kernels of 1 ms a step", "overlap, kernels of 5 ms a step"} <= set(findings)
+    assert findings["port for clients"]["verdict"] == "ok"
+    assert not (tmp_path / "state").exists()
+
+
+def test_what_is_wrong_comes_with_a_remedy_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o755)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        found = slipstream(
+            *("doctor", "--device", "cpu", "--state-dir", str(tmp_path / "state"), "--listen", taken), timeout_s=100
+        )
+    assert found.returncode == 1
+    lines = found.stdout.splitlines()
+    for name in (f"✗ state directory {tmp_path}/state: ", f"✗ port for clients: {taken}: "):
+        (index,) = [number for number, line in enumerate(lines) if line.startswith(name)]
+        assert lines[index + 1].startswith("    → ")
+    assert lines[-1] == "This host cannot serve as it is."
+
+
+@pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU")
+def test_a_gpu_that_is_asked_for_and_not_there(tmp_path: Path) -> None:
+    status, findings = examined("--device", "cuda", "--state-dir", str(tmp_path))
+    assert status == 1
+    assert findings["CUDA"]["verdict"] == "failed"
+    assert findings["CUDA"]["remedy"] == cuda_obstacle()
+    assert "hand-over between two processes" not in findings
+
+
+def test_wrong_options_are_one_line() -> None:
+    found = slipstream("doctor", "--device", "tpu")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("slipstream: error: --device: got 'tpu'")
+
+
+def test_every_hand_over_is_timed() -> None:
+    found = measure("cpu", "auto", {})
+    assert (found.fence_kind, found.under_mps) == ("host", False)
+    assert len(found.times_us) == TIMED
+    assert 0 < min(found.times_us) <= found.p50_us <= found.p99_us
+
+
+def test_a_process_that_dies_is_an_error() -> None:
+    with pytest.raises(FailedPreconditionError, match="ended by itself"):
+        measure("cpu", "auto", {"PYTHONHOME": "/nothing"})
+
+
+def test_overlap_loses_two_hand_overs_a_step() -> None:
+    found = HandOver("host", under_mps=False, times_us=(100.0, 125.0, 150.0))
+    assert found.overlap(1.0) == pytest.approx(1 / 1.25)
+    assert found.overlap(5.0) == pytest.approx(5 / 5.25)
+
+
+def test_shared_memory_by_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_shm(tmp_path / "nothing").verdict is Verdict.FAILED
+    for least, enough, verdict in ((0, 0, Verdict.OK), (0, 1 << 60, Verdict.NOTE), (1 << 60, 1 << 60, Verdict.FAILED)):
+        monkeypatch.setattr(host, "FEWEST_SHM_BYTES", least)
+        monkeypatch.setattr(host, "ENOUGH_SHM_BYTES", enough)
+        found = check_shm(tmp_path)
+        assert found.verdict is verdict
+        assert bool(found.remedy) is (verdict is not Verdict.OK)
+
+
+@pytest.mark.parametrize(
+    ("soft", "verdict"),
+    [(100, Verdict.FAILED), (1024, Verdict.NOTE), (65536, Verdict.OK), (resource.RLIM_INFINITY, Verdict.OK)],
+)
+def test_descriptors(soft: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    assert check_descriptors().verdict is verdict
+
+
+def test_namespaces_of_a_container_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pid:[" in check_namespaces().detail
+    monkeypatch.setattr(host, "_FIRST_NAMESPACES", {"pid": "pid:[1]", "ipc": "ipc:[1]"})
+    assert check_namespaces().verdict is Verdict.NOTE
+
+
+def test_a_state_directory_with_too_long_a_name(tmp_path: Path) -> None:
+    assert check_state_dir(tmp_path / ("x" * 100)).verdict is Verdict.FAILED
+    (tmp_path / "own").mkdir(mode=0o700)
+    assert check_state_dir(tmp_path / "own").verdict is Verdict.OK
+    (tmp_path / "file").touch()
+    assert check_state_dir(tmp_path / "file" / "below").verdict is Verdict.FAILED
+
+
+async def test_an_address_that_is_nobodys_here() -> None:
+    found = await check_port("clients", "192.0.2.1:50051")
+    assert found.verdict is Verdict.FAILED
+    assert "192.0.2.1:50051" in found.detail
+
+
+def test_models_that_cannot_be_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    models = ModelChoice(target=bundled.target_dir(), draft=tmp_path)
+    target, draft = check_models(models)
+    assert target.verdict is Verdict.OK
+    assert draft.verdict is Verdict.FAILED
+    assert str(tmp_path) in draft.detail
+    head = ModelChoice(target=bundled.target_dir(), draft=bundled.eagle3_dir(), draft_algorithm="eagle3")
+    assert [finding.verdict for finding in check_models(head)] == [Verdict.OK, Verdict.OK]
