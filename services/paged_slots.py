@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,17 +23,26 @@ if TYPE_CHECKING:
 
 
 class SlotRows:
-    """What a step's forwards must know of B slots, read once."""
+    """What a step must know of B slots, each thing read when it is first asked for.
+
+    Good for one graph: what it has read belongs to the graph that read it, and another one's replays do not renew it.
+    """
 
     def __init__(self, rows: torch.Tensor, table: SlotTable) -> None:
         """`rows`: [B] int64 slots."""
         self.rows = rows
-        self.page_table = table.page_table.index_select(0, rows)
-        """[B, pages] int64."""
-        self.limits = table.limits_of(rows)
-        """[B] int64."""
         self._table = table
         self._sampling: dict[int, SamplingRows] = {}
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """[B, pages] int64."""
+        return self._table.page_table.index_select(0, self.rows)
+
+    @cached_property
+    def limits(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._table.limits_of(self.rows)
 
     def sampling(self, width: int) -> SamplingRows:
         """How they sample, each row for `width` tokens in a row: [B * width]."""

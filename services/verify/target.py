@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from slipstream.services.language_model import LanguageModel
     from slipstream.services.models.acceptance import SimulatedAcceptance
     from slipstream.services.padded_chunks import PaddedChunks
-    from slipstream.services.paged_slots import SlotRows
     from slipstream.services.slot_table import Needs
     from slipstream.services.staging import Staging
 
@@ -65,7 +64,8 @@ class PromptEnds:
 class Look:
     """What the target's forward leaves of B slots, W tokens each."""
 
-    slots: SlotRows
+    rows: torch.Tensor
+    """[B] int64: the slots."""
     seq_lens: torch.Tensor
     """[B] int64: the position of the first token."""
     tokens: torch.Tensor
@@ -106,13 +106,15 @@ class Target:
             tokens = torch.cat((tokens, future_map.copy_in(step, rows)), dim=1)
         positions = _positions(seq_lens, tokens)
         output = self._model.forward(slots, tokens, positions, aux_layers=self._aux_layers)
-        return Look(slots, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
+        return Look(rows, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
 
     def choose(self, look: Look, needs: Needs, top_logprobs: int | None = None) -> Outcome:
         """The target's own token at each place, as far as the draft agrees."""
         chain = look.tokens[:, 1:]
         positions = _positions(look.seq_lens, look.tokens) + 1
-        tokens = self._model.slots.sample(look.slots, look.logits, positions, needs, chain)
+        # Anew: in a graph, what the look has read of the slots is the look's alone.
+        slots = self._model.slots.take(look.rows)
+        tokens = self._model.slots.sample(slots, look.logits, positions, needs, chain)
         num_accepted = self._num_accepted(look, tokens) if chain.shape[1] else torch.zeros_like(look.seq_lens)
         return Outcome(
             seq_lens=look.seq_lens + num_accepted + 1,
@@ -150,7 +152,7 @@ class Target:
         self._model.slots.remember_output(rows, outcome.tokens, outcome.num_accepted + 1)
 
     def _num_accepted(self, look: Look, tokens: torch.Tensor) -> torch.Tensor:
-        table, rows = self._state.slots, look.slots.rows
+        table, rows = self._state.slots, look.rows
         if self._simulated is None:
             num_accepted = accept(look.tokens[:, 1:], tokens)
         else:

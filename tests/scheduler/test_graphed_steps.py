@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.config import EAGLE3, WorkerConfig
+from slipstream.services.graphs import HostCapture
 from slipstream.services.roles import make_draft, make_verify
+from slipstream.services.verify import graphs as verify_graphs
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.eagle3_checkpoints import write_head
 from tests.inline_device import InlineDevice
@@ -26,10 +28,12 @@ from tests.scheduler.local_epoch import LocalEpoch
 from tests.workers import LocalWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.common.device.face import Device
     from slipstream.services.engine import RoleEngine
+    from slipstream.services.graphs import Replay as ReplayedWork
 
 SEED = 5
 SAMPLINGS = (
@@ -137,6 +141,49 @@ def test_replayed_steps_give_the_same_tokens(
 ) -> None:
     with nothing_left():
         assert serve(checkpoints, draft, InlineDevice(), run_ahead=run_ahead) == reference
+
+
+class CaptureAtOnce(HostCapture):
+    """Runs the work when it is captured, too."""
+
+    def capture(self, work: Callable[[], None]) -> ReplayedWork:
+        """See `Capture.capture`."""
+        work()
+        return super().capture(work)
+
+
+class SameMemory:
+    """In place of `Latest`: the first value stays, and takes over what later ones have, as in a graph's memory."""
+
+    def __init__(self) -> None:
+        self._value: Any = None
+
+    def __class_getitem__(cls, _: object) -> type[SameMemory]:
+        return cls
+
+    @property
+    def value(self) -> Any:
+        """The first value, with the latest tensors."""
+        return self._value
+
+    @value.setter
+    def value(self, latest: Any) -> None:
+        if self._value is None:
+            self._value = latest
+            return
+        for field in fields(latest):
+            tensor = getattr(latest, field.name)
+            if isinstance(tensor, torch.Tensor):
+                getattr(self._value, field.name).copy_(tensor)
+
+
+def test_parts_of_a_step_share_no_more_than_memory(
+    checkpoints: Checkpoints, reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph knows nothing of what the one before it left in Python's objects."""
+    monkeypatch.setattr(verify_graphs, "Latest", SameMemory)
+    monkeypatch.setattr("slipstream.services.engine.HostCapture", CaptureAtOnce)
+    assert serve(checkpoints, "standalone", InlineDevice()) == reference
 
 
 @pytest.mark.parametrize("draft", DRAFTS[1:])
