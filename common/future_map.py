@@ -201,7 +201,7 @@ class FutureMap:
         self._slot_write(BufferName.NUM_NEW, rows, step).index_copy_(0, rows, outcome.num_accepted + 1)
         _copy_rows(self._slot_write(BufferName.LAST_TOKENS, rows, step), rows, outcome.tokens)
         if outcome.hidden_states is not None:
-            _copy_rows(self._slot_write(BufferName.HIDDEN_STATES, rows, step), rows, outcome.hidden_states)
+            self._stash_hidden(step, rows, outcome.hidden_states)
 
     def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
         """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""
@@ -231,13 +231,12 @@ class FutureMap:
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> Stash:
         """Reads the whole stash of B slots; as `gather_ends`."""
         seq_lens, bonus_tokens = self.gather_ends(step, rows, limits)
-        has_hidden = BufferName.HIDDEN_STATES in self._buffers
         return Stash(
             seq_lens=seq_lens,
             bonus_tokens=bonus_tokens,
             num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self._shape.num_draft_tokens + 1),
             last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
-            hidden_states=self._slot_read(BufferName.HIDDEN_STATES, rows, step) if has_hidden else None,
+            hidden_states=self._hidden(step, rows),
         )
 
     def forget(self, step: int, rows: torch.Tensor) -> None:
@@ -260,6 +259,15 @@ class FutureMap:
         for name, is_write in accesses:
             rows = slots if name in SLOT_BUFFERS else [step % self._shape.ring]
             self._log.access(name, rows, is_write=is_write, step=step)
+
+    def _hidden(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor | None:
+        """The stashed states of B slots, if a draft reads them."""
+        if BufferName.HIDDEN_STATES not in self._buffers:
+            return None
+        return self._slot_read(BufferName.HIDDEN_STATES, rows, step)
+
+    def _stash_hidden(self, step: StepNumber, rows: torch.Tensor, hidden: torch.Tensor) -> None:
+        _copy_rows(self._slot_write(BufferName.HIDDEN_STATES, rows, step), rows, hidden)
 
     def _tokens(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
         return self._slot_read(name, rows, step).clamp_(0, self._vocab_size - 1)

@@ -137,7 +137,7 @@ class Engine:
         arena = self._device.open_arena(attachment.manifest)
         try:
             fences = {name: arena.fence(name) for name in FenceName}
-            future_map = FutureMap(
+            future_map = self._future_map_class()(
                 attachment.shape,
                 arena,
                 role=self.description.role,
@@ -282,6 +282,14 @@ class Engine:
             depth=attachment.shape.ring,
             device=self._device.torch_device,
         )
+
+    def _future_map_class(self) -> type[FutureMap]:
+        if self._device.torch_device.type == "cpu":
+            return FutureMap
+        # Here, as there is no triton where there is no GPU.
+        from slipstream.services.fused_future_map import FusedFutureMap
+
+        return FusedFutureMap
 
     def _graphed_step(self, future_map: FutureMap, staging: Staging, attachment: Attachment) -> GraphedStep | None:
         # In debug mode rows are looked at on the host, which a graph cannot.

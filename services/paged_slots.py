@@ -47,8 +47,7 @@ class SlotRows:
     def sampling(self, width: int) -> SamplingRows:
         """How they sample, each row for `width` tokens in a row: [B * width]."""
         if width not in self._sampling:
-            repeated = self.rows if width == 1 else self.rows.repeat_interleave(width)
-            self._sampling[width] = self._table.sampling.take(repeated)
+            self._sampling[width] = _take_sampling(self._table.sampling, self.rows, width)
         return self._sampling[width]
 
 
@@ -151,6 +150,15 @@ class PagedSlots:
         slots = self.state.slots
         if slots.has_penalties:
             slots.history.add_output(rows, tokens, num_tokens)
+
+
+def _take_sampling(table: SamplingRows, rows: torch.Tensor, width: int) -> SamplingRows:
+    if rows.device.type == "cpu":
+        return table.take(rows if width == 1 else rows.repeat_interleave(width))
+    # Here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.step_ops import take_sampling
+
+    return take_sampling(table, rows, width)
 
 
 class _Sample(Protocol):

@@ -79,12 +79,14 @@ class Eagle3Drafter:
         fused = self._head.fuse(stash.hidden_states.to(self._dtype))
         states = self._forward(slots, stash.last_tokens, positions.clamp(min=0), fused, is_valid)
         state = states.gather(1, _columns(stash.num_new - 1, states))
-        position = stash.seq_lens[:, None]
-        proposed = [self._sample(slots, state, position + 1, needs)]
+        # [num_tokens + 1, B, 1]: where the entries are, the first of which is made, and where their tokens come to be.
+        ahead = (stash.seq_lens + torch.arange(num_tokens + 1, device=self._device)[:, None])[:, :, None]
+        proposed = [self._sample(slots, state, ahead[1], needs)]
         while len(proposed) < num_tokens:
-            state = self._forward(slots, proposed[-1], position, state)
-            position = position + 1
-            proposed.append(self._sample(slots, state, position + 1, needs, torch.cat(proposed, dim=1)))
+            number = len(proposed)
+            state = self._forward(slots, proposed[-1], ahead[number - 1], state)
+            chain = torch.cat(proposed, dim=1) if needs is Needs.ADJUSTMENTS else None
+            proposed.append(self._sample(slots, state, ahead[number + 1], needs, chain))
         return torch.cat(proposed, dim=1)
 
     def _forward(

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.services.slot_table import Needs
+
 if TYPE_CHECKING:
     from slipstream.common.future_map import Stash
     from slipstream.services.engine import EpochState
     from slipstream.services.language_model import LanguageModel
     from slipstream.services.padded_chunks import PaddedChunks
-    from slipstream.services.slot_table import Needs
 
 
 class StandaloneDrafter:
@@ -45,11 +46,12 @@ class StandaloneDrafter:
         positions = stash.seq_lens[:, None] + torch.arange(-1, 1, device=tokens.device)
         is_valid = torch.stack((stash.num_new > 1, torch.ones_like(stash.num_new, dtype=torch.bool)), dim=1)
         output = self._model.forward(slots, tokens, positions.clamp(min=0), is_valid=is_valid)
-        position = stash.seq_lens[:, None] + 1
-        proposed = [self._model.sample(slots, output.hidden[:, -1:], position, needs)]
+        # [num_tokens, B, 1]: where the tokens come to be.
+        ahead = (stash.seq_lens + torch.arange(1, num_tokens + 1, device=tokens.device)[:, None])[:, :, None]
+        proposed = [self._model.sample(slots, output.hidden[:, -1:], ahead[0], needs)]
         while len(proposed) < num_tokens:
-            output = self._model.forward(slots, proposed[-1], position)
-            position = position + 1
-            chain = torch.cat(proposed, dim=1)
-            proposed.append(self._model.sample(slots, output.hidden, position, needs, chain))
+            number = len(proposed)
+            output = self._model.forward(slots, proposed[-1], ahead[number - 1])
+            chain = torch.cat(proposed, dim=1) if needs is Needs.ADJUSTMENTS else None
+            proposed.append(self._model.sample(slots, output.hidden, ahead[number], needs, chain))
         return torch.cat(proposed, dim=1)

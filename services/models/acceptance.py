@@ -39,7 +39,8 @@ class SimulatedAcceptance:
     def __init__(self, accept_length: float, num_draft_tokens: int) -> None:
         """`accept_length`: mean tokens of a step, the bonus token included, from 1 to `num_draft_tokens` + 1."""
         assert 1 <= accept_length <= num_draft_tokens + 1, "a step yields 1 to K + 1 tokens"
-        self._threshold = round(acceptance_rate(accept_length, num_draft_tokens) * 2**_BITS)
+        self.threshold = round(acceptance_rate(accept_length, num_draft_tokens) * 2**_BITS)
+        """A token stands where its random bits are below this."""
         self._num_draft_tokens = num_draft_tokens
 
     def __call__(self, seeds: Tensor, seq_lens: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class SimulatedAcceptance:
         `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is behind.
         """
         ahead = torch.arange(1, self._num_draft_tokens + 1, device=seq_lens.device)
-        stands = _random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self._threshold
+        stands = _random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold
         return stands.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.fused_decoder import query_key_norms, run_layer
 from slipstream.services.models.kernels.block_ops import rms_norm
 from slipstream.services.models.kernels.paged_attention import PagedAttention
 from slipstream.services.models.kernels.rotation import rotation_of
+from slipstream.services.models.kernels.step_ops import embed_and_norm
 
 if TYPE_CHECKING:
     from slipstream.services.models.batch import ForwardBatch
@@ -44,11 +44,10 @@ class FusedEagle3Head(Eagle3Head):
         layer, eps = self.config.layer, self.config.layer.rms_norm_eps
         rotation = rotation_of(batch.positions, self._inverse_frequencies, layer.max_position_embeddings)
         attend = self._paged.prepare(batch, cache)
-        embedded = F.embedding(batch.tokens.flatten().clamp(0, layer.vocab_size - 1), self.embedding)
         x = states.flatten(0, 1).contiguous()
-        normed = rms_norm(x, self.hidden_norm.weight, eps)
-        both = torch.cat((rms_norm(embedded, self.layer.attention_norm.weight, eps), normed), dim=-1)
-        residual = normed if self.config.has_normed_residual else x
+        norms = self.layer.attention_norm.weight, self.hidden_norm.weight
+        both = embed_and_norm(batch.tokens.reshape(-1), self.embedding, x, *norms, eps)
+        residual = both[:, x.shape[1] :].contiguous() if self.config.has_normed_residual else x
         x, delta = run_layer(self.layer, 0, residual, both, rotation, attend, self._norms, eps)
         return (x + delta).view(states.shape)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -91,6 +91,7 @@ class Target:
         self._state = state
         self._aux_layers = aux_layers
         self._simulated = simulated
+        self._fused_settle = _fused_settle() if model.device.type == "cuda" else None
 
     def decode(self, command: StepCommand, rows: torch.Tensor) -> Outcome:
         """A decode step, with a draft or plain. `rows`: [B] int64, the command's slots."""
@@ -115,9 +116,9 @@ class Target:
         # Anew: in a graph, what the look has read of the slots is the look's alone.
         slots = self._model.slots.take(look.rows)
         tokens = self._model.slots.sample(slots, look.logits, positions, needs, chain)
-        num_accepted = self._num_accepted(look, tokens) if chain.shape[1] else torch.zeros_like(look.seq_lens)
+        seq_lens, num_accepted = self._settle(look, tokens)
         return Outcome(
-            seq_lens=look.seq_lens + num_accepted + 1,
+            seq_lens=seq_lens,
             num_accepted=num_accepted,
             tokens=tokens,
             hidden_states=look.aux,
@@ -151,14 +152,42 @@ class Target:
         """The outcome's tokens are output now, for the penalties. `rows`: [B] int64 slots."""
         self._model.slots.remember_output(rows, outcome.tokens, outcome.num_accepted + 1)
 
-    def _num_accepted(self, look: Look, tokens: torch.Tensor) -> torch.Tensor:
+    def _settle(self, look: Look, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The lengths, and how many draft tokens stand: each [B] int64."""
         table, rows = self._state.slots, look.rows
+        if self._fused_settle is not None:
+            seeds, threshold = table.sampling.seed, None if self._simulated is None else self._simulated.threshold
+            most = table.max_draft_tokens
+            return self._fused_settle(tokens, look.tokens, rows, look.seq_lens, most, seeds, threshold)
+        if tokens.shape[1] == 1:
+            return look.seq_lens + 1, torch.zeros_like(look.seq_lens)
         if self._simulated is None:
             num_accepted = accept(look.tokens[:, 1:], tokens)
         else:
             num_accepted = self._simulated(table.sampling.seed.index_select(0, rows), look.seq_lens)
         # The tokens are the target's own, however many of a chain may stand.
-        return torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
+        num_accepted = torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
+        return look.seq_lens + num_accepted + 1, num_accepted
+
+
+def _fused_settle() -> _Settle:
+    # Here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.step_ops import settle
+
+    return settle
+
+
+class _Settle(Protocol):
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        given: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        most: torch.Tensor,
+        seeds: torch.Tensor,
+        threshold: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def _positions(seq_lens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

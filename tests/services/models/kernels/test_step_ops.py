@@ -1,0 +1,129 @@
+"""What a step does around its forwards, in one launch each, against the same in PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from slipstream.common.access_log import NullAccessLog
+from slipstream.common.captured_step import CapturedStep
+from slipstream.common.future_map import FutureMap, FutureMapShape, Outcome
+from slipstream.common.sampling import SamplingParams
+from slipstream.common.step import Role
+from slipstream.services.fused_future_map import FusedFutureMap
+from slipstream.services.models.acceptance import SimulatedAcceptance, accept
+from slipstream.services.models.kernels.step_ops import embed_and_norm, settle, take_sampling
+from slipstream.services.models.sampler import SamplingRows
+
+SLOTS = 6
+VOCAB_SIZE = 50
+
+
+def numbers(*shape: int, high: int, seed: int = 0, low: int = 0) -> torch.Tensor:
+    """Random int64, the same each time."""
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 16])
+def test_settle_counts_what_stands(num_draft_tokens: int, device: torch.device) -> None:
+    num_rows, width = 40, num_draft_tokens + 1
+    tokens, given = (numbers(num_rows, width, high=2, seed=seed) for seed in (1, 2))
+    given[: num_rows // 2, 1:] = tokens[: num_rows // 2, :-1]  # all of a draft may be right
+    rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.tensor([num_draft_tokens, 0, 1, 99, 99, 99])
+    seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, high=2**62, seed=5)
+    expected = torch.minimum(accept(given[:, 1:], tokens), most[rows])
+    arguments = [tensor.to(device) for tensor in (tokens, given, rows, seq_lens, most, seeds)]
+    lengths, accepted = settle(*arguments, None)
+    assert accepted.tolist() == expected.tolist()
+    assert lengths.tolist() == (seq_lens + expected + 1).tolist()
+
+
+def test_settle_accepts_by_the_same_chance(device: torch.device) -> None:
+    num_rows, num_draft_tokens = 200, 4
+    simulated = SimulatedAcceptance(3.5, num_draft_tokens)
+    rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.full((SLOTS,), num_draft_tokens)
+    seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, low=-(2**62), high=2**62, seed=5)
+    expected = simulated(seeds[rows], seq_lens)
+    tokens = torch.zeros((num_rows, num_draft_tokens + 1), dtype=torch.int64)
+    arguments = [tensor.to(device) for tensor in (tokens, tokens, rows, seq_lens, most, seeds)]
+    _, accepted = settle(*arguments, simulated.threshold)
+    assert accepted.tolist() == expected.tolist()
+    assert len(set(expected.tolist())) == num_draft_tokens + 1
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_sampling_rows_are_taken_and_repeated(width: int, device: torch.device) -> None:
+    params = [
+        SamplingParams(temperature=0.5 * slot, top_k=slot, top_p=1 / (slot + 1), min_p=slot / 10, seed=2**64 - 1 - slot)
+        for slot in range(SLOTS)
+    ]
+    table = SamplingRows.of(params, device=device)
+    rows = torch.tensor([4, 0, 0, 5], device=device)
+    taken, expected = take_sampling(table, rows, width), table.take(rows).repeat(width)
+    for field in fields(SamplingRows):
+        assert getattr(taken, field.name).tolist() == getattr(expected, field.name).tolist()
+
+
+def test_an_entry_of_a_head(device: torch.device) -> None:
+    size, eps = 40, 1e-5
+    generator = torch.Generator().manual_seed(1)
+    embedding, states = torch.randn(VOCAB_SIZE, size, generator=generator), torch.randn(5, size, generator=generator)
+    weights = [1 + 0.2 * torch.randn(size, generator=generator) for _ in range(2)]
+    tokens = torch.tensor([3, 0, 49, 77, -5])
+    embedded = embedding[tokens.clamp(0, VOCAB_SIZE - 1)]
+    normed = [
+        torch.nn.functional.rms_norm(x, (size,), weight, eps)
+        for x, weight in zip((embedded, states), weights, strict=True)
+    ]
+    arguments = [tensor.to(device) for tensor in (tokens, embedding, states, *weights)]
+    both = embed_and_norm(*arguments, eps).cpu()
+    torch.testing.assert_close(both, torch.cat(normed, dim=1))
+
+
+class PlainArena:
+    """The buffers of a shape, and nothing else of an arena."""
+
+    def __init__(self, shape: FutureMapShape, device: torch.device) -> None:
+        self._buffers = {
+            spec.name: numbers(*spec.shape, low=-5, high=2 * VOCAB_SIZE, seed=number).to(spec.dtype).to(device)
+            for number, spec in enumerate(shape.specs())
+        }
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See `Arena.tensor`."""
+        return self._buffers[name]
+
+    def state(self) -> dict[str, list[object]]:
+        """All there is, but for the padding slot."""
+        return {name: buffer.tolist() for name, buffer in self._buffers.items()}
+
+
+@pytest.mark.parametrize("ring_row", [0, 2])
+@pytest.mark.parametrize("hidden_width", [0, 12])
+def test_rows_of_a_captured_step(ring_row: int, hidden_width: int, device: torch.device) -> None:
+    shape = FutureMapShape(num_slots=SLOTS, run_ahead=1, num_draft_tokens=3, chunk_tokens=8, hidden_width=hidden_width)
+    rows = torch.tensor([5, 1, 3], device=device)
+    limits = torch.tensor([20, 60, 3], device=device)
+    outcome = Outcome(
+        seq_lens=torch.tensor([7, 8, 9], device=device),
+        num_accepted=torch.tensor([0, 3, 1], device=device),
+        tokens=numbers(3, 4, high=VOCAB_SIZE).to(device),
+        hidden_states=torch.ones(3, 4, hidden_width, device=device) if hidden_width else None,
+    )
+    seen, left, accessed = [], [], []
+    for kind in (FutureMap, FusedFutureMap):
+        arena = PlainArena(shape, device)
+        step = CapturedStep(torch.tensor([ring_row], device=device))
+        future_map = kind(shape, arena, Role.VERIFY, VOCAB_SIZE, NullAccessLog())  # type: ignore[arg-type]
+        ends, stash = future_map.gather_ends(step, rows, limits), future_map.gather(step, rows, limits)
+        future_map.publish(step, rows, outcome)
+        future_map.stash(step, rows, outcome)
+        gathered = [getattr(stash, field.name) for field in fields(stash)]
+        seen.append([None if tensor is None else tensor.tolist() for tensor in (*ends, *gathered)])
+        left.append(arena.state())
+        accessed.append(set(step.take_accesses()))
+    assert seen[0] == seen[1]
+    assert left[0] == left[1]
+    assert accessed[0] == accessed[1]
