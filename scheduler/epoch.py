@@ -74,6 +74,7 @@ class Epoch:
             hidden_dtype=DTYPES[workers.verify.dtype],
         )
         self._held = ExitStack()
+        self._running: tuple[Arena, StepLoop, AccessLog] | None = None
 
     def open(self) -> StepLoop:
         """Lays out the arena and attaches the workers. Raises FailedPreconditionError (and its kinds), ConfigError."""
@@ -100,9 +101,25 @@ class Epoch:
 
     def close(self, *, drain: bool) -> None:
         """Ends the streams of commands and gives the memory back; with `drain` the workers finish what they have."""
+        if not drain:
+            self._release_workers()
         for link in self._links.values():
             link.detach(drain=drain)
         self._held.close()
+
+    def _release_workers(self) -> None:
+        """Ends the workers' waits, which may be for somebody who is gone.
+
+        They do it themselves too, but a thread of theirs may be held up by the stream that waits: on a GPU, by an
+        allocation.
+        """
+        if self._running is None:
+            return
+        arena, loop, log = self._running
+        for name in FenceName:
+            arena.fence(name).release(loop.last_sent)
+            if log.is_enabled:
+                log.release(name, loop.last_sent, epoch=self.number)
 
     def _loop(self, arena: Arena) -> StepLoop:
         config, log = self._config, self._access_log()
@@ -115,7 +132,7 @@ class Epoch:
         )
         results = ResultReader(self._device, arena, self._shape, log)
         self._held.callback(results.close)
-        return StepLoop(
+        loop = StepLoop(
             settings,
             queue=self._queue,
             batch=self.batch,
@@ -128,6 +145,8 @@ class Epoch:
             log=log,
             deliver=self._deliver,
         )
+        self._running = (arena, loop, log)
+        return loop
 
     def _dispatch(self) -> Dispatch:
         if self._config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT:

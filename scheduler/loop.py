@@ -92,6 +92,11 @@ class StepLoop:
             elif step is None:
                 self._sleep()
 
+    @property
+    def last_sent(self) -> int:
+        """The last step that was sent, or was about to be; 0 before the first."""
+        return self._plan.step
+
     def finish(self) -> None:
         """Takes in the steps that are still under way."""
         while self._in_flight:

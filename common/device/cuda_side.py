@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from cuda.bindings import driver as cu
@@ -21,8 +22,17 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 10.0
 """Far more than a copy takes; only a GPU that is lost needs longer."""
+STAGING_BYTES = 1 << 20
 SPIN_S = 0.00003
 """A copy of a few bytes takes 7 us: less than a sleep."""
+
+
+class MemoryCopy(NamedTuple):
+    """Addresses, and bytes."""
+
+    source: int
+    target: int
+    size: int
 
 
 class SideStream:
@@ -33,13 +43,16 @@ class SideStream:
         self._driver = driver
         self._kernels = kernels
         self._lock = threading.Lock()
-        self._word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._word_value = ctypes.c_uint64.from_address(self._word.data_ptr())
+        # Pinned once: an allocation waits for all streams, and one of them may wait for somebody who is gone.
+        self._pinned = torch.zeros(8 + STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._word = self._pinned.data_ptr()
+        self._word_value = ctypes.c_uint64.from_address(self._word)
+        self._staging = self._word + 8
 
     def read_word(self, address: int) -> int:
         """The 64 bits at an address of the device."""
         with self._lock:
-            self._driver.call(cu.cuMemcpyDtoHAsync, self._word.data_ptr(), address, 8, self.handle)
+            self._driver.call(cu.cuMemcpyDtoHAsync, self._word, address, 8, self.handle)
             self._finish()
             return self._word_value.value
 
@@ -56,14 +69,24 @@ class SideStream:
             self._finish()
 
     def to_host(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of contiguous tensors, in host memory."""
-        copies = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+        """Copies of contiguous tensors, in host memory; all of them together at most `STAGING_BYTES`."""
+        copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu") for source in sources]
+        offsets = list(accumulate((source.nbytes for source in sources), initial=self._staging))
+        assert offsets[-1] <= self._staging + STAGING_BYTES, "only small tensors are read so"
         with self._lock:
-            for source, copy in zip(sources, copies, strict=True):
-                size = source.numel() * source.element_size()
-                self._driver.call(cu.cuMemcpyDtoHAsync, copy.data_ptr(), source.data_ptr(), size, self.handle)
+            for source, offset in zip(sources, offsets, strict=False):
+                self._driver.call(cu.cuMemcpyDtoHAsync, offset, source.data_ptr(), source.nbytes, self.handle)
             self._finish()
+            for copy, offset in zip(copies, offsets, strict=False):
+                ctypes.memmove(copy.data_ptr(), offset, copy.nbytes)
         return copies
+
+    def copy_all(self, copies: Sequence[MemoryCopy]) -> None:
+        """From the device to pinned memory."""
+        with self._lock:
+            for copy in copies:
+                self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self.handle)
+            self._finish()
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits for what a caller enqueued on `handle`. Raises DeadlineExceededError."""

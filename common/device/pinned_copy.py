@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device import timeline_fence
+from slipstream.common.device.cuda_side import MemoryCopy
 from slipstream.common.device.naps import Naps, Rhythm, sleep_precisely
 
 if TYPE_CHECKING:
@@ -23,13 +23,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+_given_up: list[PinnedCopy] = []
+"""They may still be written to."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RowCopy:
-    source: int
-    target: int
-    size: int
+class PinnedRows:
+    """Rows of shared buffers, and their mirrors in pinned memory."""
+
+    def __init__(self, sources: list[torch.Tensor]) -> None:
+        """`sources`: contiguous, of the device, the same number of rows each."""
+        self._sources = sources
+        mirrors = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+        self.mirrors = [list(row) for row in zip(*(mirror.unbind() for mirror in mirrors), strict=True)]
+        """By row."""
+        self.copies = [
+            [MemoryCopy(s.data_ptr(), m.data_ptr(), s.nbytes) for s, m in zip(row, mirror, strict=True)]
+            for row, mirror in zip(
+                zip(*(source.unbind() for source in sources), strict=True), self.mirrors, strict=True
+            )
+        ]
+        """By row: what brings it to its mirror."""
 
 
 class PinnedCopy:
@@ -43,17 +56,8 @@ class PinnedCopy:
         """`sources`: contiguous, of the device, the same number of rows each."""
         self._driver = driver
         self._fence = fence
-        self._sources = sources
         self._stream = driver.create_stream()
-        self._mirrors = [torch.zeros(s.shape, dtype=s.dtype, pin_memory=True) for s in sources]
-        self._rows = [list(row) for row in zip(*(mirror.unbind() for mirror in self._mirrors), strict=True)]
-        self._copies = [
-            [
-                _RowCopy(s.data_ptr(), m.data_ptr(), s.numel() * s.element_size())
-                for s, m in zip(split, row, strict=True)
-            ]
-            for split, row in zip(zip(*(source.unbind() for source in sources), strict=True), self._rows, strict=True)
-        ]
+        self._rows = PinnedRows(sources)
         self._landed_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._landed = ctypes.c_int64.from_address(self._landed_word.data_ptr())
         self._started = 0
@@ -63,7 +67,7 @@ class PinnedCopy:
         """See `HostCopy.start`."""
         self._started = value
         self._fence.hold(self._stream, value)
-        for copy in self._copies[row]:
+        for copy in self._rows.copies[row]:
             self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self._stream)
         timeline_fence.write(self._driver, self._stream, self._landed_word.data_ptr(), value)
 
@@ -72,7 +76,7 @@ class PinnedCopy:
         if not self._wait(value, timeout_s):
             return None
         self._rhythm.came(time.monotonic())
-        return self._rows[row]
+        return self._rows.mirrors[row]
 
     def close(self) -> None:
         """See `HostCopy.close`."""
@@ -82,6 +86,7 @@ class PinnedCopy:
         while self._landed.value < self._started:
             if time.monotonic() > deadline:
                 logger.warning("the copy stream does not come to its end: it is given up")
+                _given_up.append(self)
                 return
             self._fence.release(self._started)
             naps.take(deadline)
@@ -107,7 +112,7 @@ class LatePinnedCopy:
     def __init__(self, side: SideStream, fence: WordFence, sources: list[torch.Tensor]) -> None:
         self._side = side
         self._fence = fence
-        self._rows = list(zip(*(source.unbind() for source in sources), strict=True))
+        self._rows = PinnedRows(sources)
 
     def start(self, value: int, row: int) -> None:
         """Nothing to do ahead of time."""
@@ -116,7 +121,8 @@ class LatePinnedCopy:
         """See `HostCopy.finish`."""
         if not self._fence.wait_on_host(value, timeout_s):
             return None
-        return self._side.to_host(self._rows[row])
+        self._side.copy_all(self._rows.copies[row])
+        return self._rows.mirrors[row]
 
     def close(self) -> None:
         """Nothing is under way between two calls."""

@@ -84,6 +84,27 @@ def test_a_worker_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
         epoch.epoch.close(drain=False)
 
 
+def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may be held up by the very stream that waits."""
+    go_on = threading.Event()
+    with workers() as both:
+        epoch = make_epoch(both, step_timeout_s=0.3)
+        job = make_job()
+        epoch.outputs[job] = []
+        epoch.queue.submit(job)
+        both[1].stream.enqueue(lambda: go_on.wait() and None)
+        loop = epoch.epoch.open()
+        with pytest.raises(DeadlineExceededError):
+            loop.run()
+        with pytest.raises(DeadlineExceededError, match="verify"):
+            both[0].stream.synchronize(0.05)
+        monkeypatch.setattr(both[0], "detach", lambda drain: None)
+        monkeypatch.setattr(both[1], "detach", lambda drain: None)
+        epoch.epoch.close(drain=False)
+        both[0].stream.synchronize(5.0)
+        go_on.set()
+
+
 def test_a_draft_that_hangs_in_a_prefill_is_noticed_before_its_rows_are_used_again() -> None:
     """Verify needs nothing of draft for a prompt: only the bound on draft's backlog stops the loop."""
     go_on = threading.Event()
