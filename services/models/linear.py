@@ -32,7 +32,7 @@ class Linear(nn.Module):
             if padding := padded_rows(num_rows) - num_rows:
                 rows = F.pad(rows, (0, 0, 0, padding))
             packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
-            return packed[:num_rows].view(*x.shape[:-1], -1)
+            return packed[:num_rows].view(*x.shape[:-1], packed.shape[-1])
         assert self.weight is not None, "a weight is only given up once it is packed"
         return F.linear(x, self.weight, self.bias)
 
