@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from slipstream.cli.status_watch_look import Watcher
+from slipstream.cli.status_watch_look import Watcher, read_server
 from slipstream.cli.status_watch_screen import frame
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.common.errors import ConfigError
@@ -41,7 +41,7 @@ async def run_watch(locate: Callable[[], str], *, interval_s: float | None, as_j
         raise ConfigError("interval", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
     stop = StopSignals()
     with _output(as_json=as_json) as show:
-        await stop.cancel(_watch(Watcher(locate), interval_s, show))
+        await stop.cancel(_watch(Watcher(locate, read_server), interval_s, show))
     return 0
 
 

@@ -14,7 +14,7 @@ from slipstream.common.errors import SlipstreamError
 from slipstream.common.scrape import scrape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 _SCRAPE_TIMEOUT_S = 2.0
 
@@ -53,9 +53,12 @@ class Look:
 class Watcher:
     """Remembers what the last look found."""
 
-    def __init__(self, locate: Callable[[], str]) -> None:
-        """`locate` gives the server's address, or raises UnavailableError while there is none. It may move."""
+    def __init__(self, locate: Callable[[], str], read: Callable[[str], Awaitable[Reading]]) -> None:
+        """`locate` gives the server's address, which may change; `read` is `read_server`. Both raise a SlipstreamError
+        while there is no server.
+        """
         self._locate = locate
+        self._read = read
         self._last: Reading | None = None
         self._gone_since_s: float | None = None
         self._event = ""
@@ -63,7 +66,7 @@ class Watcher:
     async def look(self) -> Look:
         """Asks the server and its services, and reads the metrics. A server that does not answer is no error."""
         try:
-            reading = await read(self._locate())
+            reading = await self._read(self._locate())
         except SlipstreamError as error:
             return self._gone(str(error))
         return self._found(reading)
@@ -91,7 +94,7 @@ class Watcher:
         return f"answers since {at:%H:%M:%S}{away}" if away else ""
 
 
-async def read(server: str) -> Reading:
+async def read_server(server: str) -> Reading:
     """Asks this server. Raises a SlipstreamError when it does not answer; without its metrics, the reading says why."""
     status = await fetch_status(server)
     port = next((service.metrics_port for service in status.state.services if service.name == "scheduler"), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from datetime import datetime, timedelta, timezone
@@ -12,9 +13,10 @@ from rich.console import Console
 
 from slipstream.cli.server_status import ServerStatus
 from slipstream.cli.status_watch import blocks, live
-from slipstream.cli.status_watch_look import Look
+from slipstream.cli.status_watch_look import Look, Watcher
 from slipstream.cli.status_watch_numbers import IntervalNumbers, Reading
 from slipstream.cli.status_watch_screen import bar_cells, duration, frame
+from slipstream.common.errors import UnavailableError
 from slipstream.common.metrics import make_registry
 from slipstream.common.scrape import Scrape
 from slipstream.common.server_state import ServerState, ServiceState
@@ -169,6 +171,41 @@ def test_without_metrics_there_are_no_numbers_and_it_is_no_restart() -> None:
     assert "no rates: it serves no metrics" in text(look)
     assert row(look, "requests") == "2 of 4 running, 3 of 5 waiting"
     assert json.loads(json.dumps(look.as_json()))["error"] == "it serves no metrics"
+
+
+async def test_what_happened_to_the_server_is_told() -> None:
+    server = Server()
+    first = server.read(1.0)
+    status = first.status
+    later_epoch = dataclasses.replace(status, state=dataclasses.replace(status.state, epoch=2))
+    script: list[Reading | None] = [
+        first,
+        server.read(2.0),
+        Reading(at_s=3.0, status=later_epoch, metrics=first.metrics),
+        None,
+        None,
+        Reading(at_s=6.0, status=later_epoch, metrics=first.metrics),
+        server.read(7.0, pid=8),
+    ]
+
+    async def read(address: str) -> Reading:
+        assert address == "a server"
+        reading = script.pop(0)
+        if reading is None:
+            raise UnavailableError("no answer")
+        return reading
+
+    watcher = Watcher(lambda: "a server", read)
+    found = [await watcher.look() for _ in range(len(script))]
+    events = ["", "", "workers attached anew, epoch 2", "no answer since", "no answer since", "answers since"]
+    for look, event in zip(found, [*events, "the scheduler was started anew"], strict=True):
+        assert look.event.startswith(event)
+        assert bool(look.event) == bool(event)
+    assert "without an answer" in found[5].event
+    assert [look.numbers is not None for look in found] == [False, True, True, False, False, True, False]
+    across = found[5].numbers
+    assert across is not None
+    assert across.seconds == 3.0  # since the last that was read
 
 
 def test_the_screen_says_it_all() -> None:

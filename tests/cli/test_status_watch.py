@@ -1,0 +1,143 @@
+"""`slipstream status --watch` beside the real services, which come, work, go and come again."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cli.running import COMMAND, Running, running, running_up, slipstream, until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_TOKENS = 150
+INTERVAL = ("--interval", "0.2")
+
+
+def looks(watch: Running) -> list[dict[str, Any]]:
+    """The whole lines that it printed until now."""
+    return [json.loads(line) for line in watch.output().split("\n")[:-1]]
+
+
+def generate(state_dir: Path) -> None:
+    """One request that ends at its length."""
+    server = (state_dir / "server").read_text()
+    options = ("--max-new-tokens", f"{NUM_TOKENS}", "--ignore-eos")
+    assert slipstream("generate", "--server", server, *options, "class Queue:").returncode == 0
+
+
+def test_it_follows_a_server_that_works_goes_away_and_comes_back(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    with running("status", "--watch", "--state-dir", str(state_dir), "--json", *INTERVAL) as watch:
+
+        def wait(is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            until(lambda: any(map(is_so, looks(watch))), watch)
+            return next(filter(is_so, looks(watch)))
+
+        assert "no `slipstream up` is ready" in wait(lambda look: True)["error"]
+        with running_up(state_dir) as up:
+            found = wait(lambda look: look["healthy"])
+            assert "answers since" in found["event"]
+            assert [service["health"] for service in found["services"]] == ["SERVING"] * 3
+            generate(state_dir)
+            wait(lambda look: look["healthy"] and look["finished"]["length"] == 1)
+            check_numbers([look["interval"] for look in looks(watch) if look.get("interval")])
+            up.signal(signal.SIGINT)
+            assert up.end() == 0
+        wait(lambda look: "no answer" in (look["event"] or "") and "no `slipstream up` is ready" in look["error"])
+        seen = len(looks(watch))
+        with running_up(state_dir):
+            until(lambda: any(look.get("interval") for look in looks(watch)[seen:]), watch)
+            again = [look for look in looks(watch)[seen:] if look["healthy"]]
+        assert "started anew" in again[0]["event"]
+        assert again[0]["interval"] is None
+        watch.signal(signal.SIGINT)
+        assert watch.end() == 0
+        assert watch.errors() == ""
+
+
+def check_numbers(intervals: list[dict[str, Any]]) -> None:
+    """Together they have the one request, and their steps are made of their parts."""
+    assert round(sum(each["requests"]["tokens_per_s"] * each["seconds"] for each in intervals)) == NUM_TOKENS
+    assert round(sum(each["requests"]["finished_per_s"]["length"] * each["seconds"] for each in intervals)) == 1
+    assert sum(each["requests"]["first_token"]["p50_s"] is not None for each in intervals) == 1
+    steps_s, parts_s = 0.0, 0.0
+    for each in intervals:
+        if each["steps"]["decode_per_s"]:
+            num_steps = each["steps"]["decode_per_s"] * each["seconds"]
+            steps_s += num_steps * each["steps"]["decode_step_s"]
+            parts_s += num_steps * sum(each["steps"]["decode_parts_s"].values())
+            assert each["steps"]["overlap_efficiency"] <= 1
+    assert steps_s > 0
+    assert parts_s > 0.9 * steps_s
+    assert max(each["drafts"]["mean_accept_length"] or 0 for each in intervals) > 1
+
+
+def test_blocks_elsewhere_and_one_screen_on_a_terminal(tmp_path: Path) -> None:
+    with running_up(tmp_path), running("status", "--watch", "--state-dir", str(tmp_path), *INTERVAL) as watch:
+        until(lambda: "overlap" in watch.output(), watch)
+        on_terminal, exit_status = watched_on_a_terminal("--state-dir", str(tmp_path))
+        watch.signal(signal.SIGTERM)
+        assert watch.end() == 0
+        assert watch.errors() == ""
+        blocks = watch.output().rstrip("\n").split("\n\n")
+    assert len(blocks) >= 2
+    for block in blocks:
+        assert "\x1b" not in block
+        assert block.count("SERVING") == 3
+        assert "services  scheduler" in block
+    assert exit_status == 0
+    assert on_terminal.startswith("\x1b[?1049h")  # to the other screen, and back from it
+    assert "Slipstream" in on_terminal.rpartition("\x1b[?1049l")[2]
+
+
+def watched_on_a_terminal(*options: str) -> tuple[str, int]:
+    """What it writes to a terminal until Ctrl-C, which comes when the first interval is there."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    command = (*COMMAND, "status", "--watch", *INTERVAL, *options)
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    written, is_asked = b"", False
+    while True:
+        try:
+            written += os.read(ours, 65536)
+        except OSError:  # how a terminal says that nobody writes to it any more
+            break
+        if not is_asked and b"overlap" in written:
+            process.send_signal(signal.SIGINT)
+            is_asked = True
+    os.close(ours)
+    return written.decode(), process.wait()
+
+
+@pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
+def test_an_interval_out_of_range(interval: str) -> None:
+    found = slipstream("status", "--watch", "--interval", interval)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("slipstream: error: --interval: got ")
+
+
+def test_an_interval_without_watching() -> None:
+    found = slipstream("status", "--interval", "1")
+    assert found.returncode == 2
+    assert "a number with --watch" in found.stderr
+
+
+def test_nobody_at_the_address_is_said_and_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        server = f"127.0.0.1:{closed.getsockname()[1]}"
+    with running("status", "--watch", "--server", server, *INTERVAL) as watch:
+        until(lambda: watch.output().count(f"no answer from a server at {server}") >= 2, watch)
+        watch.signal(signal.SIGINT)
+        assert watch.end() == 0
