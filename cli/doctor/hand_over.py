@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 
 WORDS = 8
 """Passed from hand to hand, one by one, to see that memory and fences work."""
-WARM, TIMED = 50, 500
-"""Hand-overs there and back."""
+BATCH, BATCHES = 100, 6
+"""Hand-overs there and back; the first batch is not counted."""
+TIMED = BATCH * (BATCHES - 1)
 _ANSWER_S = 60.0
+_END_S = 10.0
 _PEER = (sys.executable, "-m", "slipstream.cli.doctor.peer")
 
 
@@ -60,7 +63,7 @@ class HandOver:
 def measure(device_name: str, fence: str, environment: Mapping[str, str]) -> HandOver:
     """Starts both processes with `environment` added. Raises SlipstreamError where one cannot do its part."""
     device = choose_device(device_name, fence)
-    sizes = {"questions": WORDS + 1, "answers": WORDS + 1, "stamps": WORDS + WARM + TIMED + 1}
+    sizes = {"questions": WORDS + 1, "answers": WORDS + 1, "stamps": WORDS + 1 + BATCHES * (BATCH + 1)}
     specs = [BufferSpec(name, (size,), torch.int64, "verify") for name, size in sizes.items()]
     arena = device.create_arena(specs, (HERE, THERE))
     try:
@@ -86,14 +89,21 @@ def _pass_words(one: _Process, other: _Process) -> None:
 
 
 def _time(one: _Process, other: _Process, device: Device, arena: Arena) -> tuple[float, ...]:
-    """Half of each round, in microseconds; all is enqueued ahead, so that the streams alone hand over."""
-    first, last = WORDS + 1, WORDS + WARM + TIMED
-    other.tell(f"follow {first} {last}")
-    one.tell(f"lead {first} {last}")
-    one.tell("finish")
-    other.tell("finish")
-    stamps = device.to_host([arena.tensor("stamps")])[0][WORDS + WARM :].tolist()
-    return tuple((after - before) / 2000 for before, after in pairwise(stamps))
+    """Half of each round, in microseconds.
+
+    A batch is enqueued as a whole and then let go, so that the streams alone hand over. Larger ones would fill the
+    queue of a GPU's stream, and nobody could go on.
+    """
+    times: list[float] = []
+    for gate in range(WORDS + 1, WORDS + 1 + BATCHES * (BATCH + 1), BATCH + 1):
+        other.tell(f"follow {gate + 1} {gate + BATCH}")
+        one.tell(f"lead {gate} {gate + BATCH}")
+        arena.fence(THERE).release(gate)
+        one.tell("finish")
+        other.tell("finish")
+        stamps = device.to_host([arena.tensor("stamps")])[0][gate : gate + BATCH + 1].tolist()
+        times.extend((after - before) / 2000 for before, after in pairwise(stamps))
+    return tuple(times[BATCH:])
 
 
 class _Process:
@@ -110,6 +120,11 @@ class _Process:
         with subprocess.Popen(_PEER, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=merged) as it:
             try:
                 yield cls(it)
+                # In order, if it can: a client of MPS that is killed may take the others along.
+                if it.stdin is not None:
+                    it.stdin.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    it.wait(_END_S)
             finally:
                 it.kill()
 

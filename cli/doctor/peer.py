@@ -36,10 +36,12 @@ class Peer:
         """Whether this process is under MPS."""
         return "under MPS" if self._device.under_mps else "without MPS"
 
-    def lead(self, first: int, last: int) -> str:
-        """Signals each value, waits for its answer, and stamps when that is there."""
+    def lead(self, gate: int, last: int) -> str:
+        """Once `gate` is let through: signals each value behind it, waits for its answer, and stamps the time."""
         here, there, stamps = self._fence(HERE), self._fence(THERE), self._arena.tensor("stamps")
-        for value in range(first, last + 1):
+        there.wait(self._stream, gate)
+        self._device.stamp(self._stream, stamps[gate])
+        for value in range(gate + 1, last + 1):
             here.signal(self._stream, value)
             there.wait(self._stream, value)
             self._device.stamp(self._stream, stamps[value])
