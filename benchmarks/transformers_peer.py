@@ -1,0 +1,124 @@
+"""`transformers` as a peer: how fast it generates, alone with a compiled static cache, and with an assistant."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.benchmarks.scripted_acceptance import Script, acceptance_rate, follow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What one way of generating does, for one request at a time."""
+
+    way: str
+    tokens_per_second: float
+    """Median over the repeats; the first token, which the prompt pays for, is not counted."""
+    repeats: tuple[float, ...]
+    mean_accept_length: float
+    """Tokens a forward of the target."""
+
+
+def load(directory: Path, *, device: torch.device, dtype: torch.dtype, is_dummy: bool) -> Any:
+    """A causal model; with random weights if there are none to load."""
+    if not is_dummy:
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        return model.to(device).eval()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.from_pretrained(directory), dtype=dtype
+        )
+    return model.eval()
+
+
+class TransformersPeer:
+    """Greedy generation of a fixed length, one request at a time."""
+
+    def __init__(self, target: Any, *, num_new_tokens: int) -> None:
+        self._target = target
+        self._num_new_tokens = num_new_tokens
+        self._num_forwards = 0
+        target.register_forward_hook(self._count)
+
+    def compiled(self, prompt: Sequence[int]) -> Peer:
+        """Plain decoding with a static cache, which `transformers` compiles by itself on a GPU."""
+        settings = {"cache_implementation": "static"}
+        return self._measure("transformers, compiled, static cache", prompt, settings)
+
+    def assisted(
+        self, prompt: Sequence[int], assistant: Any, *, num_draft_tokens: int, mean_accept_length: float | None
+    ) -> Peer:
+        """Assisted generation; both models follow a script if they are to agree as told."""
+        assistant.generation_config.num_assistant_tokens = num_draft_tokens
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        undo = []
+        if mean_accept_length is not None:
+            num_positions = len(prompt) + self._num_new_tokens + num_draft_tokens + 2
+            rate = acceptance_rate(mean_accept_length, num_draft_tokens)
+            script = Script.draw(num_positions, rate, seed=0, device=self._target.device)
+            undo = [follow(self._target, script.tokens), follow(assistant, script.guesses)]
+        try:
+            return self._measure("transformers, assisted", prompt, {"assistant_model": assistant})
+        finally:
+            for remove in undo:
+                remove()
+
+    def _measure(self, way: str, prompt: Sequence[int], settings: dict[str, Any]) -> Peer:
+        rates = []
+        num_forwards = 0
+        self._generate(prompt, self._num_new_tokens, settings)  # compiles, and warms up
+        for _ in range(REPEATS):
+            first, num_first = self._run(prompt, 1, settings)
+            whole, num_whole = self._run(prompt, self._num_new_tokens, settings)
+            rates.append((self._num_new_tokens - 1) / (whole - first))
+            num_forwards += num_whole - num_first
+        return Peer(
+            way=way,
+            tokens_per_second=median(rates),
+            repeats=tuple(rates),
+            mean_accept_length=REPEATS * (self._num_new_tokens - 1) / num_forwards,
+        )
+
+    def _run(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> tuple[float, int]:
+        """Seconds, and forwards of the target."""
+        self._num_forwards = 0
+        _synchronize(self._target.device)
+        started = time.perf_counter()
+        self._generate(prompt, num_new_tokens, settings)
+        _synchronize(self._target.device)
+        return time.perf_counter() - started, self._num_forwards
+
+    @torch.inference_mode()
+    def _generate(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> None:
+        ids = torch.tensor([list(prompt)], device=self._target.device)
+        output = self._target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_new_tokens,
+            min_new_tokens=num_new_tokens,
+            pad_token_id=0,
+            **settings,
+        )
+        assert output.shape[1] == len(prompt) + num_new_tokens, "the length is fixed"
+
+    def _count(self, *_: object) -> None:
+        self._num_forwards += 1
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
