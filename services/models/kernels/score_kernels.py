@@ -1,0 +1,157 @@
+"""What the sampler's kernels find in a block of the vocabulary, and in what the blocks of a row left."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slipstream.services.models.kernels.filter_kernels import deficits_of, is_before_cut, load_logits, weights_of
+from slipstream.services.models.kernels.noise_kernels import gumbel, noise_words, noise_words_of, rough_gumbel
+
+ROUGH_ERROR = tl.constexpr(4e-4)
+"""Twice what a score that may win is off at most when it is rough, and room."""
+
+
+@triton.jit
+def best_score(
+    logits: tl.tensor,
+    token_ids: tl.tensor,
+    row: tl.tensor,
+    block: tl.tensor,
+    greatest: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    position: tl.tensor,
+    least_min_p: tl.tensor,  # float64: the greatest deficit that min-p keeps, read if HAS_FILTERS, and so on
+    cut: tl.tensor,
+    ties: tl.tensor,
+    counts: tl.tensor,
+    bound: tl.tensor,  # int32: the bits of the deficit before which tokens count
+    bound_index: tl.tensor,  # int32: tokens with this very deficit count before this index
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    num_rows: tl.tensor,
+    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_FILTERS: tl.constexpr,
+) -> tl.tensor:
+    """A block's best score (noise less deficit), and the index of the token that has it: of equal ones the first.
+
+    Rough scores leave one token or two that may be the best, and only theirs are computed in float64.
+    """
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    values = load_logits(logits, row, index, vocab_size)
+    if HAS_FILTERS:
+        deficits = deficits_of(values, greatest, temperature)
+        keys = deficits.to(tl.int32, bitcast=True)
+        is_kept = (keys < bound) | ((keys == bound) & (index < bound_index))
+        is_kept = is_kept & is_before_cut(keys, cut, ties, counts, row, block, num_blocks, num_rows, BLOCK_G)
+        is_kept = is_kept & (deficits.to(tl.float64) <= least_min_p)
+    else:
+        deficits = tl.where(values == greatest, 0.0, greatest - values) * (1.0 / temperature)
+        is_kept = deficits >= 0.0
+    is_kept = is_kept & (index < vocab_size) & (deficits < float("inf"))
+    if HAS_IDS:
+        ids = tl.load(token_ids + index, mask=index < vocab_size, other=0).to(tl.int32)
+        words = noise_words_of(seed, position, ids)
+    else:
+        words = noise_words(seed, position, block * BLOCK, BLOCK)
+    rough = tl.where(is_kept, rough_gumbel(words) - deficits, float("-inf"))
+    candidate = tl.where(is_kept & (rough >= tl.max(rough, axis=0) - ROUGH_ERROR), index, vocab_size)
+    best = tl.full([], float("-inf"), tl.float32)
+    chosen = vocab_size - 1
+    first = tl.min(candidate, axis=0)
+    while first < vocab_size:
+        token_id = first
+        if HAS_IDS:
+            token_id = tl.load(token_ids + first).to(tl.int32)
+        deficit = deficits_of(load_logits(logits, row, first, vocab_size), greatest, temperature)
+        score = gumbel(noise_words_of(seed, position, token_id)) - deficit
+        chosen = tl.where(score > best, first, chosen)
+        best = tl.maximum(score, best)
+        candidate = tl.where(index == first, vocab_size, candidate)
+        first = tl.min(candidate, axis=0)
+    return best, chosen
+
+
+@triton.jit
+def least_of(min_ps: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """The greatest deficit that min-p keeps: float64."""
+    min_p = tl.load(min_ps + row).to(tl.float64)
+    return tl.where(min_p > 0.0, -tl.log(tl.where(min_p > 0.0, min_p, 1.0)), float("inf"))
+
+
+@triton.jit
+def masses_of(
+    logits: tl.tensor,
+    row: tl.tensor,
+    block: tl.tensor,
+    greatest: tl.tensor,
+    temperature: tl.tensor,
+    cut: tl.tensor,
+    ties: tl.tensor,
+    counts: tl.tensor,
+    bound: tl.tensor,
+    bound_index: tl.tensor,
+    vocab_size: tl.tensor,
+    num_blocks: tl.tensor,
+    num_rows: tl.tensor,
+    BLOCK: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+) -> tl.tensor:
+    """The mass of what top-k keeps of a block, and of what of it lies before a bound."""
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    deficits = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
+    keys = deficits.to(tl.int32, bitcast=True)
+    is_kept = (index < vocab_size) & is_before_cut(keys, cut, ties, counts, row, block, num_blocks, num_rows, BLOCK_G)
+    weights = tl.where(is_kept, weights_of(deficits), 0.0)
+    is_before = (keys < bound) | ((keys == bound) & (index < bound_index))
+    return tl.sum(weights, axis=0), tl.sum(tl.where(is_before, weights, 0.0), axis=0)
+
+
+@triton.jit
+def is_kept_by_top_p(
+    block_masses: tl.tensor,  # [2, N, num_blocks] float32: those of `masses_of`
+    top_ps: tl.tensor,
+    row: tl.tensor,
+    num_blocks: tl.tensor,
+    num_rows: tl.tensor,
+    BLOCK_G: tl.constexpr,
+) -> tl.tensor:
+    """Whether the mass before a token is less than what top-p wants."""
+    g = tl.arange(0, BLOCK_G)
+    at = row * num_blocks + g
+    total = tl.load(block_masses + at, mask=g < num_blocks, other=0.0).to(tl.float64)
+    before = tl.load(block_masses + num_rows.to(tl.int64) * num_blocks + at, mask=g < num_blocks, other=0.0)
+    wanted = tl.load(top_ps + row).to(tl.float64) * tl.sum(total, axis=0)
+    return tl.sum(before.to(tl.float64), axis=0) < wanted
+
+
+@triton.jit
+def first_best(
+    values: tl.tensor,  # [N, num_blocks] float32
+    indices: tl.tensor,  # [N, num_blocks] int32
+    row: tl.tensor,
+    num_blocks: tl.tensor,
+    BLOCK_G: tl.constexpr,
+) -> tl.tensor:
+    """The index that goes with the greatest value of a row, of equal ones the first."""
+    g = tl.arange(0, BLOCK_G)
+    value = tl.load(values + row * num_blocks + g, mask=g < num_blocks, other=float("-inf"))
+    index = tl.load(indices + row * num_blocks + g, mask=g < num_blocks, other=0x7FFFFFFF)
+    return tl.min(tl.where(value == tl.max(value, axis=0), index, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def bits_of_deficit(
+    logits: tl.tensor,
+    row: tl.tensor,
+    index: tl.tensor,
+    greatest: tl.tensor,
+    temperature: tl.tensor,
+    vocab_size: tl.tensor,
+) -> tl.tensor:
+    """Those of one token: int32."""
+    deficit = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
+    return deficit.to(tl.int32, bitcast=True)

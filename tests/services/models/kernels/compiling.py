@@ -1,0 +1,83 @@
+"""Compiles the kernels for a GPU that need not be there; a program of its own, outside Triton's interpreter.
+
+    python -m tests.services.models.kernels.compiling
+
+The interpreter takes what the compiler does not: types that change in a branch, globals, returns of two types.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from slipstream.services.models.kernels import (
+    attention_kernels,
+    block_kernels,
+    filter_kernels,
+    kv_kernels,
+    sampling_kernels,
+)
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NUMBERS = {
+    **dict.fromkeys(("num_pages", "table_width", "width", "num_splits", "num_query_blocks", "window"), "i32"),
+    **dict.fromkeys(("vocab_size", "num_blocks", "num_rows", "level", "num_tokens", "max_positions"), "i32"),
+    **dict.fromkeys(("score_scale", "eps"), "fp32"),
+}
+POINTERS = {
+    **dict.fromkeys(("page_table", "positions", "limits", "tree_starts", "tree_bits"), "*i64"),
+    **dict.fromkeys(("top_ks", "seeds", "token_ids", "tokens"), "*i64"),
+    **dict.fromkeys(("counts", "bits", "count_before", "looked_at", "block_index", "block_chosen"), "*i32"),
+    **dict.fromkeys(("qkv", "kv", "output", "query_norm", "key_norm", "logits"), "*bf16"),
+    **dict.fromkeys(("x", "delta", "weight", "summed", "normed", "gate_up"), "*bf16"),
+    "is_valid": "*i1",
+    "is_done": "*i8",
+}
+"""The others are float32."""
+PROMPT = {"BLOCK_M": 128, "BLOCK_N": 64, "SPARES_MASKS": True, "IS_SPLIT": False}
+HEADS = {"PAGE_SIZE": 16, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
+ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_TREE": False, "HAS_WINDOW": False, "SPARES_MASKS": False}
+KEEP = {**HEADS, "Q_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_HEADS": 2, "FIRST_HEAD": 0, "HAS_ROTATION": True}
+SAMPLE = {"BLOCK": 4096, "BLOCK_G": 32, "HAS_IDS": False, "HAS_FILTERS": True, "IS_SECOND": False}
+KERNELS: tuple[tuple[Any, dict[str, object]], ...] = (
+    (attention_kernels.attend_kernel, {**ATTEND, "IS_SPLIT": True}),
+    (attention_kernels.attend_kernel, {**ATTEND, "IS_SPLIT": True, "HAS_TREE": True, "HAS_WINDOW": True}),
+    (
+        attention_kernels.attend_kernel,
+        {**ATTEND, **PROMPT},
+    ),
+    (attention_kernels.combine_kernel, {**HEADS, "BLOCK_S": 16}),
+    (kv_kernels.rotation_kernel, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
+    (kv_kernels.keep_kernel, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
+    (block_kernels.rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
+    (block_kernels.swiglu_kernel, {"SIZE": 14336, "BLOCK": 1024}),
+    (sampling_kernels.greatest_kernel, SAMPLE),
+    (filter_kernels.count_kernel, SAMPLE),
+    (sampling_kernels.score_kernel, {**SAMPLE, "HAS_FILTERS": False, "HAS_IDS": True}),
+    (sampling_kernels.score_kernel, {**SAMPLE, "IS_SECOND": True}),
+    (sampling_kernels.mass_kernel, SAMPLE),
+    (sampling_kernels.choose_kernel, {**SAMPLE, "HAS_IDS": True}),
+    (sampling_kernels.choose_kernel, {**SAMPLE, "IS_SECOND": True}),
+    (sampling_kernels.settle_kernel, SAMPLE),
+)
+
+
+def main() -> None:
+    """Compiles all, and says which."""
+    warnings.simplefilter("ignore", UserWarning)  # of Triton's own, about the next version's defaults
+    for kernel, constants in KERNELS:
+        values = {**constants, "OVERLAPS": True}
+        names = [parameter.name for parameter in kernel.params]
+        types = {name: NUMBERS.get(name, POINTERS.get(name, "*fp32")) for name in names}
+        types |= {parameter.name: "constexpr" for parameter in kernel.params if parameter.is_constexpr}
+        fixed = {(names.index(name),): values[name] for name in names if types[name] == "constexpr"}
+        source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
+        compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
+        print(kernel.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()
