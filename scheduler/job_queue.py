@@ -26,6 +26,7 @@ class JobQueue:
         self._cancelled: list[Job] = []
         self._closed_by: str | None = "the scheduler has not started yet"
         self._is_stopped = False
+        self._is_shut = False
         self._changed = threading.Condition()
 
     def submit(self, *jobs: Job) -> None:
@@ -78,14 +79,21 @@ class JobQueue:
             self._changed.wait_for(lambda: self._is_stopped, timeout_s)
 
     def open(self) -> None:
-        """Lets jobs in."""
+        """Lets jobs in, unless the queue was shut."""
         with self._changed:
-            self._closed_by = None
+            if not self._is_shut:
+                self._closed_by = None
 
     def close(self, reason: str) -> None:
         """Refuses new jobs with `reason`; those that wait stay."""
         with self._changed:
-            self._closed_by = reason
+            if not self._is_shut:
+                self._closed_by = reason
+
+    def shut(self, reason: str) -> None:
+        """Closes it for good: workers that come back do not open it again."""
+        with self._changed:
+            self._closed_by, self._is_shut = reason, True
 
     def stop(self) -> None:
         """Wakes the scheduler's loop for good."""
@@ -98,6 +106,11 @@ class JobQueue:
         with self._changed:
             jobs, self._waiting = list(self._waiting), deque()
             return jobs
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether `shut` was called."""
+        return self._is_shut
 
     @property
     def is_stopped(self) -> bool:

@@ -101,7 +101,7 @@ async def run_scheduler(
 async def _finish(server: GrpcServer, queue: JobQueue, desk: FrontDesk, grace_s: float) -> None:
     """Lets no job in any more and gives those that are there their time."""
     server.set_serving(False)
-    queue.close("the server is shutting down")
+    queue.shut("the server is shutting down")
     try:
         async with asyncio.timeout(grace_s):
             await desk.wait_idle()
@@ -158,13 +158,18 @@ class _Serving:
         # What is loaded by now stays: the collector need not look at it in the middle of a step.
         gc.collect()
         gc.freeze()
-        self._loop.call_soon_threadsafe(self._server.set_serving, True)
+        self._loop.call_soon_threadsafe(self._set_serving)
         algorithm = epoch.workers.algorithm
         mps = "on" if epoch.workers.under_mps else "off"
         extra = {"epoch": epoch.number}
         logger.info(
             "serving %s, algorithm %s, fence %s, MPS %s", verify.model, algorithm, epoch.fence_kind, mps, extra=extra
         )
+
+    def _set_serving(self) -> None:
+        # Workers may come back while the server is shutting down.
+        if not self._queue.is_shut:
+            self._server.set_serving(True)
 
     def detached(self, reason: str) -> None:
         """See `Audience.detached`."""

@@ -100,3 +100,13 @@ def test_only_the_end_wakes_who_waits_for_it() -> None:
     queue.stop()
     queue.wait_for_stop(30.0)
     assert queue.is_stopped
+
+
+def test_workers_that_come_back_do_not_open_a_queue_that_was_shut() -> None:
+    queue = open_queue()
+    queue.shut("the server is shutting down")
+    queue.close("verify is lost")
+    queue.open()
+    assert queue.is_shut
+    with pytest.raises(UnavailableError, match="shutting down"):
+        queue.submit(make_job())
