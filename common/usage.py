@@ -39,6 +39,7 @@ class Usage:
     queue_seconds: float
     """To its admission."""
     time_to_first_token_seconds: float
+    """0 when there is none."""
     end_to_end_seconds: float
     mean_inter_token_latency_seconds: float = 0.0
     """From a token to the next; 0 when there are fewer than two."""
@@ -52,6 +53,7 @@ class Usage:
         num_verify_steps = sum(usage.num_verify_steps for usage in samples)
         places = zip_longest(*(usage.accepted_per_position for usage in samples), fillvalue=0)
         gaps = [max(0, usage.completion_tokens - 1) for usage in samples]
+        first_tokens = [usage.time_to_first_token_seconds for usage in samples if usage.completion_tokens]
         waited = sum(usage.mean_inter_token_latency_seconds * count for usage, count in zip(samples, gaps, strict=True))
         return cls(
             prompt_tokens=samples[0].prompt_tokens,
@@ -63,7 +65,7 @@ class Usage:
             accepted_per_position=tuple(map(sum, places)),
             seed=samples[0].seed,
             queue_seconds=min(usage.queue_seconds for usage in samples),
-            time_to_first_token_seconds=min(usage.time_to_first_token_seconds for usage in samples),
+            time_to_first_token_seconds=min(first_tokens, default=0.0),
             end_to_end_seconds=max(usage.end_to_end_seconds for usage in samples),
             mean_inter_token_latency_seconds=waited / max(1, sum(gaps)),
         )

@@ -64,11 +64,11 @@ class FrontDesk:
         Raises AlreadyExistsError when another request made a job of this name.
         """
         kept = self._store.get(job_id)
-        if kept is None or kept.can_be_repeated:
+        if kept is None:
             return None
         if kept.digest != digest:
             raise AlreadyExistsError(f"there is a job {job_id!r}, and another request made it")
-        return kept
+        return None if kept.can_be_repeated else kept
 
     def create(self, request: CheckedRequest, new_detokenizer: Callable[[], Detokenizer]) -> KeptJob:
         """The job of a request: a new one, unless `find` finds it. Raises what `find` and `JobQueue.submit` raise."""

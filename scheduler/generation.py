@@ -10,6 +10,7 @@ from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedErro
 from slipstream.common.unknown_fields import reject_unknown_fields
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from slipstream.scheduler.detokenizer import Vocabulary
+from slipstream.scheduler.prompt import check_num_messages
 from slipstream.scheduler.validation import check_job_id, digest_of, parse_request
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         """See generation.proto."""
         kept = self._named(request)
         if request.from_token and request.from_tokens:
-            raise InvalidArgumentError("from_tokens", list(request.from_tokens), "none where from_token is given")
+            given = f"{len(request.from_tokens)} numbers"
+            raise InvalidArgumentError("from_tokens", given, "none where from_token is given")
         field, offsets = "from_token", [request.from_token]
         if request.from_tokens:
             field, offsets = "from_tokens", list(request.from_tokens)
@@ -123,6 +125,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def _admit(self, request: JobRequest) -> KeptJob:
         # A request that comes again needs no model, nor room in the queue.
+        check_num_messages(request)
         reject_unknown_fields(request)
         kept = self._desk.find(request.job_id, digest_of(request)) if request.job_id else None
         if kept is not None:

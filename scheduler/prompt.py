@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     JobRequest = generation_pb2.GenerateRequest | generation_pb2.CreateJobRequest
 
 ROLES = ("system", "user", "assistant")
+MAX_MESSAGES = 4096
+"""Millions of them fit into a request, and looking at each takes a microsecond of the event loop's time."""
 
 
 class Tokenizer(Protocol):
@@ -55,6 +57,13 @@ def read_prompt(request: JobRequest, tokenizer: Tokenizer, *, vocab_size: int, c
         accepted = f"{field} that the tokenizer turns into token ids of 0 to {vocab_size - 1}"
         raise InvalidArgumentError(field, f"token id {max(prompt)}", accepted)
     return prompt
+
+
+def check_num_messages(request: JobRequest) -> None:
+    """Raises InvalidArgumentError for more messages than are ever looked at."""
+    given = len(request.messages.items)
+    if given > MAX_MESSAGES:
+        raise InvalidArgumentError("messages.items", f"{given} messages", f"at most {MAX_MESSAGES}")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:

@@ -111,6 +111,10 @@ def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> S
     # Defaults are those of SamplingParams, which also checks the ranges; NaN is in none.
     given: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS if params.HasField(name)}
     seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    # Before they are sorted: half a million fit into a request.
+    if len(params.logit_bias) > MAX_LISTED_IDS:
+        given_ids = f"{len(params.logit_bias)} token ids"
+        raise InvalidArgumentError("sampling_params.logit_bias", given_ids, f"at most {MAX_LISTED_IDS}")
     sampling = SamplingParams(seed=seed, logit_bias=tuple(sorted(params.logit_bias.items())), **given)
     sampling.check_token_ids(limits.vocab_size)
     return sampling

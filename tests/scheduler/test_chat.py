@@ -8,6 +8,8 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.scheduler import generation
+from slipstream.scheduler.prompt import MAX_MESSAGES
 from tests.scheduler.following import collect, text_of, tokens_of
 from tests.scheduler.generation_server import EOS_ID, generation_server
 
@@ -83,3 +85,12 @@ async def test_what_a_template_does_not_take(
             await collect(client.generate(messages))
         assert caught.value.field == "messages"
         assert server.desk.num_jobs == 0
+
+
+async def test_more_messages_than_are_looked_at_are_refused_before_they_are(templates: pytest.MonkeyPatch) -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        give(server, TEMPLATE, templates)
+        templates.setattr(generation, "reject_unknown_fields", lambda _: pytest.fail("looked at"))
+        with pytest.raises(InvalidArgumentError, match="got '4097 messages', accepted: at most 4096") as caught:
+            await collect(client.generate([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)))
+        assert caught.value.field == "messages.items"

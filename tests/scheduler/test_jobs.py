@@ -97,6 +97,8 @@ async def test_a_job_that_was_left_or_failed_can_be_tried_again(server: Generati
     with pytest.raises(UnavailableError, match="verify is gone"):
         await collect(client.watch_job("mine"))
     server.loop.error = server.loop.pause_tokens = None
+    with pytest.raises(AlreadyExistsError, match="'mine'"):
+        await client.create_job([5], job_id="mine", max_new_tokens=8)
     assert tokens_of(await collect(client.generate([5], job_id="mine", max_new_tokens=9))) == [5] * 9
 
 
