@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.chunk import FinishReason
+from slipstream.common.errors import FutureMapError
 from slipstream.common.step import PromptChunk, SlotUpdate, StepKind
 from slipstream.scheduler.jobs import Progress
 from slipstream.scheduler.pages import PageAllocator
@@ -116,7 +117,11 @@ class Batch:
         return self._prefill_step(waiting) if self._was_prefill else self._decode_step(decoding)
 
     def apply(self, step: Step, result: StepResult) -> list[Delivery]:
-        """Takes in the result of a step: what it brings each job. Rows of requests that are over are dropped."""
+        """Takes in the result of a step: what it brings each job. Rows of requests that are over are dropped.
+
+        Raises FutureMapError, and takes in nothing, if it has more tokens of a request than there can be.
+        """
+        self._check(step, result)
         deliveries = []
         logprobs = result.logprobs or [()] * len(result.tokens)
         for lease, tokens, likely in zip(step.yielding, result.tokens, logprobs, strict=True):
@@ -131,6 +136,16 @@ class Batch:
                 self._end(request)
             deliveries.append((request.job, progress))
         return deliveries
+
+    def _check(self, step: Step, result: StepResult) -> None:
+        # Of all rows before any is taken in: no job may have come to its end with a step that fails.
+        for lease, tokens in zip(step.yielding, result.tokens, strict=True):
+            if self.slots.is_current(lease):
+                most = self._num_drafted(self._running[lease], step.kind)
+                if len(tokens) - 1 > most:
+                    raise FutureMapError(
+                        f"step {step.number}, slot {lease.slot}: {len(tokens) - 1} tokens accepted of {most} at most"
+                    )
 
     def drafts(self, step: Step, result: StepResult) -> list[DraftCount]:
         """What became of the drafts of a step, of requests that still run and speculate; the others are nobody's."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.chunk import FinishReason
-from slipstream.common.errors import PendingLengthError, UnavailableError
+from slipstream.common.errors import FutureMapError, PendingLengthError, UnavailableError
 from slipstream.common.logprobs import TokenLogprobs
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import StepKind
@@ -424,6 +424,21 @@ def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
     while run.turn():
         pass
     assert list(run.ends) == [large, small, larger]
+
+
+def test_too_many_tokens_for_one_request_end_no_other() -> None:
+    """Whoever came to an end with such a step would never hear of it."""
+    run = _run()
+    short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
+    run.queue.submit(short, bounded)
+    run.batch.admit(run.queue)
+    while (step := run.batch.next_step()) is not None and step.kind is StepKind.PREFILL:
+        run.take(run.batch.apply(step, run.device.run(step)))
+    assert step is not None
+    with pytest.raises(FutureMapError, match="2 tokens accepted of 1 at most"):
+        run.batch.apply(step, StepResult([[1, 1], [1, 1, 1]]))
+    ended = run.batch.fail(UnavailableError("verify is gone"), waiting=[])
+    assert [job for job, _ in ended] == [short, bounded]
 
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
