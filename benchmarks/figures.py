@@ -23,6 +23,8 @@ SERVING_FRACTION = 0.6
 """Of the capacity: the rate that the table shows."""
 LONG_PROMPT_CHUNKS = (64, 512, 4096)
 """The sizes of chunks that the table shows; 512 is the default."""
+ATTENTION = ((1, 8192), (32, 1024), (32, 8192))
+"""Batch and context of what the table shows."""
 DRAFTS = {"none": "no draft", "standalone": "standalone draft", "eagle3": "EAGLE-3 head"}
 
 
@@ -43,8 +45,24 @@ def table() -> str:
         )
     )
     rows += [_serving(_load("serving_cpu")), _overload(_load("overload_cpu")), _long_prompt(_load("long_prompt_cpu"))]
+    rows.append(_attention(_load("attention_h200")))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
+
+
+def _attention(result: dict[str, Any]) -> tuple[str, str, str]:
+    places = {(m["batch"], m["context"]): m for m in result["measurements"]}
+    parts = []
+    for batch, context in ATTENTION:
+        m = places[batch, context]
+        times = m["torch_us"] / m["kernel_us"]
+        parts.append(
+            f"batch {batch}, context {context}: {100 * m['share_of_bandwidth']:.0f} % of the copy bandwidth, "
+            f"PyTorch's takes {times:.1f} times as long"
+        )
+    gpu = result["host"].partition(",")[0]
+    what = f"attention over pages on an {gpu}, 8B shape, {result['width']} query tokens, bfloat16"
+    return what, "; ".join(parts), _source("attention", "attention_h200")
 
 
 def _overlap(measurements: list[dict[str, Any]]) -> list[tuple[str, str, str]]:

@@ -19,6 +19,6 @@ depends on shapes alone, and nothing is read back, so that all of it can be capt
 of a kernel compiles it, which takes seconds: run each shape once before serving.
 
 Measured on an H200 with the shapes of an 8B model: matrix products by cuBLAS read weights at 88 % of the copy bandwidth
-for 5 tokens; fetching the next product's weights into the cache during the small kernels made a forward slower (2 to
-12 %), as cuBLAS's kernels prefetch by themselves. torch.compile makes norms and SwiGLU as fast as these and not faster.
+for 5 tokens; fetching the next product's weights into the cache during the small kernels made a forward slower (0 to
+8 %), as cuBLAS's kernels prefetch by themselves. torch.compile makes norms and SwiGLU as fast as these and not faster.
 """
