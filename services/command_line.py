@@ -33,6 +33,9 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", help="Compute th
 MetricsOption = Annotated[int, typer.Option("--metrics-port", help="Prometheus port on loopback; 0 is any free one.")]
 LogLevelOption = Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, WARNING or ERROR.")]
 LogFormatOption = Annotated[str, typer.Option("--log-format", help="console or json.")]
+DebugSyncOption = Annotated[
+    bool, typer.Option("--debug-sync", help="Debugging: a wait for the GPU while a step is enqueued is an error.")
+]
 StandInOption = Annotated[
     float | None, typer.Option("--stand-in-ms", help="Measuring: wait this long in place of the model's work.")
 ]

@@ -35,12 +35,19 @@ class WorkerConfig:
     """Where weights come from: the checkpoint ("auto"), or nowhere ("dummy": random, for measurements)."""
     simulate_accept_length: float | None = None
     """Accept draft tokens by chance, so that steps yield this many tokens on average: for measurements only."""
+    deterministic_width: int | None = None
+    """Verify on a GPU: every decode step computes all slots, with rows of so many tokens, and prompts are padded.
+
+    Then products have one size, and a token is the same in any batch, with any draft of fewer tokens and without one.
+    """
     threads: int | None = None
     """Compute threads on a CPU; None is half the cores, since two workers share them."""
     acknowledge_done: bool = False
     """Acknowledge a step when its work is done instead of when it is enqueued: a policy to measure against."""
     stand_in_ms: float | None = None
     """Replace the model's work in a step by a wait of this length: to measure everything else."""
+    debug_sync: bool = False
+    """A wait of PyTorch's for the GPU while a step is enqueued is an error."""
     access_log_dir: Path | None = None
     """Log every access to shared memory there, for the happens-before checker."""
 
@@ -61,6 +68,8 @@ class WorkerConfig:
         if self.simulate_accept_length is not None and not 1 <= self.simulate_accept_length <= MAX_ACCEPT_LENGTH:
             accepted = f"1 to {MAX_ACCEPT_LENGTH}, the bonus token included"
             raise ConfigError("simulate_accept_length", self.simulate_accept_length, accepted)
+        if self.deterministic_width is not None and not 1 <= self.deterministic_width <= MAX_ACCEPT_LENGTH:
+            raise ConfigError("deterministic_width", self.deterministic_width, f"1 to {MAX_ACCEPT_LENGTH}")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ConfigError("threads", self.threads, "1 to 1024")
         if self.stand_in_ms is not None and not 0 <= self.stand_in_ms <= 60_000:

@@ -100,14 +100,25 @@ class Engine:
     """The device side of a worker."""
 
     def __init__(
-        self, role: RoleEngine, device: Device, stream: Stream, log: AccessLog, *, uses_graphs: bool = True
+        self,
+        role: RoleEngine,
+        device: Device,
+        stream: Stream,
+        log: AccessLog,
+        *,
+        uses_graphs: bool = True,
+        refuses_waits: bool = False,
     ) -> None:
-        """`uses_graphs`: whether steps are captured where the device has graphs; only to find out what they change."""
+        """`uses_graphs`: whether steps are captured where the device has graphs; only to find out what they change.
+
+        `refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
+        """
         self._role = role
         self._device = device
         self._stream = stream
         self._log = log
         self._uses_graphs = uses_graphs
+        self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
         self._state: EpochState | None = None
         self._arena: Arena | None = None
         self._fences: dict[FenceName, Fence] = {}
@@ -162,7 +173,13 @@ class Engine:
     def enqueue(self, command: StepCommand) -> None:
         """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
         with self._enqueueing:
-            self._enqueue(self._epoch_of(command), command)
+            if self._refuses_waits:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                self._enqueue(self._epoch_of(command), command)
+            finally:
+                if self._refuses_waits:
+                    torch.cuda.set_sync_debug_mode("default")
 
     def _enqueue(self, state: EpochState, command: StepCommand) -> None:
         state.slots.check(command)

@@ -32,9 +32,9 @@ class PaddedChunks:
     """[T] int64: which of the B * W tokens count, row after row."""
 
     @classmethod
-    def of(cls, chunks: Sequence[PromptChunk], staging: Staging) -> PaddedChunks:
-        """Lays them out on the host."""
-        width = max(len(chunk.tokens) for chunk in chunks)
+    def of(cls, chunks: Sequence[PromptChunk], staging: Staging, *, width: int | None = None) -> PaddedChunks:
+        """Lays them out on the host, in rows of `width` tokens; None is as wide as the longest."""
+        width = width or max(len(chunk.tokens) for chunk in chunks)
         tokens = torch.tensor([[*chunk.tokens, *([0] * (width - len(chunk.tokens)))] for chunk in chunks])
         starts = torch.tensor([chunk.start for chunk in chunks])
         lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])

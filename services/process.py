@@ -71,7 +71,7 @@ async def run_worker(
         device_thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
-        engine = Engine(role_engine, device, stream, log)
+        engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync)
         _add_build_info(registry, device, engine.description)
         collection = IdleCollection()
         servicer = WorkerServicer(

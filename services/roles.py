@@ -44,7 +44,12 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
             "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
             config.simulate_accept_length,
         )
-    return VerifyEngine(_load(config, device), description, simulate_accept_length=config.simulate_accept_length)
+    return VerifyEngine(
+        _load(config, device),
+        description,
+        simulate_accept_length=config.simulate_accept_length,
+        deterministic_width=config.deterministic_width,
+    )
 
 
 def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:

@@ -12,6 +12,7 @@ from slipstream.common.step import Role
 from slipstream.services.command_line import (
     AccessLogOption,
     AcknowledgeOption,
+    DebugSyncOption,
     DeviceOption,
     DtypeOption,
     ListenOption,
@@ -52,6 +53,7 @@ def draft(
     log_format: LogFormatOption = CONSOLE,
     stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
     acknowledge_done: AcknowledgeOption = WorkerConfig.acknowledge_done,
+    debug_sync: DebugSyncOption = WorkerConfig.debug_sync,
     access_log_dir: AccessLogOption = WorkerConfig.access_log_dir,
 ) -> None:
     """Serves a draft model, which proposes tokens."""
@@ -67,6 +69,7 @@ def draft(
             threads=threads,
             stand_in_ms=stand_in_ms,
             acknowledge_done=acknowledge_done,
+            debug_sync=debug_sync,
             access_log_dir=access_log_dir,
             algorithm=algorithm,
             target=target,

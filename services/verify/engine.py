@@ -11,9 +11,9 @@ from slipstream.common.errors import MismatchError
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.engine import Phase
 from slipstream.services.models.acceptance import SimulatedAcceptance
-from slipstream.services.padded_chunks import PaddedChunks
 from slipstream.services.verify.graphs import VerifyGraphs
-from slipstream.services.verify.target import PromptEnds, Target
+from slipstream.services.verify.prompts import PromptGroup
+from slipstream.services.verify.target import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,21 @@ class VerifyEngine:
     """Implements `RoleEngine` with a target model."""
 
     def __init__(
-        self, model: LanguageModel, description: WorkerDescription, *, simulate_accept_length: float | None = None
+        self,
+        model: LanguageModel,
+        description: WorkerDescription,
+        *,
+        simulate_accept_length: float | None = None,
+        deterministic_width: int | None = None,
     ) -> None:
-        """`simulate_accept_length`: accept by chance, so many tokens a step on average; the output is no text then."""
+        """`simulate_accept_length`: accept by chance, so many tokens a step on average; the output is no text then.
+
+        `deterministic_width`: where steps are graphs, one size for all of them, with rows of so many tokens.
+        """
         self._model = model
         self._description = description
         self._simulate_accept_length = simulate_accept_length
+        self._deterministic_width = deterministic_width
         self._target: Target | None = None
         self._graphs: VerifyGraphs | None = None
 
@@ -44,13 +53,13 @@ class VerifyEngine:
 
     def open(self, state: EpochState) -> None:
         """See `RoleEngine.open`."""
-        shape = state.attachment.shape
-        self._target = Target(
-            self._model, state, self._layers_to_fuse(state.attachment), self._acceptance(shape.num_draft_tokens)
-        )
+        num_draft_tokens = state.attachment.shape.num_draft_tokens
+        width = None if state.graphs is None else self._width(num_draft_tokens)
+        fused, simulated = self._layers_to_fuse(state.attachment), self._acceptance(num_draft_tokens)
+        self._target = Target(self._model, state, fused, simulated, width=width)
         self._model.open(state)
         if state.graphs is not None:
-            self._graphs = VerifyGraphs(self._target, state, state.graphs)
+            self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
 
     def close(self) -> None:
         """See `RoleEngine.close`."""
@@ -70,10 +79,20 @@ class VerifyEngine:
     def _prefill_phases(self, command: StepCommand, state: EpochState, target: Target) -> list[Phase]:
         if not command.chunks:
             return _phases(command.step, state, target, torch.empty(0), lambda: None)
-        chunks = PaddedChunks.of(command.chunks, state.staging)
-        ends = PromptEnds.of(command.chunks, state.staging)
-        rows = torch.empty(0) if ends is None else ends.rows
-        return _phases(command.step, state, target, rows, partial(target.prefill, command, chunks, ends))
+        is_one_size = state.graphs is not None and self._deterministic_width is not None
+        width = state.attachment.shape.chunk_tokens if is_one_size else None
+        groups = PromptGroup.of(command.chunks, state.staging, width=width)
+        ending = [chunk.slot for chunk in command.chunks if chunk.is_last]
+        rows = state.staging.put(torch.tensor(ending, dtype=torch.int64))
+        return _phases(command.step, state, target, rows, partial(target.prefill, command, groups))
+
+    def _width(self, num_draft_tokens: int) -> int | None:
+        """Tokens of a row in every decode step, where that is to be the same for all."""
+        width = self._deterministic_width
+        if width is not None and width <= num_draft_tokens:
+            rows = f"a row of a step with {num_draft_tokens} draft tokens has {num_draft_tokens + 1}"
+            raise MismatchError([f"deterministic width: verify has {width}, but {rows}"])
+        return width
 
     def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
         """None to take the target's word."""

@@ -60,23 +60,26 @@ class _Made:
 class VerifyGraphs:
     """Belongs to one epoch."""
 
-    def __init__(self, target: Target, state: EpochState, graphed: GraphedStep) -> None:
-        """Captures. Raises torch.OutOfMemoryError only if there is no memory for any."""
+    def __init__(self, target: Target, state: EpochState, graphed: GraphedStep, *, is_one_size: bool = False) -> None:
+        """Captures. `is_one_size`: every batch is padded to all slots."""
         self._target = target
         self._state = state
         self._graphed = graphed
         shape = state.attachment.shape
         kinds = (StepKind.DECODE, StepKind.PLAIN) if shape.num_draft_tokens else (StepKind.PLAIN,)
-        sizes = batch_buckets(shape.num_slots - 1)
+        sizes = (shape.num_slots - 1,) if is_one_size else batch_buckets(shape.num_slots - 1)
+        # Where there is no graph for a batch; of one size, too, if that is asked for.
+        self._eager_size = sizes[0] if is_one_size else None
         self._made: dict[StepKind, Buckets[_Made]] = {
             kind: capture_buckets(f"{kind.name.lower()} steps", sizes, partial(self._make, kind)) for kind in kinds
         }
 
     def phases(self, command: StepCommand) -> list[Phase]:
         """A decode step, with a draft or plain: the work up to publish, then the stash."""
-        step = _Step(
-            command, self._made[command.kind].get(len(command.slots)), self._target, self._state, self._graphed
-        )
+        num_rows = len(command.slots)
+        made = self._made[command.kind].get(num_rows)
+        padded = self._graphed.slots[: self._eager_size or num_rows]
+        step = _Step(command, made, padded, self._target, self._state, self._graphed)
         return [
             Phase(step.publish, FenceName.VERIFY_PUBLISH, is_stamped=True),
             Phase(step.stash, FenceName.VERIFY_STASH, is_stamped=True),
@@ -118,10 +121,18 @@ class _Step:
     """One step, by graphs as far as there are any for it. Its methods are stream work."""
 
     def __init__(
-        self, command: StepCommand, made: _Made | None, target: Target, state: EpochState, graphed: GraphedStep
+        self,
+        command: StepCommand,
+        made: _Made | None,
+        padded: torch.Tensor,
+        target: Target,
+        state: EpochState,
+        graphed: GraphedStep,
     ) -> None:
+        """`padded`: the slots that a look without a graph has, and perhaps padding."""
         self._command = command
         self._made = made
+        self._padded = padded
         self._target = target
         self._state = state
         self._graphed = graphed
@@ -134,7 +145,8 @@ class _Step:
         needs = self._state.slots.needs(self._command.slots)
         if self._made is None:
             self._graphed.stamp_start()
-            look = self._target.look(self._command.step, self._rows, has_draft=self._command.kind is StepKind.DECODE)
+            has_draft = self._command.kind is StepKind.DECODE
+            look = self._target.look(self._command.step, self._padded, has_draft=has_draft)
             self._choose(look, needs)
             return
         self._replay(self._made.look)

@@ -11,6 +11,7 @@ from slipstream.common.step import Role
 from slipstream.services.command_line import (
     AccessLogOption,
     AcknowledgeOption,
+    DebugSyncOption,
     DeviceOption,
     DtypeOption,
     ListenOption,
@@ -46,11 +47,20 @@ def verify(
             help="Measuring: accept draft tokens by chance, so many tokens a step on average; the output is no text.",
         ),
     ] = WorkerConfig.simulate_accept_length,
+    deterministic_width: Annotated[
+        int | None,
+        typer.Option(
+            "--deterministic-width",
+            help="On a GPU: tokens of a row in every step, at least one more than are drafted; the output then does "
+            "not depend on the batch or the draft.",
+        ),
+    ] = WorkerConfig.deterministic_width,
     metrics_port: MetricsOption = 0,
     log_level: LogLevelOption = "INFO",
     log_format: LogFormatOption = CONSOLE,
     stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
     acknowledge_done: AcknowledgeOption = WorkerConfig.acknowledge_done,
+    debug_sync: DebugSyncOption = WorkerConfig.debug_sync,
     access_log_dir: AccessLogOption = WorkerConfig.access_log_dir,
 ) -> None:
     """Serves the target model, which checks what a draft proposes."""
@@ -64,9 +74,11 @@ def verify(
             dtype=dtype,
             load_format=load_format,
             simulate_accept_length=simulate_accept_length,
+            deterministic_width=deterministic_width,
             threads=threads,
             stand_in_ms=stand_in_ms,
             acknowledge_done=acknowledge_done,
+            debug_sync=debug_sync,
             access_log_dir=access_log_dir,
         ),
     )

@@ -7,57 +7,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from slipstream.common.future_map import Outcome
+from slipstream.common.future_map import Logprobs, Outcome
 from slipstream.common.step import StepKind
 from slipstream.services.models.acceptance import accept
 from slipstream.services.models.logprobs import logprobs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from slipstream.common.future_map import StepNumber
-    from slipstream.common.step import PromptChunk, StepCommand
+    from slipstream.common.step import StepCommand
     from slipstream.services.engine import EpochState
     from slipstream.services.language_model import LanguageModel
     from slipstream.services.models.acceptance import SimulatedAcceptance
-    from slipstream.services.padded_chunks import PaddedChunks
+    from slipstream.services.models.decoder import DecoderOutput
+    from slipstream.services.paged_slots import SlotRows
     from slipstream.services.slot_table import Needs
-    from slipstream.services.staging import Staging
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEnds:
-    """Where, in a forward over B chunks, the E prompts end that do: what their first tokens are sampled from."""
-
-    rows: torch.Tensor
-    """[E] int64: their slots."""
-    chunks: torch.Tensor
-    """[E] int64: numbers of chunks."""
-    columns: torch.Tensor
-    """[E] int64: of the last tokens."""
-    lengths: torch.Tensor
-    """[E] int64: of the prompts."""
-    slots: tuple[int, ...]
-    """As `rows`, on the host."""
-
-    @classmethod
-    def of(cls, chunks: Sequence[PromptChunk], staging: Staging) -> PromptEnds | None:
-        """None if no prompt ends."""
-        ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
-        if not ends:
-            return None
-
-        def put(values: list[int]) -> torch.Tensor:
-            return staging.put(torch.tensor(values, dtype=torch.int64))
-
-        slots = tuple(chunks[number].slot for number in ends)
-        return cls(
-            rows=put(list(slots)),
-            chunks=put(ends),
-            columns=put([len(chunks[number].tokens) - 1 for number in ends]),
-            lengths=put([chunks[number].start + len(chunks[number].tokens) for number in ends]),
-            slots=slots,
-        )
+    from slipstream.services.verify.prompts import PromptEnds, PromptGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +49,18 @@ class Target:
         state: EpochState,
         aux_layers: tuple[int, ...],
         simulated: SimulatedAcceptance | None,
+        *,
+        width: int | None = None,
     ) -> None:
-        """`aux_layers`: whose inputs a draft reads. `simulated`: accepts in place of the target's word."""
+        """`aux_layers`: whose inputs a draft reads. `simulated`: accepts in place of the target's word.
+
+        `width`: tokens of a row in every look, those that are not there made up for; None is as many as there are.
+        """
         self._model = model
         self._state = state
         self._aux_layers = aux_layers
         self._simulated = simulated
+        self._width = width
         self._fused_settle = _fused_settle() if model.device.type == "cuda" else None
 
     def decode(self, command: StepCommand, rows: torch.Tensor) -> Outcome:
@@ -105,9 +75,24 @@ class Target:
         tokens = bonus_tokens[:, None]
         if has_draft:
             tokens = torch.cat((tokens, future_map.copy_in(step, rows)), dim=1)
-        positions = _positions(seq_lens, tokens)
-        output = self._model.forward(slots, tokens, positions, aux_layers=self._aux_layers)
-        return Look(rows, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
+        if self._width is None:
+            positions = _positions(seq_lens, tokens)
+            output = self._model.forward(slots, tokens, positions, aux_layers=self._aux_layers)
+            return Look(rows, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
+        return self._wide_look(rows, slots, seq_lens, tokens, self._width)
+
+    def _wide_look(
+        self, rows: torch.Tensor, slots: SlotRows, seq_lens: torch.Tensor, tokens: torch.Tensor, width: int
+    ) -> Look:
+        """The same through rows of `width` tokens: products of one size, whatever is in them."""
+        num_tokens = tokens.shape[1]
+        columns = torch.arange(width, device=tokens.device)
+        padded = torch.nn.functional.pad(tokens, (0, width - num_tokens))
+        positions = seq_lens[:, None] + columns.clamp_max(num_tokens - 1)
+        is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
+        output = self._model.forward(slots, padded, positions, is_valid=is_valid, aux_layers=self._aux_layers)
+        logits = self._model.decoder.logits(output.hidden)[:, :num_tokens].contiguous()
+        return Look(rows, seq_lens, tokens, logits, None if output.aux is None else output.aux[:, :num_tokens])
 
     def choose(self, look: Look, needs: Needs, top_logprobs: int | None = None) -> Outcome:
         """The target's own token at each place, as far as the draft agrees."""
@@ -125,21 +110,28 @@ class Target:
             logprobs=None if top_logprobs is None else logprobs_of(look.logits.float(), tokens, top_logprobs),
         )
 
-    def prefill(self, command: StepCommand, chunks: PaddedChunks, ends: PromptEnds | None) -> Outcome | None:
+    def prefill(self, command: StepCommand, groups: list[PromptGroup]) -> Outcome | None:
         """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
         if self._state.attachment.is_debug:
-            new = [number for number, chunk in enumerate(command.chunks) if chunk.start == 0]
-            self._state.future_map.forget(command.step, chunks.rows[new])
-        slots = self._model.slots.take(chunks.rows)
-        output = self._model.prefill(slots, chunks, aux_layers=self._aux_layers)
-        if output.aux is not None:
-            self._state.future_map.stash_prefill(command.step, chunks.counting(output.aux))
-        if ends is None:
-            return None
+            new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
+            self._state.future_map.forget(command.step, torch.tensor(new, device=self._model.device))
+        states, outcomes = [], []
+        for group in groups:
+            slots = self._model.slots.take(group.chunks.rows)
+            output = self._model.prefill(slots, group.chunks, aux_layers=self._aux_layers)
+            if output.aux is not None:
+                states.append(group.chunks.counting(output.aux))
+            if group.ends is not None:
+                outcomes.append(self._first_tokens(output, group.ends, command.top_logprobs))
+        if states:
+            self._state.future_map.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
+        return _together(outcomes) if outcomes else None
+
+    def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, asked: int | None) -> Outcome:
+        """Those behind the prompts that end in a group."""
         slots, needs = self._model.slots.take(ends.rows), self._state.slots.needs(ends.slots)
         logits = self._model.decoder.logits(output.hidden[ends.chunks, ends.columns][:, None])
         tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], needs)
-        asked = command.top_logprobs
         return Outcome(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
@@ -168,6 +160,31 @@ class Target:
         # The tokens are the target's own, however many of a chain may stand.
         num_accepted = torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
         return look.seq_lens + num_accepted + 1, num_accepted
+
+
+def _together(outcomes: list[Outcome]) -> Outcome:
+    """The rows of several outcomes, one behind the other."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+
+    def joined(values: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [value for value in values if value is not None]
+        return torch.cat(there) if there else None
+
+    logprobs = [outcome.logprobs for outcome in outcomes if outcome.logprobs is not None]
+    return Outcome(
+        seq_lens=torch.cat([outcome.seq_lens for outcome in outcomes]),
+        num_accepted=torch.cat([outcome.num_accepted for outcome in outcomes]),
+        tokens=torch.cat([outcome.tokens for outcome in outcomes]),
+        hidden_states=joined([outcome.hidden_states for outcome in outcomes]),
+        logprobs=Logprobs(
+            output=torch.cat([row.output for row in logprobs]),
+            top_tokens=torch.cat([row.top_tokens for row in logprobs]),
+            top=torch.cat([row.top for row in logprobs]),
+        )
+        if logprobs
+        else None,
+    )
 
 
 def _fused_settle() -> _Settle:

@@ -12,14 +12,18 @@ from safetensors.torch import load_file
 
 from slipstream.common.access_log import JsonLinesAccessLog, StreamName
 from slipstream.common.device.host_device import HostDevice
+from slipstream.common.errors import MismatchError
 from slipstream.common.sampling import SamplingParams
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.config import EAGLE3, WorkerConfig
 from slipstream.services.graphs import HostCapture
+from slipstream.services.language_model import LanguageModel
+from slipstream.services.models.decoder import Decoder
 from slipstream.services.roles import make_draft, make_verify
 from slipstream.services.verify import graphs as verify_graphs
+from slipstream.services.verify.engine import VerifyEngine
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.eagle3_checkpoints import write_head
 from tests.inline_device import InlineDevice
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.face import Device
     from slipstream.services.engine import RoleEngine
     from slipstream.services.graphs import Replay as ReplayedWork
+    from slipstream.services.models.batch import ForwardBatch
 
 SEED = 5
 SAMPLINGS = (
@@ -67,9 +72,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(target, guesser, write_head(folder / "eagle3"))
 
 
-def roles(checkpoints: Checkpoints, draft: str, device: Device) -> list[RoleEngine]:
+def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | None) -> list[RoleEngine]:
     """Verify, and a draft if there is one."""
-    made = [make_verify(WorkerConfig(model=checkpoints.target), device, 0)]
+    made = [make_verify(WorkerConfig(model=checkpoints.target, deterministic_width=width), device, 0)]
     if draft == "standalone":
         made.append(make_draft(WorkerConfig(model=checkpoints.standalone), device, 0))
     if draft == EAGLE3:
@@ -96,12 +101,18 @@ def make_jobs() -> list[Job]:
 
 
 def serve(
-    checkpoints: Checkpoints, draft: str, device: Device, *, log_dir: Path | None = None, run_ahead: int = 1
+    checkpoints: Checkpoints,
+    draft: str,
+    device: Device,
+    *,
+    log_dir: Path | None = None,
+    run_ahead: int = 1,
+    width: int | None = None,
 ) -> list[list[int]]:
     """The tokens of each job, four at a time."""
     logs = []
     workers = []
-    for role in roles(checkpoints, draft, device):
+    for role in roles(checkpoints, draft, device, width):
         name = role.describe().role.value
         log = None if log_dir is None else JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name))
         logs.append(log)
@@ -141,6 +152,45 @@ def test_replayed_steps_give_the_same_tokens(
 ) -> None:
     with nothing_left():
         assert serve(checkpoints, draft, InlineDevice(), run_ahead=run_ahead) == reference
+
+
+@pytest.mark.parametrize("draft", ["none", "standalone"])
+def test_one_size_for_all_steps(
+    checkpoints: Checkpoints, reference: list[list[int]], draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What makes a token independent of the batch, the draft and the prompts beside its own: products of one size."""
+    sizes, forward = set(), Decoder.forward
+
+    def watched(self: Decoder, batch: ForwardBatch, *arguments: Any, **others: Any) -> Any:
+        if self is decoder:
+            sizes.add(tuple(batch.tokens.shape))
+        return forward(self, batch, *arguments, **others)
+
+    monkeypatch.setattr(Decoder, "forward", watched)
+    loaded: list[Decoder] = []
+    monkeypatch.setattr("slipstream.services.roles.LanguageModel", lambda *args: _noted(loaded, *args))
+    decoder: Any = None
+    opened = VerifyEngine.phases
+
+    def first_loaded(self: VerifyEngine, *arguments: Any) -> Any:
+        nonlocal decoder
+        if decoder is None:
+            decoder = loaded[0]  # verify's: what comes before are the steps that warm it up
+        return opened(self, *arguments)
+
+    monkeypatch.setattr(VerifyEngine, "phases", first_loaded)
+    assert serve(checkpoints, draft, InlineDevice(), width=5) == reference
+    assert sizes == {(4, 5), (1, 16)}, "all slots by the width, and a whole chunk of one prompt"
+
+
+def _noted(loaded: list[Decoder], decoder: Decoder, *arguments: Any) -> LanguageModel:
+    loaded.append(decoder)
+    return LanguageModel(decoder, *arguments)
+
+
+def test_a_width_that_a_draft_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
+    with pytest.raises(MismatchError, match=r"deterministic width: verify has 3, but .* 3 draft tokens has 4"):
+        serve(checkpoints, "standalone", InlineDevice(), width=3)
 
 
 class CaptureAtOnce(HostCapture):

@@ -172,13 +172,14 @@ def pair_kernel(
 ) -> None:
     """An entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
     n = tl.program_id(0).to(tl.int64)
-    is_state = tl.program_id(1) == 1
     i = tl.arange(0, BLOCK)
-    token = tl.minimum(tl.maximum(tl.load(tokens + n), 0), vocab_size - 1)
-    source = tl.where(is_state, states + n * SIZE, embedding + token * SIZE)
-    weight = tl.where(is_state, state_norm, embedding_norm)
-    x = tl.load(source + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    normed = x * scale * tl.load(weight + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    place = both + n * (2 * SIZE) + tl.where(is_state, SIZE, 0)
-    tl.store(place + i, normed.to(both.dtype.element_ty), mask=i < SIZE)
+    if tl.program_id(1) == 0:
+        token = tl.minimum(tl.maximum(tl.load(tokens + n), 0), vocab_size - 1)
+        x = tl.load(embedding + token * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(embedding_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(states + n * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(state_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    place = both + (2 * n + tl.program_id(1)) * SIZE
+    tl.store(place + i, (x * scale * weight).to(both.dtype.element_ty), mask=i < SIZE)

@@ -1,0 +1,65 @@
+"""The prompts of a step, as verify takes them in: which run side by side, and where they end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.services.padded_chunks import PaddedChunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.common.step import PromptChunk
+    from slipstream.services.staging import Staging
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEnds:
+    """Where, in a forward over B chunks, the E prompts end that do: what their first tokens are sampled from."""
+
+    rows: torch.Tensor
+    """[E] int64: their slots."""
+    chunks: torch.Tensor
+    """[E] int64: numbers of chunks."""
+    columns: torch.Tensor
+    """[E] int64: of the last tokens."""
+    lengths: torch.Tensor
+    """[E] int64: of the prompts."""
+    slots: tuple[int, ...]
+    """As `rows`, on the host."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[PromptChunk], staging: Staging) -> PromptEnds | None:
+        """None if no prompt ends."""
+        ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
+        if not ends:
+            return None
+
+        def put(values: list[int]) -> torch.Tensor:
+            return staging.put(torch.tensor(values, dtype=torch.int64))
+
+        slots = tuple(chunks[number].slot for number in ends)
+        return cls(
+            rows=put(list(slots)),
+            chunks=put(ends),
+            columns=put([len(chunks[number].tokens) - 1 for number in ends]),
+            lengths=put([chunks[number].start + len(chunks[number].tokens) for number in ends]),
+            slots=slots,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """Chunks of prompts that go through the model side by side."""
+
+    chunks: PaddedChunks
+    ends: PromptEnds | None
+
+    @classmethod
+    def of(cls, chunks: Sequence[PromptChunk], staging: Staging, *, width: int | None = None) -> list[PromptGroup]:
+        """All in one; or, with `width`, each alone and padded to that."""
+        alone = [[chunk] for chunk in chunks] if width is not None else [list(chunks)]
+        return [cls(PaddedChunks.of(group, staging, width=width), PromptEnds.of(group, staging)) for group in alone]
