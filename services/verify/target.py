@@ -114,7 +114,7 @@ class Target:
         """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
         if self._state.attachment.is_debug:
             new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
-            self._state.future_map.forget(command.step, torch.tensor(new, device=self._model.device))
+            self._state.future_map.forget(command.step, torch.tensor(new, dtype=torch.int64, device=self._model.device))
         states, outcomes = [], []
         for group in groups:
             slots = self._model.slots.take(group.chunks.rows)
