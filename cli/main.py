@@ -16,7 +16,7 @@ from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
 from slipstream.scheduler.config import FENCES
 from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.config import DEVICES, WorkerConfig
+from slipstream.services.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -77,6 +77,22 @@ def up(
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Threads of each worker.  [default: the worker's choice]")
     ] = UpConfig.threads,
+    dtype: Annotated[
+        str, typer.Option(metavar="|".join(DTYPES), help="What is computed in: bfloat16 on a GPU, float32 on a CPU.")
+    ] = UpConfig.dtype,
+    load_format: Annotated[
+        str, typer.Option(metavar="|".join(LOAD_FORMATS), help="Measuring: dummy has random weights.")
+    ] = UpConfig.load_format,
+    simulate_accept_length: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Measuring: accept drafts by chance, X tokens a step; the output is no text."),
+    ] = UpConfig.simulate_accept_length,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="On a GPU: the same tokens in any batch, with a draft and without.")
+    ] = UpConfig.deterministic,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Measuring: one process and one stream in place of three.")
+    ] = UpConfig.in_process,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address for clients; port 0 takes a free one.")
     ] = UpConfig.listen,
@@ -134,6 +150,11 @@ def up(
         fence=fence,
         mps=mps,
         threads=threads,
+        dtype=dtype,
+        load_format=load_format,
+        simulate_accept_length=simulate_accept_length,
+        deterministic=deterministic,
+        in_process=in_process,
         listen=listen,
         state_dir=state_dir or default_state_dir(),
         slots=slots,

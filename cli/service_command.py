@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.common.address import TcpAddress, parse_address
 from slipstream.common.listener import Listener
 
@@ -37,7 +38,17 @@ class ServiceCommand:
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     """The "verify" or the "draft" service of a configuration."""
     worker = config.worker(name)
-    options: dict[str, object] = {"--model": worker.model, "--listen": config.socket(name), "--device": worker.device}
+    options: dict[str, object] = {
+        "--model": worker.model,
+        "--listen": config.socket(name),
+        "--device": worker.device,
+        "--dtype": worker.dtype,
+        "--load-format": worker.load_format,
+    }
+    if worker.simulate_accept_length is not None:
+        options["--simulate-accept-length"] = worker.simulate_accept_length
+    if worker.deterministic_width is not None:
+        options["--deterministic-width"] = worker.deterministic_width
     if name == "draft":
         options["--algorithm"] = worker.algorithm
     if worker.target is not None:
@@ -80,6 +91,18 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
     return ServiceCommand(
         name="scheduler",
         argv=python_module("slipstream.scheduler.main", options),
+        address=dialled(listen),
+        log_path=config.log_path("scheduler"),
+    )
+
+
+def in_process_command(config: UpConfig, listen: str) -> ServiceCommand:
+    """All services of a configuration as one process, for clients at `listen`, whose port is not 0."""
+    draft = config.worker("draft") if "draft" in config.workers else None
+    settings = InProcessSettings(verify=config.worker("verify"), draft=draft, scheduler=config.scheduler)
+    return ServiceCommand(
+        name="scheduler",
+        argv=(*python_module("slipstream.cli.in_process", {}), settings.as_json(), listen, "0"),
         address=dialled(listen),
         log_path=config.log_path("scheduler"),
     )

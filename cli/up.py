@@ -12,7 +12,7 @@ from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
 from slipstream.cli.mps import mps_daemon, outside_mps
 from slipstream.cli.server_status import fetch_status
-from slipstream.cli.service_command import free_address, scheduler_command, worker_command
+from slipstream.cli.service_command import free_address, in_process_command, scheduler_command, worker_command
 from slipstream.cli.state_dir import StateDir
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
@@ -77,7 +77,9 @@ async def _supervise(
 
 
 def _commands(config: UpConfig) -> list[ServiceCommand]:
-    """The workers and, last, the scheduler, at addresses that are free."""
+    """The workers and, last, the scheduler, at addresses that are free; or all of it as one."""
+    if config.in_process:
+        return [in_process_command(config, free_address(config.listen, field="listen"))]
     workers = [worker_command(config, name) for name in config.workers]
     for worker in workers:
         free_address(worker.address, field="state_dir")

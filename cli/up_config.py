@@ -43,6 +43,13 @@ class UpConfig:
     fence: str = SchedulerConfig.fence
     mps: str = MpsMode.AUTO.value
     """Whether the workers share the GPU under NVIDIA MPS: "auto", "on" or "off"."""
+    dtype: str = WorkerConfig.dtype
+    load_format: str = WorkerConfig.load_format
+    simulate_accept_length: float | None = WorkerConfig.simulate_accept_length
+    deterministic: bool = False
+    """On a GPU: whether a token is to be the same in any batch, with a draft of so many tokens and without."""
+    in_process: bool = False
+    """One process and one stream in place of three, to compare with."""
     threads: int | None = WorkerConfig.threads
     slots: int = SchedulerConfig.slots
     context_tokens: int | None = SchedulerConfig.context_tokens
@@ -88,8 +95,17 @@ class UpConfig:
         """Settings of the "verify" or the "draft" service."""
         model = self.models.draft if name == "draft" else self.models.target
         assert model is not None, "a draft service without a draft"
-        settings = WorkerConfig(model=model, device=self.device, threads=self.threads)
-        if name == "draft" and self.models.algorithm == EAGLE3:
+        settings = WorkerConfig(
+            model=model,
+            device=self.device,
+            dtype=self.dtype,
+            load_format=self.load_format,
+            threads=self.threads,
+        )
+        if name == "verify":
+            width = self.models.num_draft_tokens + 1 if self.deterministic else None
+            return replace(settings, simulate_accept_length=self.simulate_accept_length, deterministic_width=width)
+        if self.models.algorithm == EAGLE3:
             return replace(settings, algorithm=EAGLE3, target=self.models.target)
         return settings
 
@@ -119,7 +135,7 @@ class UpConfig:
     @property
     def mps_mode(self) -> MpsMode:
         """What to do about MPS on this host: nothing where the workers cannot be on a GPU."""
-        is_possible = self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
+        is_possible = not self.in_process and self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
         return MpsMode(self.mps) if is_possible else MpsMode.OFF
 
     @property

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.link import Link
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,12 @@ class Conductor:
         registry: CollectorRegistry,
         audience: Audience,
         deliver: Callable[[list[Delivery]], None],
+        make_links: Callable[[], dict[Role, Link]] | None = None,
     ) -> None:
-        """`deliver` hands progress to the clients' side and returns at once."""
+        """`deliver` hands progress to the clients' side and returns at once.
+
+        `make_links`: to workers that are not services at the addresses of the configuration.
+        """
         self._config = config
         self._device = device
         self._queue = queue
@@ -77,7 +82,8 @@ class Conductor:
         self._deliver = deliver
         self._metric_families = StepMetricFamilies(registry)
         self._links = LinkThread()
-        self._heartbeats = Heartbeats(registry, self._addresses(), self._links)
+        self._make_links = make_links or self._links_to_services
+        self._heartbeats = Heartbeats(registry, {} if make_links is not None else self._addresses(), self._links)
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_epoch = 0
         self._last_cause = ""
@@ -96,7 +102,7 @@ class Conductor:
     def _run(self) -> None:
         try:
             while not self._queue.is_stopped:
-                self._conduct(self._links_to_workers())
+                self._conduct(self._make_links())
         except SlipstreamError as error:
             logger.error("%s", error)
             self._audience.failed(error)
@@ -104,14 +110,14 @@ class Conductor:
             logger.exception("the loop failed")
             self._audience.failed(SlipstreamError(f"the loop failed: {error!r}"))
 
-    def _links_to_workers(self) -> dict[Role, WorkerLink]:
+    def _links_to_services(self) -> dict[Role, Link]:
         return {role: WorkerLink(role, address, self._links) for role, address in self._addresses().items()}
 
     def _addresses(self) -> dict[Role, str]:
         config = self._config
         return {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
 
-    def _conduct(self, links: dict[Role, WorkerLink]) -> None:
+    def _conduct(self, links: dict[Role, Link]) -> None:
         """One epoch, if the workers are there. Raises what no other try would change."""
         try:
             epoch = self._epoch_with(links)
@@ -137,7 +143,7 @@ class Conductor:
             epoch.close(drain=reason is None)
         self._queue.wait_for_stop(RETRY_S)
 
-    def _epoch_with(self, links: dict[Role, WorkerLink]) -> Epoch:
+    def _epoch_with(self, links: dict[Role, Link]) -> Epoch:
         verify = links[Role.VERIFY].describe()
         workers = Workers(verify=verify, draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None)
         labels = {
@@ -185,6 +191,6 @@ class Conductor:
         return self._last_epoch
 
 
-def _close(links: dict[Role, WorkerLink]) -> None:
+def _close(links: dict[Role, Link]) -> None:
     for link in links.values():
         link.detach(drain=False)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.common.step import StepCommand
+    from slipstream.scheduler.link import Link
     from slipstream.scheduler.step_metrics import StepMetrics
-    from slipstream.scheduler.worker_link import WorkerLink
 
 _PRODUCERS = {
     FenceName.DRAFT_DONE: Role.DRAFT,
@@ -27,7 +27,7 @@ _PRODUCERS = {
 class Dispatch(Protocol):
     """Sends the commands of a step."""
 
-    def send(self, commands: Sequence[tuple[WorkerLink, StepCommand]]) -> None:
+    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
         """Sends them in this order. Raises the failure of a link."""
         ...
 
@@ -35,7 +35,7 @@ class Dispatch(Protocol):
 class DispatchTogether:
     """For fences whose wait may be enqueued before their signal: nothing holds a command back."""
 
-    def send(self, commands: Sequence[tuple[WorkerLink, StepCommand]]) -> None:
+    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
         """See `Dispatch.send`."""
         for link, command in commands:
             link.send(command)
@@ -47,19 +47,19 @@ class DispatchAcknowledged:
     With workers that acknowledge work that is done, this is the policy "the host blocks on each call".
     """
 
-    def __init__(self, links: dict[Role, WorkerLink], metrics: StepMetrics, timeout_s: float) -> None:
+    def __init__(self, links: dict[Role, Link], metrics: StepMetrics, timeout_s: float) -> None:
         self._links = links
         self._metrics = metrics
         self._timeout_s = timeout_s
 
-    def send(self, commands: Sequence[tuple[WorkerLink, StepCommand]]) -> None:
+    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
         """See `Dispatch.send`. Raises DeadlineExceededError when an acknowledgement does not come."""
         for link, command in commands:
             for point in command.ops.waits:
                 self._wait(self._links[_PRODUCERS[point.fence]], point.value)
             link.send(replace(command, wants_acknowledgement=True))
 
-    def _wait(self, producer: WorkerLink, step: int) -> None:
+    def _wait(self, producer: Link, step: int) -> None:
         started = time.monotonic()
         if not producer.wait_for_acknowledgement(step, self._timeout_s):
             raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")

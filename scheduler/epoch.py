@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.dispatch import Dispatch
     from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.link import Link
     from slipstream.scheduler.sizing import EpochSizes, Workers
     from slipstream.scheduler.step_metrics import StepMetrics
-    from slipstream.scheduler.worker_link import WorkerLink
 
 
 class Epoch:
@@ -46,7 +46,7 @@ class Epoch:
         sizes: EpochSizes,
         *,
         device: Device,
-        links: dict[Role, WorkerLink],
+        links: dict[Role, Link],
         queue: JobQueue,
         metrics: StepMetrics,
         deliver: Callable[[list[Delivery]], None],

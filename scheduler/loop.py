@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from slipstream.scheduler.dispatch import Dispatch
     from slipstream.scheduler.future_map import ResultReader, StepResult
     from slipstream.scheduler.job_queue import JobQueue
+    from slipstream.scheduler.link import Link
     from slipstream.scheduler.ordering.accesses import DraftTraits
     from slipstream.scheduler.step_metrics import StepMetrics
     from slipstream.scheduler.step_timings import StepTimings
-    from slipstream.scheduler.worker_link import WorkerLink
 
 IDLE_S = 0.5
 LIVENESS_S = 0.1
@@ -54,7 +54,7 @@ class StepLoop:
         *,
         queue: JobQueue,
         batch: Batch,
-        links: dict[Role, WorkerLink],
+        links: dict[Role, Link],
         dispatch: Dispatch,
         results: ResultReader,
         timings: StepTimings,

@@ -31,13 +31,16 @@ from slipstream.scheduler.server_metrics import ServerMetrics
 from slipstream.scheduler.validation import MAX_SAMPLES, RequestLimits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from slipstream.common.device.face import Device
     from slipstream.common.listener import Listener
+    from slipstream.common.step import Role
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.link import Link
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +50,17 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 async def run_scheduler(
-    config: SchedulerConfig, listener: Listener, metrics_port: int | None, *, device: Device | None = None
+    config: SchedulerConfig,
+    listener: Listener,
+    metrics_port: int | None,
+    *,
+    device: Device | None = None,
+    make_links: Callable[[], dict[Role, Link]] | None = None,
 ) -> int:
     """Serves until a signal, or until the workers turn out not to fit; returns the exit status.
 
-    `device`: one that is there, in place of the one that the configuration asks for.
+    `device`: one that is there, in place of the one that the configuration asks for. `make_links`: to workers that are
+    not services at the addresses of the configuration.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = device or choose_device(config.device, config.fence)
@@ -89,6 +98,7 @@ async def run_scheduler(
             registry=registry,
             audience=serving,
             deliver=DeliveryBox(loop, config.stream_interval_ms / 1000, desk.deliver).put,
+            make_links=make_links,
         )
         conductor.start()
         await signals.wait()

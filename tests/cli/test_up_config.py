@@ -25,6 +25,9 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("fence", {"fence": "event", "device": "cpu"}),
         ("mps", {"mps": "yes"}),
         ("mps", {"mps": "on", "device": "cpu"}),
+        ("dtype", {"dtype": "int8"}),
+        ("load_format", {"load_format": "gguf"}),
+        ("simulate_accept_length", {"simulate_accept_length": 0.5}),
         ("slots", {"slots": 0}),
         ("run_ahead", {"run_ahead": -1}),
         ("context_tokens", {"context_tokens": 1}),
@@ -59,6 +62,10 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         kept_jobs=7,
         job_ttl_s=8.5,
         read_timeout_s=9.5,
+        dtype="float16",
+        load_format="dummy",
+        simulate_accept_length=2.5,
+        deterministic=True,
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
@@ -72,6 +79,9 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--slots 5" in scheduler
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
+    assert all("--dtype float16 --load-format dummy" in worker for worker in (draft, verify))
+    assert "--simulate-accept-length 2.5 --deterministic-width 4" in verify
+    assert "--simulate-accept-length" not in draft
     assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in scheduler
 
 

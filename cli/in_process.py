@@ -1,0 +1,169 @@
+"""Everything in one process and on one stream, to compare with: what is left out is what three processes cost.
+
+Loop, plan, batch, models and graphs are the services' own. Commands go straight to the engines, on the one thread that
+owns the device, and nothing on the stream waits: what a wait would be for comes before it on the same stream.
+
+    python -m slipstream.cli.in_process SETTINGS LISTEN METRICS_PORT
+
+SETTINGS is what `InProcessSettings.as_json` gives; `slipstream up --in-process` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LateError
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.in_process_settings import InProcessSettings
+from slipstream.cli.service_command import dialled
+from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
+from slipstream.common.listener import Listener
+from slipstream.common.logs import configure_logging
+from slipstream.common.step import FenceName, FenceOps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Executor
+
+    from slipstream.common.device.face import Device
+    from slipstream.common.step import StepCommand
+    from slipstream.common.worker_contract import Attachment, WorkerDescription
+    from slipstream.services.engine import Engine
+
+
+class LocalLink:
+    """Implements `Link` with an engine of this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        device_thread: Executor,
+        failures: list[BaseException],
+        on_command: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`failures`: what broke the stream, as soon as it is broken. `on_command` is called for each."""
+        self.role = engine.description.role
+        self._engine = engine
+        self._device_thread = device_thread
+        self._failures = failures
+        self._on_command = on_command
+        self._epoch = 0
+
+    @property
+    def failure(self) -> SlipstreamError | None:
+        """See `Link.failure`."""
+        return UnavailableError(f"the stream is broken: {self._failures[0]!r}") if self._failures else None
+
+    def describe(self) -> WorkerDescription:
+        """See `Link.describe`."""
+        return self._device_thread.submit(self._engine.describe).result()
+
+    def attach(self, attachment: Attachment) -> None:
+        """See `Link.attach`."""
+        self._device_thread.submit(self._engine.attach, attachment).result()
+        self._epoch = attachment.epoch
+
+    def send(self, command: StepCommand) -> None:
+        """See `Link.send`."""
+        if self.failure is not None:
+            raise self.failure
+        self._on_command()
+        self._device_thread.submit(self._enqueue, _on_one_stream(command))
+
+    def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_acknowledgement`: behind everything that was sent."""
+        try:
+            self._device_thread.submit(lambda: None).result(timeout_s)
+        except LateError:
+            return False
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+    def detach(self, *, drain: bool) -> None:
+        """See `Link.detach`."""
+        if drain and self.failure is None:
+            self._device_thread.submit(self._engine.drain, self._epoch).result()
+        self._device_thread.submit(self._engine.abandon, self._epoch).result()
+
+    def _enqueue(self, command: StepCommand) -> None:
+        try:
+            self._engine.enqueue(command)
+        except Exception as error:
+            self._failures.append(error)
+
+
+def _on_one_stream(command: StepCommand) -> StepCommand:
+    """Without the order that the stream has anyway; what the scheduler itself looks at is still signalled."""
+    signals = tuple(point for point in command.ops.signals if point.fence is not FenceName.VERIFY_STASH)
+    return replace(command, ops=FenceOps((), signals))
+
+
+async def run_in_process(config: InProcessSettings, listener: Listener, metrics_port: int | None) -> int:
+    """Loads the models, then serves as the scheduler does; returns the exit status."""
+    import torch
+
+    from slipstream.common.device.choose import choose_device
+    from slipstream.common.idle_collection import IdleCollection
+    from slipstream.scheduler.process import run_scheduler
+
+    device = choose_device(config.scheduler.device, config.scheduler.fence)
+    if config.verify.threads is not None:
+        torch.set_num_threads(config.verify.threads)
+    failures: list[BaseException] = []
+    with ExitStack() as held:
+        stream = device.create_stream("steps", failures.append)
+        held.callback(stream.close)
+        thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
+        engines = await asyncio.get_running_loop().run_in_executor(thread, partial(_engines, config, device, stream))
+        for engine in engines:
+            held.callback(lambda engine=engine: thread.submit(engine.close).result())
+        collection = IdleCollection()
+        held.enter_context(collection.in_charge())
+        held.callback(asyncio.create_task(collection.run()).cancel)
+        return await run_scheduler(
+            config.scheduler,
+            listener,
+            metrics_port,
+            device=device,
+            make_links=lambda: {
+                engine.description.role: LocalLink(engine, thread, failures, collection.worked) for engine in engines
+            },
+        )
+
+
+def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Engine]:
+    from slipstream.common.access_log import NullAccessLog
+    from slipstream.services.engine import Engine
+    from slipstream.services.roles import make_draft, make_verify
+
+    roles = [make_verify(config.verify, device, 0)]
+    if config.draft is not None:
+        roles.append(make_draft(config.draft, device, 0))
+    return [Engine(role, device, stream, NullAccessLog(), refuses_waits=config.verify.debug_sync) for role in roles]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point."""
+    settings, listen, metrics_port = sys.argv[1:] if arguments is None else arguments
+    try:
+        configure_logging("in-process")
+        config = InProcessSettings.from_json(settings)
+        with Listener.claim(listen, field="listen") as listener:
+            # Whoever asks the workers how they are asks this process.
+            here = dialled(listener.address)
+            draft = None if config.draft is None else here
+            served = replace(config, scheduler=replace(config.scheduler, verify=here, draft=draft))
+            sys.exit(asyncio.run(run_in_process(served, listener, int(metrics_port))))
+    except SlipstreamError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""One process in place of three: the same tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.cli.in_process_settings import InProcessSettings
+from slipstream.common.errors import ConfigError
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.config import EAGLE3, WorkerConfig
+from tests.cli.running import running_up, slipstream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(90)
+
+REQUESTS = (
+    ("--temperature", "0", "def add(a, b):\n"),
+    ("--temperature", "0.8", "--seed", "7", "class Queue:\n"),
+    ("--temperature", "1.0", "--seed", "8", "--top-p", "0.9", "import os\n"),
+)
+
+
+def outputs(state_dir: Path) -> Iterator[list[int]]:
+    """The tokens of each request."""
+    server = (state_dir / "server").read_text()
+    for options in REQUESTS:
+        found = slipstream("generate", "--server", server, "--max-new-tokens", "24", "--ignore-eos", "--json", *options)
+        assert found.returncode == 0, found.stderr
+        yield json.loads(found.stdout.splitlines()[-1])["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What three processes give."""
+    state_dir = tmp_path_factory.mktemp("three")
+    with running_up(state_dir):
+        return list(outputs(state_dir))
+
+
+@pytest.mark.parametrize("algorithm", ["none", "standalone", "eagle3"])
+def test_tokens_are_those_of_three_processes(algorithm: str, reference: list[list[int]], tmp_path: Path) -> None:
+    with running_up(tmp_path, "--in-process", "--algorithm", algorithm) as up:
+        assert list(outputs(tmp_path)) == reference
+        shown = json.loads(slipstream("status", "--state-dir", str(tmp_path), "--json").stdout)
+        assert shown["healthy"]
+        assert shown["algorithm"] == algorithm
+        assert {service["pid"] for service in shown["services"]} == {child.pid for child in up.children()}
+
+
+def test_settings_come_over_the_command_line(tmp_path: Path) -> None:
+    verify = WorkerConfig(model=tmp_path, threads=2, simulate_accept_length=2.5, access_log_dir=tmp_path / "log")
+    settings = InProcessSettings(
+        verify=verify,
+        draft=WorkerConfig(model=Path("/usr"), algorithm=EAGLE3, target=tmp_path),
+        scheduler=SchedulerConfig(verify="unix:/a", slots=3),
+    )
+    assert InProcessSettings.from_json(settings.as_json()) == settings
+    alone = replace(settings, draft=None)
+    assert InProcessSettings.from_json(alone.as_json()) == alone
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    settings = InProcessSettings(
+        verify=WorkerConfig(model=tmp_path), draft=None, scheduler=SchedulerConfig(verify="unix:/a")
+    )
+    text = settings.as_json().replace('"slots": 16', '"slots": 0')
+    with pytest.raises(ConfigError, match=r"^slots: got 0"):
+        InProcessSettings.from_json(text)
