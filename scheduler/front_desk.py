@@ -8,7 +8,7 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import AlreadyExistsError, NotFoundError, SlipstreamError
+from slipstream.common.errors import AlreadyExistsError, InternalError, NotFoundError, SlipstreamError
 from slipstream.scheduler.job_reader import JobReader
 from slipstream.scheduler.kept_job import KeptJob
 from slipstream.scheduler.request_metrics import DEADLINE, DISCONNECTED, REFUSED
@@ -141,11 +141,7 @@ class FrontDesk:
             if job in self._alive:
                 kept, sample = self._alive[job]
                 changed[kept] = None
-                if sample.add(progress):
-                    self._queue.cancel(job)
-                elif sample.error is not None:
-                    # A job fails with any of its samples.
-                    self._end(kept, but=job)
+                self._add(kept, sample, job, progress)
         for kept in changed:
             for job in kept.settle(self._metrics):
                 del self._alive[job]
@@ -154,6 +150,19 @@ class FrontDesk:
                 _log_end(kept)
         if not self._alive:
             self._is_idle.set()
+
+    def _add(self, kept: KeptJob, sample: KeptSample, job: Job, progress: Progress) -> None:
+        try:
+            if sample.add(progress):
+                self._queue.cancel(job)
+            elif sample.error is not None:
+                # A job fails with any of its samples.
+                self._end(kept, but=job)
+        except Exception:
+            # A text that cannot be spelled costs its own job the rest, and no other.
+            logger.exception("what a step brought cannot be taken in", extra={"job": kept.job_id})
+            sample.fail(InternalError("the output could not be taken in; the server's log has more"))
+            self._end(kept)
 
     def _end(self, kept: KeptJob, but: Job | None = None) -> None:
         for job in kept.jobs:

@@ -53,6 +53,13 @@ class KeptSample:
         self.output.finish(self._usage)
         return False
 
+    def fail(self, error: SlipstreamError) -> None:
+        """Ends the sample where it is, whatever the loop still brings."""
+        assert self._job is not None, "a sample that is over has not failed"
+        self.error = error
+        self._usage = self._job.usage(self.output.num_tokens, self._last_token_at)
+        self.output.finish(self._usage)
+
     def settle(self, metrics: RequestMetrics, now: float) -> Job | None:
         """Measures what was added since the last time. Returns the loop's job if it is over, which is let go of."""
         num_new = self.output.num_tokens - self._num_measured

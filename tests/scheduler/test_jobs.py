@@ -12,11 +12,13 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.common.errors import (
     AlreadyExistsError,
+    InternalError,
     InvalidArgumentError,
     NotFoundError,
     UnavailableError,
 )
 from slipstream.common.job_info import JobState
+from slipstream.scheduler.job_output import JobOutput
 from tests.scheduler.fake_loop import TOKENS_PER_STEP
 from tests.scheduler.following import collect, state_of, tokens_of
 from tests.scheduler.generation_server import EOS_ID, TTL_S, generation_server
@@ -24,6 +26,7 @@ from tests.scheduler.generation_server import EOS_ID, TTL_S, generation_server
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from slipstream.scheduler.jobs import Progress
     from tests.scheduler.generation_server import GenerationServer
 
 
@@ -237,3 +240,26 @@ async def test_unknown_fields_are_refused(server: GenerationServer) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(unknown)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
+    server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = JobOutput.add
+
+    def break_one(output: JobOutput, progress: Progress) -> None:
+        if output.num_tokens and set(progress.token_ids) <= {5, 6}:
+            raise OverflowError("no token has this number")
+        add(output, progress)
+
+    monkeypatch.setattr(JobOutput, "add", break_one)
+    server.loop.may_step.clear()
+    await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
+    await client.create_job([7, 8], job_id="whole", max_new_tokens=30)
+    server.loop.may_step.set()
+    assert tokens_of(await collect(client.watch_job("whole"))) == [7, 8] * 15
+    with pytest.raises(InternalError, match="could not be taken in"):
+        await collect(client.watch_job("broken"))
+    ended = await state_of(client, "broken", JobState.ENDED)
+    assert (ended.num_tokens, "could not be taken in" in ended.error) == (TOKENS_PER_STEP, True)
+    assert server.desk.num_jobs == 0
