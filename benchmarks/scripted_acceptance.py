@@ -19,18 +19,6 @@ NUM_TOKENS = 97
 WRONG_TOKEN = 17
 
 
-def acceptance_rate(mean_accept_length: float, num_draft_tokens: int) -> float:
-    """How often a draft token must be right, each by itself, for steps of K to yield so many tokens on average."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        if sum(rate**power for power in range(num_draft_tokens + 1)) < mean_accept_length:
-            low = rate
-        else:
-            high = rate
-    return (low + high) / 2
-
-
 @dataclass(frozen=True, slots=True)
 class Script:
     """What the target says at each position, and where the assistant guesses it."""

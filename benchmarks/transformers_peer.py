@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slipstream.benchmarks.scripted_acceptance import Script, acceptance_rate, follow
+from slipstream.benchmarks.scripted_acceptance import Script, follow
+from slipstream.services.models.acceptance import acceptance_rate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -122,7 +122,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
         thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         engines = await asyncio.get_running_loop().run_in_executor(thread, partial(_engines, config, device, stream))
         for engine in engines:
-            held.callback(lambda engine=engine: thread.submit(engine.close).result())
+            held.callback(_run_on, thread, engine.close)
         collection = IdleCollection()
         held.enter_context(collection.in_charge())
         held.callback(asyncio.create_task(collection.run()).cancel)
@@ -146,6 +146,10 @@ def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Eng
     if config.draft is not None:
         roles.append(make_draft(config.draft, device, 0))
     return [Engine(role, device, stream, NullAccessLog(), refuses_waits=config.verify.debug_sync) for role in roles]
+
+
+def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+    thread.submit(work).result()
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.future_map import CapturedStep
+    from slipstream.common.captured_step import CapturedStep
     from slipstream.services.graphs import Capture
 
 

@@ -115,7 +115,8 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
 
 
 def _reserved_bytes() -> int:
-    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else 0
+    has_memory: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.memory_reserved() if has_memory else 0
 
 
 def _first_line(error: BaseException) -> str:

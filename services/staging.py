@@ -118,15 +118,19 @@ class _Event:
     """When a copy is done; at once where there are no streams."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None
+        self._event = _event() if device.type == "cuda" else None
 
     def record(self) -> None:
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        if self._event is not None and not self._event.query():
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             self._event.synchronize()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _aligned(offset: int) -> int:

@@ -49,7 +49,7 @@ class SimulatedAcceptance:
         `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is behind.
         """
         ahead = torch.arange(1, self._num_draft_tokens + 1, device=seq_lens.device)
-        stands = _random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold
+        stands: Tensor = _random_bits(seeds[:, None], seq_lens[:, None] + ahead) < self.threshold
         return stands.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
@@ -71,4 +71,5 @@ def _random_bits(seeds: Tensor, positions: Tensor) -> Tensor:
     bits = seeds * _ODD + positions * _GOLDEN
     bits = (bits ^ ((bits >> 30) & (2**34 - 1))) * _MIX_1
     bits = (bits ^ ((bits >> 27) & (2**37 - 1))) * _MIX_2
-    return (bits >> (64 - _BITS)) & (2**_BITS - 1)
+    kept: Tensor = (bits >> (64 - _BITS)) & (2**_BITS - 1)
+    return kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,8 @@ class FusedDecoder(Decoder):
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self._paged = PagedAttention(config)
         super().__init__(config, attention=self._paged, device=device, dtype=dtype)
-        self._norms = [query_key_norms(layer, config) for layer in self.layers]
+        self._stack = cast("list[DecoderLayer]", list(self.layers))
+        self._norms = [query_key_norms(layer, config) for layer in self._stack]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
@@ -36,10 +37,10 @@ class FusedDecoder(Decoder):
         x = F.embedding(batch.tokens.flatten().clamp(0, config.vocab_size - 1), self.embedding)
         rotation = rotation_of(batch.positions, self._inverse_frequencies, config.max_position_embeddings)
         attend = self._paged.prepare(batch, cache)
-        following = [*(layer.attention_norm for layer in self.layers), self.norm]
+        following = [*(layer.attention_norm for layer in self._stack), self.norm]
         normed = rms_norm(x, following[0].weight, config.rms_norm_eps)
         stream = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._stack):
             if index in aux_layers:
                 stream[index] = x
             x, delta = run_layer(layer, index, x, normed, rotation, attend, self._norms[index], config.rms_norm_eps)
