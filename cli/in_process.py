@@ -24,7 +24,7 @@ from slipstream.cli.service_command import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.listener import Listener
 from slipstream.common.logs import configure_logging
-from slipstream.common.step import FenceName, FenceOps
+from slipstream.common.step import FenceOps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,9 +99,8 @@ class LocalLink:
 
 
 def _on_one_stream(command: StepCommand) -> StepCommand:
-    """Without the order that the stream has anyway; what the scheduler itself looks at is still signalled."""
-    signals = tuple(point for point in command.ops.signals if point.fence is not FenceName.VERIFY_STASH)
-    return replace(command, ops=FenceOps((), signals))
+    """Without the order that the stream has anyway; the scheduler looks at all that is signalled."""
+    return replace(command, ops=FenceOps((), command.ops.signals))
 
 
 async def run_in_process(config: InProcessSettings, listener: Listener, metrics_port: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.common.errors import ConfigError
+from slipstream.common.scrape import scrape
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.config import EAGLE3, WorkerConfig
 from tests.cli.running import running_up, slipstream
@@ -52,6 +54,9 @@ def test_tokens_are_those_of_three_processes(algorithm: str, reference: list[lis
         assert shown["healthy"]
         assert shown["algorithm"] == algorithm
         assert {service["pid"] for service in shown["services"]} == {child.pid for child in up.children()}
+        metrics_port = next(service["metrics_port"] for service in shown["services"] if service["metrics_port"])
+        timed = asyncio.run(scrape(metrics_port)).total("slipstream_step_seconds_count", phase="decode")
+        assert timed > 10, "steps are timed as they are with three processes"
 
 
 def test_settings_come_over_the_command_line(tmp_path: Path) -> None:
