@@ -263,7 +263,7 @@ class DecodeBenchmark:
         def ms(name: str, **labels: str) -> float:
             return 1e3 * sum(window.total(name, **labels) for window in windows) / num_steps
 
-        sizes = {"context_tokens": self._setup.mean_context_tokens, "batch": batch}
+        context = self._setup.mean_context_tokens
         bandwidth = self._bandwidth
         return Measurement(
             shape=self._setup.name,
@@ -274,8 +274,8 @@ class DecodeBenchmark:
             draft_ms=ms("slipstream_busy_seconds_total", service="draft"),
             verify_ms=ms("slipstream_busy_seconds_total", service="verify"),
             bubble_ms=ms("slipstream_bubble_seconds_total"),
-            draft_floor_ms=None if bandwidth is None else 1e3 * self._bytes.draft_s(bandwidth, **sizes),
-            verify_floor_ms=None if bandwidth is None else 1e3 * self._bytes.verify_s(bandwidth, **sizes),
+            draft_floor_ms=None if bandwidth is None else 1e3 * self._bytes.draft_s(bandwidth, context, batch),
+            verify_floor_ms=None if bandwidth is None else 1e3 * self._bytes.verify_s(bandwidth, context, batch),
             tokens_per_second=sum(window.num_tokens for window in windows) / elapsed_s,
             mean_accept_length=mean(window.mean_accept_length for window in windows),
             num_steps=int(num_steps),

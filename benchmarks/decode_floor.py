@@ -59,11 +59,11 @@ class StepBytes:
             draft_kv_per_token=num_draft_tokens * layer.kv_bytes_per_token(dtype),
         )
 
-    def verify_s(self, bandwidth: float, *, context_tokens: float, batch: int) -> float:
+    def verify_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
         """Seconds of verify's part."""
         return (self.verify_weights + batch * context_tokens * self.verify_kv_per_token) / bandwidth
 
-    def draft_s(self, bandwidth: float, *, context_tokens: float, batch: int) -> float:
+    def draft_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
         """Seconds of draft's part."""
         return (self.draft_weights + batch * context_tokens * self.draft_kv_per_token) / bandwidth
 
@@ -82,7 +82,7 @@ def copy_bandwidth() -> float:
         times_ms.append(start.elapsed_time(end))
     del source, target
     torch.cuda.empty_cache()
-    return 2 * COPIED_BYTES / median(times_ms) * 1e3
+    return float(2 * COPIED_BYTES / median(times_ms) * 1e3)
 
 
 def _weights(model: nn.Module, *, is_tied: bool) -> int:

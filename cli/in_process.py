@@ -44,14 +44,12 @@ class LocalLink:
         engine: Engine,
         device_thread: Executor,
         failures: list[BaseException],
-        on_command: Callable[[], None] = lambda: None,
     ) -> None:
-        """`failures`: what broke the stream, as soon as it is broken. `on_command` is called for each."""
+        """`failures`: what broke the stream, as soon as it is broken."""
         self.role = engine.description.role
         self._engine = engine
         self._device_thread = device_thread
         self._failures = failures
-        self._on_command = on_command
         self._epoch = 0
 
     @property
@@ -72,7 +70,6 @@ class LocalLink:
         """See `Link.send`."""
         if self.failure is not None:
             raise self.failure
-        self._on_command()
         self._device_thread.submit(self._enqueue, _on_one_stream(command))
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
@@ -108,7 +105,6 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
     import torch
 
     from slipstream.common.device.choose import choose_device
-    from slipstream.common.idle_collection import IdleCollection
     from slipstream.scheduler.process import run_scheduler
 
     device = choose_device(config.scheduler.device, config.scheduler.fence)
@@ -122,17 +118,12 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
         engines = await asyncio.get_running_loop().run_in_executor(thread, partial(_engines, config, device, stream))
         for engine in engines:
             held.callback(_run_on, thread, engine.close)
-        collection = IdleCollection()
-        held.enter_context(collection.in_charge())
-        held.callback(asyncio.create_task(collection.run()).cancel)
         return await run_scheduler(
             config.scheduler,
             listener,
             metrics_port,
             device=device,
-            make_links=lambda: {
-                engine.description.role: LocalLink(engine, thread, failures, collection.worked) for engine in engines
-            },
+            make_links=lambda: {engine.description.role: LocalLink(engine, thread, failures) for engine in engines},
         )
 
 

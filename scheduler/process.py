@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu_share import yield_to_streams
 from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError, UnavailableError
+from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.server_state import ServerState, ServiceState
 from slipstream.common.serving import GrpcServer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from slipstream.common.listener import Listener
     from slipstream.common.step import Role
     from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.epoch import Epoch
     from slipstream.scheduler.link import Link
@@ -91,13 +93,22 @@ async def run_scheduler(
         )
         server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
         await server.start()
+        collection = IdleCollection()
+        box = DeliveryBox(loop, config.stream_interval_ms / 1000, desk.deliver)
+
+        def deliver(deliveries: list[Delivery]) -> None:
+            collection.worked()
+            box.put(deliveries)
+
+        held.enter_context(collection.in_charge())
+        held.callback(asyncio.create_task(collection.run()).cancel)
         conductor = Conductor(
             config,
             device,
             queue,
             registry=registry,
             audience=serving,
-            deliver=DeliveryBox(loop, config.stream_interval_ms / 1000, desk.deliver).put,
+            deliver=deliver,
             make_links=make_links,
         )
         conductor.start()
@@ -165,7 +176,7 @@ class _Serving:
         )
         self._model = ServedModel(_load_tokenizer(self._auto_tokenizer.result(), verify.tokenizer_path), limits)
         self._epoch = epoch
-        # What is loaded by now stays: the collector need not look at it in the middle of a step.
+        # What is loaded by now stays: the collector need not look at it any more.
         gc.collect()
         gc.freeze()
         self._loop.call_soon_threadsafe(self._set_serving)
