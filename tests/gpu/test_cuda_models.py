@@ -17,6 +17,7 @@ from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.config import EAGLE3, STANDALONE, WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
+from tests.near_ties import Scores
 from tests.scheduler.local_epoch import LocalEpoch
 from tests.workers import LocalWorker
 
@@ -36,6 +37,10 @@ SAMPLINGS = (
 )
 NUM_PROMPTS = 12
 MAX_NEW_TOKENS = 40
+NUM_DRAFT_TOKENS = 4
+SLOTS = 6
+NEAR = 0.25
+"""Of two scores, in units of the noise: logits in bfloat16 are off by up to 0.1, and the temperature is 0.8."""
 
 
 # It says that it does not notice everything.
@@ -72,10 +77,18 @@ def make_jobs(count: int = NUM_PROMPTS) -> list[Job]:
 
 
 def serve(
-    device: Device, draft: str, dtype: str = "float32", *, slots: int = 6, log_dir: Path | None = None
+    device: Device,
+    draft: str,
+    dtype: str = "float32",
+    *,
+    slots: int = SLOTS,
+    log_dir: Path | None = None,
+    is_deterministic: bool = False,
+    at_once: int = NUM_PROMPTS,
 ) -> list[list[int]]:
-    """The tokens of each job."""
-    roles = [make_verify(WorkerConfig(model=target_dir(), dtype=dtype), device, 0)]
+    """The tokens of each job; `at_once` jobs are there at a time."""
+    width = 1 + NUM_DRAFT_TOKENS if is_deterministic else None
+    roles = [make_verify(WorkerConfig(model=target_dir(), dtype=dtype, deterministic_width=width), device, 0)]
     if DRAFTS[draft] is not None:
         config = WorkerConfig(model=DRAFTS[draft], algorithm=draft, target=target_dir(), dtype=dtype)
         roles.append(make_draft(config, device, 0))
@@ -87,10 +100,17 @@ def serve(
             logs.append(JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name)))
         workers.append(make(role, logs[-1] if logs else None, device=device))
     config = SchedulerConfig(
-        verify="unix:/none", slots=slots, context_tokens=256, chunk_tokens=64, kv_memory_mib=64, access_log_dir=log_dir
+        verify="unix:/none",
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        slots=slots,
+        context_tokens=256,
+        chunk_tokens=64,
+        kv_memory_mib=64,
+        access_log_dir=log_dir,
     )
     epoch = LocalEpoch(1, config, workers, device=device)
-    outputs = epoch.run(jobs := make_jobs())
+    jobs = make_jobs()
+    outputs = epoch.run(*(jobs[first : first + at_once] for first in range(0, len(jobs), at_once)))
     for worker in workers:
         worker.close()
     for log in logs:
@@ -111,6 +131,34 @@ def reference() -> list[list[int]]:
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_in_float32_tokens_are_the_cpus(device: CudaDevice, reference: list[list[int]], draft: str) -> None:
     assert serve(device, draft) == reference
+
+
+def test_one_size_for_all_steps_makes_bfloat16_equal(device: CudaDevice) -> None:
+    """With either draft and without, alone and side by side."""
+    plain = serve(device, "none", "bfloat16", is_deterministic=True)
+    for draft in (STANDALONE, EAGLE3):
+        assert serve(device, draft, "bfloat16", is_deterministic=True) == plain
+    assert serve(device, "none", "bfloat16", is_deterministic=True, at_once=1) == plain
+    assert serve(device, EAGLE3, "bfloat16", is_deterministic=True, at_once=1) == plain
+
+
+def test_in_bfloat16_outputs_part_at_near_ties_only(device: CudaDevice, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate is printed: how many outputs part, of how many tokens that were compared."""
+    plain, jobs, scores = serve(device, "none", "bfloat16", at_once=1), make_jobs(), Scores(target_dir())
+    rates = []
+    for draft in DRAFTS:
+        partings, num_compared = [], 0
+        for job, one, other in zip(jobs, plain, serve(device, draft, "bfloat16"), strict=True):
+            if job.spec.sampling not in SAMPLINGS[:2]:
+                continue
+            parting = scores.parting(job.spec.prompt, one, other, job.spec.sampling)
+            num_compared += len(one) if parting is None else parting.index + 1
+            if parting is not None:
+                partings.append(parting)
+        assert all(parting.gap < NEAR for parting in partings), partings
+        rates.append(f"bfloat16, {draft} against plain alone: {len(partings)} partings in {num_compared} tokens")
+    with capsys.disabled():
+        print("", *rates, sep="\n")
 
 
 @pytest.mark.parametrize("draft", [STANDALONE, EAGLE3])

@@ -1,0 +1,52 @@
+"""The scores that near ties are judged by are those that tokens are chosen by."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.sampling import SamplingParams
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.services.config import WorkerConfig
+from slipstream.services.roles import make_verify
+from tests.checkpoints import write_checkpoint
+from tests.near_ties import Scores
+from tests.scheduler.local_epoch import LocalEpoch
+from tests.workers import LocalWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, seed=2**64 - 5)])
+def test_the_best_score_is_the_token_that_was_chosen(sampling: SamplingParams, tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target", seed=3)
+    rng = random.Random(3)
+    spec = JobSpec(
+        job_id="a",
+        prompt=tuple(rng.randrange(256) for _ in range(9)),
+        max_new_tokens=12,
+        sampling=sampling,
+        stop_token_ids=frozenset(),
+    )
+    worker = LocalWorker(make_verify(WorkerConfig(model=target), HostDevice(), 0))
+    config = SchedulerConfig(verify="unix:/none", slots=1, context_tokens=64)
+    job = Job(spec)
+    output = LocalEpoch(1, config, [worker]).run([job])[job]
+    worker.close()
+    scores = Scores(target)
+    for index, token in enumerate(output):
+        assert int(scores.at_end([*spec.prompt, *output[:index]], sampling).argmax()) == token
+    assert scores.parting(spec.prompt, output, output, sampling) is None
+    changed = [*output[:4], (output[4] + 1) % 256, *output[5:]]
+    parting = scores.parting(spec.prompt, output, changed, sampling)
+    assert parting is not None
+    assert parting.index == 4
+    at_parting = scores.at_end([*spec.prompt, *output[:4]], sampling)
+    assert parting.gap == pytest.approx(float(at_parting[output[4]] - at_parting[changed[4]]))
+    assert torch.isfinite(at_parting).all()
