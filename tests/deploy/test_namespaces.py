@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.bundled import target_dir
+
 SCRIPT = Path(__file__).parent.parent.parent / "deploy" / "try-namespaces"
 
 
@@ -21,6 +23,8 @@ def _obstacle() -> str | None:
         return f"not installed: {', '.join(missing)}"
     if os.geteuid() != 0:
         return "only root may make namespaces and become another user"
+    if any(Path(path).absolute().is_relative_to("/tmp") for path in (sys.executable, sys.base_prefix, target_dir())):
+        return "the services have a /tmp of their own and would not see what is in this one"
     command = ("unshare", "--pid", "--ipc", "--net", "--mount", "--fork", "--mount-proc", "true")
     tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     return None if tried.returncode == 0 else f"namespaces are not permitted: {tried.stderr.strip()}"
