@@ -47,7 +47,7 @@ def _draw_panel(axis: Axes, measurements: Sequence[Measurement], shape: str) -> 
             bottom += height
         floors = [m.draft_floor_ms + m.verify_floor_ms for m in group if m.draft_floor_ms and m.verify_floor_ms]
         if floors:
-            named = "what must be read" if place == 0 else None
+            named = "what must be read" if place == 0 else "_"  # no line of the legend
             axis.hlines(floors[0], place - 0.4, place + 0.4, color=FLOOR_COLOUR, label=named)
     axis.set_xticks(range(len(groups)), [f"{batch}\n{mode.split()[0]}" for batch, mode in groups], fontsize=7)
     axis.set_xlabel("requests at a time, processes")
