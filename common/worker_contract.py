@@ -29,6 +29,8 @@ class DeviceMemory:
     """What an epoch will take beside KV pages and the steps' own tokens: graphs, libraries' workspaces."""
     work_per_token: int = 0
     """What an epoch will take for each token of its largest step."""
+    work_per_choice: int = 0
+    """What an epoch will take for each token that is chosen in its largest step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,51 +24,51 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/protos/worker.proto\x12\rslipstream.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xb4\x03\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x07 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x14\n\x0chidden_width\x18\t \x01(\r\x12\x11\n\talgorithm\x18\n \x01(\t\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05model\x18\x0c \x01(\t\x12\x16\n\x0etokenizer_path\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x14\n\x0cmetrics_port\x18\x0f \x01(\r\x12\x12\n\nlast_epoch\x18\x10 \x01(\x04\x12\x15\n\rhidden_layers\x18\x11 \x03(\r\x12+\n\x06memory\x18\x12 \x01(\x0b\x32\x1b.slipstream.v1.DeviceMemory\x12\x11\n\tunder_mps\x18\x13 \x01(\x08\"b\n\x0c\x44\x65viceMemory\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0f\n\x07weights\x18\x03 \x01(\x04\x12\x0c\n\x04work\x18\x04 \x01(\x04\x12\x16\n\x0ework_per_token\x18\x05 \x01(\x04\"\xb7\x02\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12-\n\x04peer\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.DescribeResponse\x12)\n\x08manifest\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x11\n\trun_ahead\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\n \x01(\r\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\r\n\x05\x64\x65\x62ug\x18\x0c \x01(\x08\"\x10\n\x0e\x41ttachResponse\"\x96\x01\n\x08Manifest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12&\n\x07\x62uffers\x18\x05 \x03(\x0b\x32\x15.slipstream.v1.Buffer\x12(\n\x06\x66\x65nces\x18\x06 \x03(\x0b\x32\x18.slipstream.v1.FenceWord\"T\n\x06\x42uffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06writer\x18\x05 \x01(\t\"^\n\tFenceWord\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x65vents\x18\x04 \x03(\x0c\"@\n\nFencePoint\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\r\n\x05value\x18\x02 \x01(\x04\"\xcf\x02\n\x0bStepCommand\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.slipstream.v1.StepKind\x12\r\n\x05slots\x18\x04 \x03(\r\x12(\n\x05waits\x18\x05 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x07signals\x18\x06 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x06\x63hunks\x18\x07 \x03(\x0b\x32\x1a.slipstream.v1.PromptChunk\x12*\n\x07updates\x18\x08 \x03(\x0b\x32\x19.slipstream.v1.SlotUpdate\x12\x13\n\x0b\x61\x63knowledge\x18\t \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"K\n\x0bPromptChunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"\xd0\x01\n\nSlotUpdate\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x18\n\x10\x66irst_page_index\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x14\n\x0climit_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.slipstream.v1.SlotSampling\x12\x1d\n\x10max_draft_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\x8e\x02\n\x0cSlotSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12,\n\nlogit_bias\x18\t \x03(\x0b\x32\x18.slipstream.v1.TokenBias\x12\x15\n\rmasked_before\x18\n \x01(\r\x12\x18\n\x10masked_token_ids\x18\x0b \x03(\r\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\";\n\x07StepAck\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0b\x65nqueued_ns\x18\x03 \x01(\x04\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x0f\n\rDrainResponse*f\n\x05\x46\x65nce\x12\x15\n\x11\x46\x45NCE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46\x45NCE_DRAFT_DONE\x10\x01\x12\x18\n\x14\x46\x45NCE_VERIFY_PUBLISH\x10\x02\x12\x16\n\x12\x46\x45NCE_VERIFY_STASH\x10\x03*g\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x13\n\x0fSTEP_KIND_PLAIN\x10\x03\x32\xa3\x02\n\x06Worker\x12K\n\x08\x44\x65scribe\x12\x1e.slipstream.v1.DescribeRequest\x1a\x1f.slipstream.v1.DescribeResponse\x12\x45\n\x06\x41ttach\x12\x1c.slipstream.v1.AttachRequest\x1a\x1d.slipstream.v1.AttachResponse\x12\x41\n\x07\x45xecute\x12\x1a.slipstream.v1.StepCommand\x1a\x16.slipstream.v1.StepAck(\x01\x30\x01\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/protos/worker.proto\x12\rslipstream.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xb4\x03\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x07 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x14\n\x0chidden_width\x18\t \x01(\r\x12\x11\n\talgorithm\x18\n \x01(\t\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05model\x18\x0c \x01(\t\x12\x16\n\x0etokenizer_path\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x14\n\x0cmetrics_port\x18\x0f \x01(\r\x12\x12\n\nlast_epoch\x18\x10 \x01(\x04\x12\x15\n\rhidden_layers\x18\x11 \x03(\r\x12+\n\x06memory\x18\x12 \x01(\x0b\x32\x1b.slipstream.v1.DeviceMemory\x12\x11\n\tunder_mps\x18\x13 \x01(\x08\"{\n\x0c\x44\x65viceMemory\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0f\n\x07weights\x18\x03 \x01(\x04\x12\x0c\n\x04work\x18\x04 \x01(\x04\x12\x16\n\x0ework_per_token\x18\x05 \x01(\x04\x12\x17\n\x0fwork_per_choice\x18\x06 \x01(\x04\"\xb7\x02\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12-\n\x04peer\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.DescribeResponse\x12)\n\x08manifest\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x11\n\trun_ahead\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\n \x01(\r\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\r\n\x05\x64\x65\x62ug\x18\x0c \x01(\x08\"\x10\n\x0e\x41ttachResponse\"\x96\x01\n\x08Manifest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12&\n\x07\x62uffers\x18\x05 \x03(\x0b\x32\x15.slipstream.v1.Buffer\x12(\n\x06\x66\x65nces\x18\x06 \x03(\x0b\x32\x18.slipstream.v1.FenceWord\"T\n\x06\x42uffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06writer\x18\x05 \x01(\t\"^\n\tFenceWord\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x65vents\x18\x04 \x03(\x0c\"@\n\nFencePoint\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\r\n\x05value\x18\x02 \x01(\x04\"\xcf\x02\n\x0bStepCommand\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.slipstream.v1.StepKind\x12\r\n\x05slots\x18\x04 \x03(\r\x12(\n\x05waits\x18\x05 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x07signals\x18\x06 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x06\x63hunks\x18\x07 \x03(\x0b\x32\x1a.slipstream.v1.PromptChunk\x12*\n\x07updates\x18\x08 \x03(\x0b\x32\x19.slipstream.v1.SlotUpdate\x12\x13\n\x0b\x61\x63knowledge\x18\t \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"K\n\x0bPromptChunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"\xd0\x01\n\nSlotUpdate\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x18\n\x10\x66irst_page_index\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x14\n\x0climit_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.slipstream.v1.SlotSampling\x12\x1d\n\x10max_draft_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_max_draft_tokens\"\x8e\x02\n\x0cSlotSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12,\n\nlogit_bias\x18\t \x03(\x0b\x32\x18.slipstream.v1.TokenBias\x12\x15\n\rmasked_before\x18\n \x01(\r\x12\x18\n\x10masked_token_ids\x18\x0b \x03(\r\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\";\n\x07StepAck\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0b\x65nqueued_ns\x18\x03 \x01(\x04\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x0f\n\rDrainResponse*f\n\x05\x46\x65nce\x12\x15\n\x11\x46\x45NCE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46\x45NCE_DRAFT_DONE\x10\x01\x12\x18\n\x14\x46\x45NCE_VERIFY_PUBLISH\x10\x02\x12\x16\n\x12\x46\x45NCE_VERIFY_STASH\x10\x03*g\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x13\n\x0fSTEP_KIND_PLAIN\x10\x03\x32\xa3\x02\n\x06Worker\x12K\n\x08\x44\x65scribe\x12\x1e.slipstream.v1.DescribeRequest\x1a\x1f.slipstream.v1.DescribeResponse\x12\x45\n\x06\x41ttach\x12\x1c.slipstream.v1.AttachRequest\x1a\x1d.slipstream.v1.AttachResponse\x12\x41\n\x07\x45xecute\x12\x1a.slipstream.v1.StepCommand\x1a\x16.slipstream.v1.StepAck(\x01\x30\x01\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.protos.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FENCE']._serialized_start=2393
-  _globals['_FENCE']._serialized_end=2495
-  _globals['_STEPKIND']._serialized_start=2497
-  _globals['_STEPKIND']._serialized_end=2600
+  _globals['_FENCE']._serialized_start=2418
+  _globals['_FENCE']._serialized_end=2520
+  _globals['_STEPKIND']._serialized_start=2522
+  _globals['_STEPKIND']._serialized_end=2625
   _globals['_DESCRIBEREQUEST']._serialized_start=49
   _globals['_DESCRIBEREQUEST']._serialized_end=66
   _globals['_DESCRIBERESPONSE']._serialized_start=69
   _globals['_DESCRIBERESPONSE']._serialized_end=505
   _globals['_DEVICEMEMORY']._serialized_start=507
-  _globals['_DEVICEMEMORY']._serialized_end=605
-  _globals['_ATTACHREQUEST']._serialized_start=608
-  _globals['_ATTACHREQUEST']._serialized_end=919
-  _globals['_ATTACHRESPONSE']._serialized_start=921
-  _globals['_ATTACHRESPONSE']._serialized_end=937
-  _globals['_MANIFEST']._serialized_start=940
-  _globals['_MANIFEST']._serialized_end=1090
-  _globals['_BUFFER']._serialized_start=1092
-  _globals['_BUFFER']._serialized_end=1176
-  _globals['_FENCEWORD']._serialized_start=1178
-  _globals['_FENCEWORD']._serialized_end=1272
-  _globals['_FENCEPOINT']._serialized_start=1274
-  _globals['_FENCEPOINT']._serialized_end=1338
-  _globals['_STEPCOMMAND']._serialized_start=1341
-  _globals['_STEPCOMMAND']._serialized_end=1676
-  _globals['_PROMPTCHUNK']._serialized_start=1678
-  _globals['_PROMPTCHUNK']._serialized_end=1753
-  _globals['_SLOTUPDATE']._serialized_start=1756
-  _globals['_SLOTUPDATE']._serialized_end=1964
-  _globals['_SLOTSAMPLING']._serialized_start=1967
-  _globals['_SLOTSAMPLING']._serialized_end=2237
-  _globals['_TOKENBIAS']._serialized_start=2239
-  _globals['_TOKENBIAS']._serialized_end=2282
-  _globals['_STEPACK']._serialized_start=2284
-  _globals['_STEPACK']._serialized_end=2343
-  _globals['_DRAINREQUEST']._serialized_start=2345
-  _globals['_DRAINREQUEST']._serialized_end=2374
-  _globals['_DRAINRESPONSE']._serialized_start=2376
-  _globals['_DRAINRESPONSE']._serialized_end=2391
-  _globals['_WORKER']._serialized_start=2603
-  _globals['_WORKER']._serialized_end=2894
+  _globals['_DEVICEMEMORY']._serialized_end=630
+  _globals['_ATTACHREQUEST']._serialized_start=633
+  _globals['_ATTACHREQUEST']._serialized_end=944
+  _globals['_ATTACHRESPONSE']._serialized_start=946
+  _globals['_ATTACHRESPONSE']._serialized_end=962
+  _globals['_MANIFEST']._serialized_start=965
+  _globals['_MANIFEST']._serialized_end=1115
+  _globals['_BUFFER']._serialized_start=1117
+  _globals['_BUFFER']._serialized_end=1201
+  _globals['_FENCEWORD']._serialized_start=1203
+  _globals['_FENCEWORD']._serialized_end=1297
+  _globals['_FENCEPOINT']._serialized_start=1299
+  _globals['_FENCEPOINT']._serialized_end=1363
+  _globals['_STEPCOMMAND']._serialized_start=1366
+  _globals['_STEPCOMMAND']._serialized_end=1701
+  _globals['_PROMPTCHUNK']._serialized_start=1703
+  _globals['_PROMPTCHUNK']._serialized_end=1778
+  _globals['_SLOTUPDATE']._serialized_start=1781
+  _globals['_SLOTUPDATE']._serialized_end=1989
+  _globals['_SLOTSAMPLING']._serialized_start=1992
+  _globals['_SLOTSAMPLING']._serialized_end=2262
+  _globals['_TOKENBIAS']._serialized_start=2264
+  _globals['_TOKENBIAS']._serialized_end=2307
+  _globals['_STEPACK']._serialized_start=2309
+  _globals['_STEPACK']._serialized_end=2368
+  _globals['_DRAINREQUEST']._serialized_start=2370
+  _globals['_DRAINREQUEST']._serialized_end=2399
+  _globals['_DRAINRESPONSE']._serialized_start=2401
+  _globals['_DRAINRESPONSE']._serialized_end=2416
+  _globals['_WORKER']._serialized_start=2628
+  _globals['_WORKER']._serialized_end=2919
 # @@protoc_insertion_point(module_scope)

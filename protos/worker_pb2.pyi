@@ -76,18 +76,20 @@ class DescribeResponse(_message.Message):
     def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
-    __slots__ = ("total", "free", "weights", "work", "work_per_token")
+    __slots__ = ("total", "free", "weights", "work", "work_per_token", "work_per_choice")
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     FREE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
     WORK_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WORK_PER_CHOICE_FIELD_NUMBER: _ClassVar[int]
     total: int
     free: int
     weights: int
     work: int
     work_per_token: int
-    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., weights: _Optional[int] = ..., work: _Optional[int] = ..., work_per_token: _Optional[int] = ...) -> None: ...
+    work_per_choice: int
+    def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., weights: _Optional[int] = ..., work: _Optional[int] = ..., work_per_token: _Optional[int] = ..., work_per_choice: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug")

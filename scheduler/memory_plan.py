@@ -10,7 +10,7 @@ from slipstream.common.errors import OutOfMemoryError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.common.worker_contract import DeviceMemory, WorkerDescription
 
 MIB = 2**20
 HOST_KV_BYTES = 512 * MIB
@@ -26,6 +26,8 @@ class MemoryPlan:
     """KV that a page holds, of both workers together."""
     step_tokens: int
     """Tokens of the largest step."""
+    step_choices: int
+    """Tokens that are chosen in the largest step."""
     reserve_bytes: int
     """What is to be left free where nobody said how much may be taken."""
 
@@ -42,7 +44,7 @@ class MemoryPlan:
     @property
     def work(self) -> int:
         """Bytes that the workers will take beside KV pages."""
-        return sum(worker.memory.work + worker.memory.work_per_token * self.step_tokens for worker in self.workers)
+        return sum(_work(worker.memory, self.step_tokens, self.step_choices) for worker in self.workers)
 
     def pages_that_fit(self, *, at_least: int, of: str) -> int:
         """Pages that there is room for. Raises OutOfMemoryError if they are fewer than `at_least`, the KV `of` what."""
@@ -73,3 +75,7 @@ class MemoryPlan:
             f"graphs and steps {self.work / MIB:.0f} MiB, reserve {reserve / MIB:.0f} MiB; weights have taken "
             f"{weights}. Less is needed with a smaller context_tokens, slots, chunk_tokens or kv_memory_mib"
         )
+
+
+def _work(memory: DeviceMemory, num_tokens: int, num_choices: int) -> int:
+    return memory.work + memory.work_per_token * num_tokens + memory.work_per_choice * num_choices

@@ -73,10 +73,12 @@ class EpochSizes:
             run_ahead=config.run_ahead,
         )
         needed = sizes.pages_for(context) + 1
+        choices = config.slots * (sizes.num_draft_tokens + 1)
         plan = MemoryPlan(
             workers.all,
             page_bytes=config.page_tokens * max(1, sum(worker.kv_bytes_per_token for worker in workers.all)),
-            step_tokens=max(sizes.chunk_tokens, config.slots * (sizes.num_draft_tokens + 1)),
+            step_tokens=max(sizes.chunk_tokens, choices),
+            step_choices=choices,
             reserve_bytes=config.memory_reserve_mib * MIB,
         )
         if config.kv_memory_mib is None:

@@ -6,6 +6,7 @@ CPU the same work is simply done again, which is how the tests look at everythin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from bisect import bisect_left
@@ -62,8 +63,11 @@ class CudaCapture:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a capture that is broken; what broke it says more
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph.replay
 
 
@@ -107,6 +111,7 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
             logger.warning(
                 "graphs of %s: no memory for %d rows, larger batches run slower (%s)", what, size, _first_line(error)
             )
+            _give_back()
             continue
         logger.debug("graphs of %s: %d rows, %d of %d", what, size, number, len(sizes))
     taken = (_reserved_bytes() - before) / MIB
@@ -117,6 +122,11 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
 def _reserved_bytes() -> int:
     has_memory: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.memory_reserved() if has_memory else 0
+
+
+def _give_back() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,10 +19,10 @@ _LOGIT_BYTES = 16
 
 
 def needed_for_work(config: ModelConfig, dtype: torch.dtype) -> DeviceMemory:
-    """What a model's steps will take, for each token that goes through its layers and has its choice made."""
+    """What a model's steps will take: for each token that goes through its layers, and for each that is chosen."""
     layer = 4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
-    per_token = layer * dtype.itemsize + config.vocab_size * _LOGIT_BYTES
-    return DeviceMemory(work=WORK_BYTES, work_per_token=per_token)
+    per_choice = config.vocab_size * _LOGIT_BYTES
+    return DeviceMemory(work=WORK_BYTES, work_per_token=layer * dtype.itemsize, work_per_choice=per_choice)
 
 
 def measured(needed: DeviceMemory, device: torch.device, weights: int) -> DeviceMemory:

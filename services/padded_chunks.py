@@ -14,6 +14,26 @@ if TYPE_CHECKING:
     from slipstream.services.staging import Staging
 
 
+MOST_PADDING = 0.25
+"""Of what a group of chunks has: more of it costs more than another forward, on a device that is fast."""
+
+
+def alike(chunks: Sequence[PromptChunk]) -> list[list[PromptChunk]]:
+    """The same chunks in their order, those side by side that are nearly as long as each other."""
+    groups: list[list[PromptChunk]] = []
+    for chunk in chunks:
+        if groups and _padding([*groups[-1], chunk]) <= MOST_PADDING:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups
+
+
+def _padding(chunks: Sequence[PromptChunk]) -> float:
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    return len(lengths) * max(lengths) / sum(lengths) - 1
+
+
 @dataclass(frozen=True, slots=True)
 class PaddedChunks:
     """B rows of as many tokens as the longest has, T tokens that count in all. Everything is on the device."""

@@ -11,7 +11,7 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.step import FenceName, StepKind
 from slipstream.services.draft.graphs import DraftGraphs, propose
 from slipstream.services.engine import Phase
-from slipstream.services.padded_chunks import PaddedChunks
+from slipstream.services.padded_chunks import PaddedChunks, alike
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,17 +53,24 @@ class DraftEngine:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
         work: Callable[[], None] = _do_nothing
         if command.slots and command.kind is StepKind.PREFILL:
-            work = partial(self._prefill, state, command.step, PaddedChunks.of(command.chunks, state.staging))
+            # Where padding costs more than another forward does.
+            groups = [list(command.chunks)] if state.graphs is None else alike(command.chunks)
+            padded = [PaddedChunks.of(group, state.staging) for group in groups]
+            work = partial(self._prefill, state, command.step, padded)
         elif command.slots:
             rows = state.staging.put(torch.tensor(command.slots, dtype=torch.int64))
             work = partial(self._propose, state, command, rows)
         return [Phase(work, FenceName.DRAFT_DONE)]
 
-    def _prefill(self, state: EpochState, step: int, chunks: PaddedChunks) -> None:
-        hidden = None
-        if state.attachment.shape.hidden_width:
-            hidden = state.future_map.gather_prefill(step, len(chunks.places))
-        self._drafter.prefill(chunks, hidden)
+    def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
+        sizes = [len(chunks.places) for chunks in groups]
+        if not state.attachment.shape.hidden_width:
+            for chunks in groups:
+                self._drafter.prefill(chunks, None)
+            return
+        hidden = state.future_map.gather_prefill(step, sum(sizes)).split(sizes)
+        for chunks, states in zip(groups, hidden, strict=True):
+            self._drafter.prefill(chunks, states)
 
     def _propose(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> None:
         propose(self._drafter, state, command.step, rows, state.slots.needs(command.slots))

@@ -81,7 +81,7 @@ class VerifyEngine:
             return _phases(command.step, state, target, torch.empty(0), lambda: None)
         is_one_size = state.graphs is not None and self._deterministic_width is not None
         width = state.attachment.shape.chunk_tokens if is_one_size else None
-        groups = PromptGroup.of(command.chunks, state.staging, width=width)
+        groups = PromptGroup.of(command.chunks, state.staging, width=width, is_one=state.graphs is None)
         ending = [chunk.slot for chunk in command.chunks if chunk.is_last]
         rows = state.staging.put(torch.tensor(ending, dtype=torch.int64))
         return _phases(command.step, state, target, rows, partial(target.prefill, command, groups))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.padded_chunks import PaddedChunks
+from slipstream.services.padded_chunks import PaddedChunks, alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,10 @@ class PromptGroup:
     ends: PromptEnds | None
 
     @classmethod
-    def of(cls, chunks: Sequence[PromptChunk], staging: Staging, *, width: int | None = None) -> list[PromptGroup]:
-        """All in one; or, with `width`, each alone and padded to that."""
-        alone = [[chunk] for chunk in chunks] if width is not None else [list(chunks)]
-        return [cls(PaddedChunks.of(group, staging, width=width), PromptEnds.of(group, staging)) for group in alone]
+    def of(
+        cls, chunks: Sequence[PromptChunk], staging: Staging, *, width: int | None = None, is_one: bool = False
+    ) -> list[PromptGroup]:
+        """Those together that are alike; all of them with `is_one`; with `width`, each alone and padded to that."""
+        together = [list(chunks)] if is_one else alike(chunks)
+        groups = together if width is None else [[chunk] for chunk in chunks]
+        return [cls(PaddedChunks.of(group, staging, width=width), PromptEnds.of(group, staging)) for group in groups]

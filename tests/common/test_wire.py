@@ -112,7 +112,13 @@ DESCRIPTIONS = st.builds(
     tokenizer_path=st.text(),
     memory=st.just(DeviceMemory())
     | st.builds(
-        DeviceMemory, total=st.integers(1, 2**64 - 1), free=UINT64, weights=UINT64, work=UINT64, work_per_token=UINT64
+        DeviceMemory,
+        total=st.integers(1, 2**64 - 1),
+        free=UINT64,
+        weights=UINT64,
+        work=UINT64,
+        work_per_token=UINT64,
+        work_per_choice=UINT64,
     ),
 )
 SPECS = st.lists(

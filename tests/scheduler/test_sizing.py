@@ -75,24 +75,31 @@ def test_workers_that_say_they_cost_nothing_are_no_reason_to_fail() -> None:
 
 
 MIB = 2**20
-MEMORY = DeviceMemory(total=1000 * MIB, free=600 * MIB, weights=100 * MIB, work=40 * MIB, work_per_token=MIB // 16)
+MEMORY = DeviceMemory(
+    total=1000 * MIB,
+    free=600 * MIB,
+    weights=100 * MIB,
+    work=40 * MIB,
+    work_per_token=MIB // 32,
+    work_per_choice=MIB // 32,
+)
 ON_GPU = Workers(
     # Whoever described itself last saw the least.
     verify=replace(VERIFY, memory=MEMORY),
     draft=replace(DRAFT, memory=replace(MEMORY, free=400 * MIB, weights=50 * MIB, work=20 * MIB)),
 )
 GPU_CONFIG = replace(CONFIG, kv_memory_mib=None, memory_reserve_mib=100, slots=1000)
-# 1000 slots with 5 tokens each: 2 * 5000 / 16 MiB.
+# 1000 slots with 5 tokens each, that are all chosen: 2 * 5000 / 16 MiB.
 WORK_MIB = 60 + 625
 
 
 def test_on_a_gpu_pages_take_what_the_others_leave() -> None:
     few = replace(GPU_CONFIG, slots=16)
-    sizes = EpochSizes.decide(few, replace_free(230))
-    # The largest step has 512 prompt tokens: 2 * 512 / 16 MiB.
-    assert sizes.batch.num_pages == (230 - 100 - 60 - 64) * MIB // (10 * 1280)
-    with_less_reserve = EpochSizes.decide(replace(few, memory_reserve_mib=99), replace_free(230))
-    assert with_less_reserve.batch.num_pages == 7 * MIB // (10 * 1280)
+    sizes = EpochSizes.decide(few, replace_free(206))
+    # The largest steps have 512 prompt tokens, and 80 that are chosen: 2 * (512 + 80) / 32 MiB.
+    assert sizes.batch.num_pages == (206 - 100 - 60 - 37) * MIB // (10 * 1280)
+    with_less_reserve = EpochSizes.decide(replace(few, memory_reserve_mib=99), replace_free(206))
+    assert with_less_reserve.batch.num_pages == 10 * MIB // (10 * 1280)
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_what_takes_how_much() -> None:
