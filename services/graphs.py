@@ -125,8 +125,12 @@ def _reserved_bytes() -> int:
 
 
 def _give_back() -> None:
-    if torch.cuda.is_initialized():
+    if _has_cuda():
         torch.cuda.empty_cache()
+
+
+def _has_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _first_line(error: BaseException) -> str:

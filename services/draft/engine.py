@@ -68,8 +68,8 @@ class DraftEngine:
             for chunks in groups:
                 self._drafter.prefill(chunks, None)
             return
-        hidden = state.future_map.gather_prefill(step, sum(sizes)).split(sizes)
-        for chunks, states in zip(groups, hidden, strict=True):
+        hidden = state.future_map.gather_prefill(step, sum(sizes))
+        for chunks, states in zip(groups, torch.split(hidden, sizes), strict=True):
             self._drafter.prefill(chunks, states)
 
     def _propose(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> None:
