@@ -16,6 +16,7 @@ from slipstream.cli.demo_run import Workload, run_workload
 from slipstream.cli.demo_screen import LineScreen, LiveScreen, legend
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.mps import mps_daemon, placed
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import free_address, scheduler_command, worker_command
 from slipstream.cli.stop_signals import StopSignals
@@ -26,40 +27,52 @@ from slipstream.services.config import ALGORITHMS
 
 if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun
+    from slipstream.cli.mps import MpsDaemon
+    from slipstream.cli.service_command import ServiceCommand
 
 PROMPT_STRIDE = 16
 """Takes one of so many of the bundled prompts, which makes four."""
 MAX_NEW_TOKENS = 256
 TEMPERATURE = 0.8
 SEED = 1
+DTYPE = "float32"
+"""In which drafting changes no token, on a GPU either; in bfloat16 a near tie may fall the other way."""
 
 
-async def run_demo(algorithm: str) -> int:
-    """Runs it in a state directory of its own, on free ports; gives the exit status.
+async def run_demo(algorithm: str, device: str) -> int:
+    """Runs it in a state directory of its own, on free ports, under MPS where that is there; gives the exit status.
 
     That is 1 when drafting changed the tokens, and 130 when a signal ended it.
-    Raises SlipstreamError when a service dies, and ConfigError for an algorithm that drafts nothing.
+    Raises SlipstreamError when a service dies, and ConfigError for an algorithm that drafts nothing or a device that
+    is none.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError("algorithm", algorithm, " or ".join(ALGORITHMS))
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         models = ModelChoice.choose(target=None, draft=None, algorithm=algorithm, num_draft_tokens=None)
-        config = UpConfig(models=models, state_dir=Path(folder), listen="127.0.0.1:0")
+        config = UpConfig(models=models, device=device, dtype=DTYPE, state_dir=Path(folder), listen="127.0.0.1:0")
         loading = LoadingDisplay(console, is_live=console.is_terminal)
-        supervisor = Supervisor(
-            ready_timeout_s=config.ready_timeout_s, drain_timeout_s=config.drain_timeout_s, on_change=loading.on_change
-        )
-        signals = StopSignals(on_second=supervisor.hurry)
-        status = await signals.cancel(_Demo(console, supervisor, loading).run(config))
+        async with mps_daemon(config.mps_mode, config.mps_dir) as mps:
+            supervisor = Supervisor(
+                ready_timeout_s=config.ready_timeout_s,
+                drain_timeout_s=config.drain_timeout_s,
+                on_change=loading.on_change,
+                before_kill=None if mps is None else mps.let_go,
+            )
+            signals = StopSignals(on_second=supervisor.hurry)
+            status = await signals.cancel(_Demo(console, supervisor, loading, mps).run(config))
     return 130 if status is None else status
 
 
 class _Demo:
-    def __init__(self, console: Console, supervisor: Supervisor, loading: LoadingDisplay) -> None:
+    def __init__(
+        self, console: Console, supervisor: Supervisor, loading: LoadingDisplay, mps: MpsDaemon | None
+    ) -> None:
         self._console = console
         self._supervisor = supervisor
         self._loading = loading
+        self._mps = mps
         self._workload = Workload(
             prompts=bundled.prompts()[::PROMPT_STRIDE],
             max_new_tokens=MAX_NEW_TOKENS,
@@ -70,7 +83,7 @@ class _Demo:
     async def run(self, config: UpConfig) -> int:
         plain = replace(config, models=replace(config.models, draft=None))
         async with self._supervisor:
-            self._supervisor.start(*(worker_command(config, name) for name in config.workers))
+            self._start(config, *(worker_command(config, name) for name in config.workers))
             drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
             # The verify process stays, and decodes plainly for a scheduler that has no draft.
             await self._supervisor.stop("scheduler", "draft")
@@ -80,14 +93,18 @@ class _Demo:
     async def _measure(self, config: UpConfig, title: str) -> DemoRun:
         scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
         with self._loading:
-            self._supervisor.start(scheduler)
+            self._start(config, scheduler)
             await self._supervisor.wait_ready()
         return await self._supervisor.while_alive(self._run_workload(scheduler.address, title))
+
+    def _start(self, config: UpConfig, *services: ServiceCommand) -> None:
+        self._supervisor.start(*(placed(service, config.mps_dir, self._mps) for service in services))
 
     async def _run_workload(self, server: str, title: str) -> DemoRun:
         status = await fetch_status(server)
         metrics_port = status.service("scheduler").metrics_port
-        self._console.rule(title)
+        order = f"{status.state.fence} fences" + (", MPS" if status.state.under_mps else "")
+        self._console.rule(f"{title} ({order})")
         self._console.print(legend(self._console))
         prompts = self._workload.prompts
         show = LiveScreen if self._console.is_terminal else LineScreen

@@ -344,11 +344,12 @@ def demo(
     algorithm: Annotated[
         str, typer.Option(metavar="|".join(WORKER_ALGORITHMS), help="How drafts are made.")
     ] = WorkerConfig.algorithm,
+    device: Annotated[str, typer.Option(metavar="|".join(DEVICES), help="What computes.")] = UpConfig.device,
 ) -> None:
     """Watch the bundled models serve several prompts at once, with drafting and without."""
     from slipstream.cli.demo import run_demo
 
-    _exit_with(run_demo(algorithm))
+    _exit_with(run_demo(algorithm, device))
 
 
 def _exit_with(work: Coroutine[object, object, int]) -> None:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ from slipstream.common.errors import ConfigError, FailedPreconditionError, Slips
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
+
+    from slipstream.cli.service_command import ServiceCommand
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,12 @@ def has_nvidia_device() -> bool:
 def outside_mps(directory: Path) -> Mapping[str, str]:
     """What keeps a process out of every MPS daemon, the host's own included: nobody answers there."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "outside")}
+
+
+def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
+    """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
+    is_inside = daemon is not None and service.name != "scheduler"
+    return replace(service, environment=daemon.environment if is_inside else outside_mps(directory))
 
 
 @asynccontextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
-from slipstream.cli.mps import mps_daemon, outside_mps
+from slipstream.cli.mps import mps_daemon, placed
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import free_address, in_process_command, scheduler_command, worker_command
 from slipstream.cli.state_dir import StateDir
@@ -31,7 +30,8 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
     with StateDir.hold(config.state_dir) as state_dir:
         services = _commands(config)
         async with mps_daemon(config.mps_mode, config.mps_dir) as mps:
-            return await _serve(config, _placed(services, config, mps), state_dir, mps, is_verbose=is_verbose)
+            services = [placed(service, config.mps_dir, mps) for service in services]
+            return await _serve(config, services, state_dir, mps, is_verbose=is_verbose)
 
 
 async def _serve(
@@ -84,10 +84,3 @@ def _commands(config: UpConfig) -> list[ServiceCommand]:
     for worker in workers:
         free_address(worker.address, field="state_dir")
     return [*workers, scheduler_command(config, free_address(config.listen, field="listen"))]
-
-
-def _placed(services: list[ServiceCommand], config: UpConfig, mps: MpsDaemon | None) -> list[ServiceCommand]:
-    """The services with what puts each inside or outside MPS."""
-    outside = outside_mps(config.mps_dir)
-    inside = outside if mps is None else mps.environment
-    return [replace(service, environment=outside if service.name == "scheduler" else inside) for service in services]

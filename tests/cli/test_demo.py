@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from slipstream.common.device.choose import cuda_obstacle
 from tests.cli.running import running, slipstream, until
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
         "mean accept length",
         "bubble",
         "overlap efficiency",
-        "no drafting",
+        "no drafting (host fences)",
         "Token ids with and without drafting: the same, all 1024 tokens of 4 prompts.",
     ):
         assert words in found.stdout
@@ -54,3 +55,19 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
         assert demo.end() == 130
     assert not services_in(tmp_path)
     assert not list(tmp_path.glob("slipstream-*"))
+
+
+@pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU that can be used")
+def test_a_gpu_that_cannot_be_used_is_said_with_the_reason(tmp_path: Path) -> None:
+    found = slipstream("demo", "--device", "cuda")
+    assert found.returncode == 1
+    assert f"device: got 'cuda', accepted: cpu here: {cuda_obstacle()}" in found.stderr
+    assert not services_in(tmp_path)
+
+
+def test_another_device_is_refused_by_name() -> None:
+    found = slipstream("demo", "--device", "abacus")
+    assert (found.returncode, found.stderr) == (
+        2,
+        "slipstream: error: --device: got 'abacus', accepted: auto, cpu, cuda\n",
+    )

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from slipstream.cli import mps
-from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps, placed
+from slipstream.cli.service_command import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,3 +114,17 @@ async def test_a_path_that_no_socket_can_have_is_refused_by_name(directory: Path
 
 def test_nobody_serves_outside(tmp_path: Path) -> None:
     assert not Path(outside_mps(tmp_path)["CUDA_MPS_PIPE_DIRECTORY"]).exists()
+
+
+async def test_workers_are_inside_and_the_scheduler_is_not(directory: Path) -> None:
+    services = [
+        ServiceCommand(name=name, argv=(), address=f"unix:/{name}", log_path=directory / name)
+        for name in ("verify", "draft", "scheduler")
+    ]
+    outside = outside_mps(directory)
+    async with mps_daemon(MpsMode.ON, directory) as daemon:
+        assert daemon is not None
+        inside = daemon.environment
+        found = [placed(service, directory, daemon).environment for service in services]
+        assert found == [inside, inside, outside]
+    assert [placed(service, directory, None).environment for service in services] == [outside] * 3
