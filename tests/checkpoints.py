@@ -6,10 +6,11 @@ Weights have a standard deviation of 0.2: with the usual 0.02 greedy output soon
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 if TYPE_CHECKING:
@@ -77,6 +78,15 @@ def write_checkpoint(
     write_weights(path, random_weights(config, seed=seed, dtype=dtype), num_files=num_files)
     if has_tokenizer:
         write_tokenizer(path)
+    return path
+
+
+def write_guesser(path: Path, target: Path, *, seed: int) -> Path:
+    """Writes a draft for `target`, the same with some noise: it guesses right now and then. Returns `path`."""
+    shutil.copytree(target, path)
+    weights, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    noisy = {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
+    write_weights(path, noisy)
     return path
 
 

@@ -9,15 +9,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import Role
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
-from tests.checkpoints import write_checkpoint, write_weights
+from tests.checkpoints import write_checkpoint, write_guesser
 from tests.leaks import nothing_left
 from tests.waiting import until
 from tests.worker_processes import WorkerProcesses, conducting
@@ -31,15 +29,9 @@ SEED = 5
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, Path]:
-    """A random target, and a draft that is the target with some noise."""
+    """A random target, and a draft that guesses right now and then."""
     target = write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
-    guesser = write_checkpoint(target.with_name("draft"), seed=SEED)
-    generator = torch.Generator().manual_seed(SEED)
-    weights = load_file(guesser / "model.safetensors")
-    write_weights(
-        guesser, {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
-    )
-    return {Role.VERIFY: target, Role.DRAFT: guesser}
+    return {Role.VERIFY: target, Role.DRAFT: write_guesser(target.with_name("draft"), target, seed=SEED)}
 
 
 @pytest.fixture(scope="module")

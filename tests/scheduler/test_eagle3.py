@@ -6,8 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from slipstream import bundled
 from slipstream.common.device.host_device import HostDevice
@@ -17,38 +15,17 @@ from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.config import EAGLE3, WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_weights
 from tests.eagle3_checkpoints import LAYOUTS, write_head
-from tests.scheduler.test_lossless import Models, Served, Way, adjusted_jobs, make_jobs
+from tests.scheduler.fair_head import make_head
+from tests.scheduler.local_serving import Models, Served, Way
+from tests.scheduler.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from slipstream.services.engine import RoleEngine
 
-SEED = 11
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two streams share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target."""
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
-
-
-@pytest.fixture(scope="module")
-def verify(target: Path) -> RoleEngine:
-    """Loaded once."""
-    return make_verify(WorkerConfig(model=target), HostDevice(), 0)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +33,6 @@ def reference(verify: RoleEngine) -> list[list[int]]:
     """Plain decoding, one request at a time, nothing runs ahead."""
     way = Way(run_ahead=0, slots=1, chunk_tokens=64)
     return Served(Models(verify, verify, verify), way).run(*([job] for job in make_jobs()))
-
-
-def make_head(path: Path, target: Path, layout: str = LAYOUTS[0]) -> RoleEngine:
-    """A head that sees little of its states and much of the target's own first guess, so that it is right at times."""
-    write_head(path, layout=layout, has_embedding=False, has_tokenizer=False, draft_vocab_size=VOCAB_SIZE)
-    weights = load_file(path / "model.safetensors")
-    own = load_file(target / "model.safetensors")
-    hidden = weights["fc.weight"].shape[0]
-    weights["fc.weight"] = torch.cat((torch.zeros(hidden, 2 * hidden), torch.eye(hidden)), dim=1)
-    for name in weights:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] *= 0.02
-    weights["norm.weight"], weights["lm_head.weight"] = own["model.norm.weight"], own["lm_head.weight"]
-    write_weights(path, {name: tensor.contiguous() for name, tensor in weights.items()})
-    return make_draft(WorkerConfig(model=path, target=target, algorithm=EAGLE3), HostDevice(), 0)
 
 
 WAYS = [

@@ -6,8 +6,6 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.sampling import SamplingParams
@@ -15,7 +13,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.services.config import WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
-from tests.checkpoints import write_checkpoint, write_weights
+from tests.checkpoints import write_checkpoint, write_guesser
 from tests.scheduler.local_epoch import LocalEpoch
 from tests.transformers_reference import greedy_tokens
 from tests.workers import LocalWorker
@@ -39,11 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", CHANGES)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     target = write_checkpoint(tmp_path / "target", family=family, seed=SEED, **CHANGES[family])
-    guesser = write_checkpoint(tmp_path / "draft", family=family, seed=SEED, **CHANGES[family])
-    weights = load_file(guesser / "model.safetensors")
-    generator = torch.Generator().manual_seed(SEED)
-    noisy = {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
-    write_weights(guesser, noisy)
+    guesser = write_guesser(tmp_path / "draft", target, seed=SEED)
     rng = random.Random(SEED)
     prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 7, 19, 40)]  # chunks have 8 tokens
     expected = greedy_tokens(target, prompts, NUM_TOKENS)

@@ -16,21 +16,21 @@ from slipstream.common.device.host_arena import HostArena
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.step import Role
 from slipstream.services.config import WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
-from tests.checkpoints import write_checkpoint
+from slipstream.services.roles import make_draft
+from tests.scheduler.fair_head import make_head
 from tests.scheduler.local_epoch import LocalEpoch
-from tests.scheduler.test_eagle3 import make_head
-from tests.scheduler.test_lossless import SEED, Way, adjusted_jobs, make_jobs
+from tests.scheduler.local_serving import Way
+from tests.scheduler.seeded_jobs import adjusted_jobs, make_jobs
 from tests.workers import LocalWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from slipstream.common.worker_contract import Attachment
     from slipstream.scheduler.jobs import Job
     from slipstream.services.engine import RoleEngine
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PAUSE_S = 0.0003
 """Between two scribbles, at most: many in a step."""
 _FLOATS = (float("nan"), float("inf"), float("-inf"), 1e38, -1e38, 0.0)
@@ -76,27 +76,6 @@ class Vandal(LocalWorker):
                 row.random_(-(2**63), None, generator=generator)
             self.num_scribbles += 1
         arena.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two streams share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target."""
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
-
-
-@pytest.fixture(scope="module")
-def verify(target: Path) -> RoleEngine:
-    """Loaded once."""
-    return make_verify(WorkerConfig(model=target), HostDevice(), 0)
 
 
 def serve_plainly(verify: RoleEngine, jobs: list[Job]) -> list[list[int]]:

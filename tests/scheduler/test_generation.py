@@ -22,37 +22,13 @@ from slipstream.common.errors import (
 )
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.scheduler.fake_loop import TOKENS_PER_STEP
+from tests.scheduler.following import collect, tokens_of
 from tests.scheduler.generation_server import CONTEXT_TOKENS, EOS_ID, STATE, VOCAB_SIZE, generation_server
 from tests.tokenizers_by_kind import TEXT
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator
-
-    from slipstream.common.chunk import Chunk
     from tests.scheduler.generation_server import GenerationServer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[GenerationServer]:
-    async with generation_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as connected:
-        yield connected
-
-
-async def collect(chunks: AsyncIterable[Chunk]) -> list[Chunk]:
-    """Everything that a job sends."""
-    return [chunk async for chunk in chunks]
-
-
-def tokens_of(chunks: list[Chunk]) -> list[int]:
-    """The tokens of a job."""
-    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 async def is_idle(server: GenerationServer) -> None:

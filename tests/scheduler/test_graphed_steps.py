@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from slipstream.common.access_log import JsonLinesAccessLog, StreamName
 from slipstream.common.device.host_device import HostDevice
@@ -24,7 +23,7 @@ from slipstream.services.models.decoder import Decoder
 from slipstream.services.roles import make_draft, make_verify
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
-from tests.checkpoints import write_checkpoint, write_weights
+from tests.checkpoints import write_checkpoint, write_guesser
 from tests.eagle3_checkpoints import write_head
 from tests.inline_device import InlineDevice
 from tests.leaks import nothing_left
@@ -62,13 +61,10 @@ class Checkpoints:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """The standalone draft is the target with some noise: it guesses right now and then."""
+    """The standalone draft guesses right now and then."""
     folder = tmp_path_factory.mktemp("models")
-    target, guesser = (write_checkpoint(folder / name, seed=SEED) for name in ("target", "standalone"))
-    weights = load_file(guesser / "model.safetensors")
-    generator = torch.Generator().manual_seed(SEED)
-    noisy = {name: value + 0.02 * torch.randn(value.shape, generator=generator) for name, value in weights.items()}
-    write_weights(guesser, noisy)
+    target = write_checkpoint(folder / "target", seed=SEED)
+    guesser = write_guesser(folder / "standalone", target, seed=SEED)
     return Checkpoints(target, guesser, write_head(folder / "eagle3"))
 
 

@@ -24,22 +24,8 @@ from tests.scheduler.following import collect, state_of, tokens_of
 from tests.scheduler.generation_server import EOS_ID, TTL_S, generation_server
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from slipstream.scheduler.jobs import Progress
     from tests.scheduler.generation_server import GenerationServer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[GenerationServer]:
-    async with generation_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as connected:
-        yield connected
 
 
 async def test_a_job_goes_on_when_nobody_is_there(server: GenerationServer) -> None:

@@ -24,22 +24,8 @@ from tests.tokenizers_by_kind import TEXT
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from slipstream.common.chunk import Chunk
     from tests.scheduler.generation_server import GenerationServer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[GenerationServer]:
-    async with generation_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as connected:
-        yield connected
 
 
 def by_sample(chunks: list[Chunk], n: int) -> list[list[Chunk]]:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.client import AsyncClient
 from slipstream.common.chunk import FinishReason
 from slipstream.common.errors import UnavailableError
 from slipstream.common.job_info import JobState
@@ -22,12 +21,13 @@ from slipstream.scheduler.job_output import JobOutput
 from slipstream.scheduler.jobs import JobSpec, Progress
 from tests.scheduler.fake_loop import TOKENS_PER_STEP
 from tests.scheduler.following import collect, state_of, text_of, tokens_of
-from tests.scheduler.generation_server import EOS_ID, generation_server
+from tests.scheduler.generation_server import EOS_ID
 from tests.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
+    from slipstream.client import AsyncClient
     from slipstream.common.chunk import Chunk
     from tests.scheduler.generation_server import GenerationServer
 
@@ -148,18 +148,6 @@ def test_what_is_left_of_a_cancelled_job_may_be_a_stop_string() -> None:
         chunk = output.read(0)
         assert chunk is not None
         assert (chunk.text, chunk.finish_reason, chunk.matched_stop) == expected
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[GenerationServer]:
-    async with generation_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(server.address) as connected:
-        yield connected
 
 
 async def test_a_stop_string_ends_the_job(server: GenerationServer, client: AsyncClient) -> None:

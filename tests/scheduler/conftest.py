@@ -1,0 +1,79 @@
+"""What tests of the clients' side, and of real engines, stand on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.client import AsyncClient
+from slipstream.common.device.host_device import HostDevice
+from slipstream.services.config import WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from tests.checkpoints import write_checkpoint, write_guesser
+from tests.scheduler.generation_server import generation_server
+from tests.scheduler.local_serving import Models, Served, Way
+from tests.scheduler.seeded_jobs import SEED, make_jobs
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from slipstream.services.engine import RoleEngine
+    from tests.scheduler.generation_server import GenerationServer
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[GenerationServer]:
+    """The clients' side, with a fake loop behind it."""
+    async with generation_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
+    """Connected to `server`."""
+    async with AsyncClient(server.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Draft's stream and verify's share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
+
+
+@pytest.fixture(scope="module")
+def verify(target: Path) -> RoleEngine:
+    """The target, loaded once."""
+    return make_verify(WorkerConfig(model=target), HostDevice(), 0)
+
+
+@pytest.fixture(scope="module")
+def models(target: Path, verify: RoleEngine) -> Models:
+    """The target, a draft that guesses right now and then, and one that always does."""
+    guesser = write_guesser(target.with_name("draft"), target, seed=SEED)
+    return Models(
+        verify=verify,
+        draft=make_draft(WorkerConfig(model=guesser), HostDevice(), 0),
+        twin=make_draft(WorkerConfig(model=target), HostDevice(), 0),
+        path=target,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(models: Models) -> list[list[int]]:
+    """Plain decoding, one request at a time, nothing runs ahead."""
+    outputs = Served(models, Way(run_ahead=0, slots=1, chunk_tokens=64)).run(*([job] for job in make_jobs()))
+    assert all(len(set(output)) > 5 for output in outputs), "the random model does not loop"
+    return outputs
