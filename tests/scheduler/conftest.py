@@ -72,8 +72,9 @@ def models(target: Path, verify: RoleEngine) -> Models:
 
 
 @pytest.fixture(scope="module")
-def reference(models: Models) -> list[list[int]]:
+def reference(verify: RoleEngine) -> list[list[int]]:
     """Plain decoding, one request at a time, nothing runs ahead."""
-    outputs = Served(models, Way(run_ahead=0, slots=1, chunk_tokens=64)).run(*([job] for job in make_jobs()))
+    way = Way(run_ahead=0, slots=1, chunk_tokens=64)
+    outputs = Served(Models(verify, verify, verify), way).run(*([job] for job in make_jobs()))
     assert all(len(set(output)) > 5 for output in outputs), "the random model does not loop"
     return outputs

@@ -28,13 +28,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def reference(verify: RoleEngine) -> list[list[int]]:
-    """Plain decoding, one request at a time, nothing runs ahead."""
-    way = Way(run_ahead=0, slots=1, chunk_tokens=64)
-    return Served(Models(verify, verify, verify), way).run(*([job] for job in make_jobs()))
-
-
 WAYS = [
     Way(num_draft_tokens=4, run_ahead=0, chunk_tokens=3),
     Way(num_draft_tokens=1, run_ahead=1, slots=2, chunk_tokens=1),
