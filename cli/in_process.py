@@ -3,7 +3,7 @@
 Loop, plan, batch, models and graphs are the services' own. Commands go straight to the engines, on the one thread that
 owns the device, and nothing on the stream waits: what a wait would be for comes before it on the same stream.
 
-    python -m slipstream.cli.in_process SETTINGS LISTEN METRICS_PORT
+    python -m slipstream.cli.in_process SETTINGS LISTEN METRICS_PORT [LOG_LEVEL LOG_FORMAT]
 
 SETTINGS is what `InProcessSettings.as_json` gives; `slipstream up --in-process` starts it.
 """
@@ -144,9 +144,9 @@ def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point."""
-    settings, listen, metrics_port = sys.argv[1:] if arguments is None else arguments
+    settings, listen, metrics_port, *log_options = sys.argv[1:] if arguments is None else arguments
     try:
-        configure_logging("in-process")
+        configure_logging("in-process", *log_options)
         config = InProcessSettings.from_json(settings)
         with Listener.claim(listen, field="listen") as listener:
             # Whoever asks the workers how they are asks this process.

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
-from slipstream.cli.up_config import DEFAULT_SERVER, UpConfig, default_state_dir
+from slipstream.cli.up_config import DEFAULT_SERVER, METRICS_PORT, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
+from slipstream.common.logs import FORMATS, LEVELS
 from slipstream.scheduler.config import FENCES
 from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
@@ -96,6 +97,18 @@ def up(
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address for clients; port 0 takes a free one.")
     ] = UpConfig.listen,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Prometheus port of the scheduler, on loopback; verify's and draft's are the next two; 0 takes free "
+            f"ones.  [default: {METRICS_PORT}, and free ones with port 0 in --listen]",
+        ),
+    ] = UpConfig.metrics_port,
+    log_level: Annotated[str, typer.Option(metavar="|".join(LEVELS), help="What is logged.")] = UpConfig.log_level,
+    log_format: Annotated[
+        str, typer.Option(metavar="|".join(FORMATS), help="Lines for people, or a JSON object each.")
+    ] = UpConfig.log_format,
     state_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help=f"Directory for sockets and logs.  [default: {default_state_dir()}]"),
@@ -156,6 +169,9 @@ def up(
         deterministic=deterministic,
         in_process=in_process,
         listen=listen,
+        metrics_port=metrics_port,
+        log_level=log_level,
+        log_format=log_format,
         state_dir=state_dir or default_state_dir(),
         slots=slots,
         context_tokens=context_tokens,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from slipstream.cli.up_config import UpConfig
 
+LOOPBACK = "127.0.0.1"
+"""Where metrics are served."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -39,6 +41,7 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     """The "verify" or the "draft" service of a configuration."""
     worker = config.worker(name)
     options: dict[str, object] = {
+        **_shared_options(config, name),
         "--model": worker.model,
         "--listen": config.socket(name),
         "--device": worker.device,
@@ -67,6 +70,7 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
     """The scheduler of a configuration, for clients at `listen`, whose port is not 0."""
     scheduler = config.scheduler
     options: dict[str, object] = {
+        **_shared_options(config, "scheduler"),
         "--verify": scheduler.verify,
         "--listen": listen,
         "--run-ahead": scheduler.run_ahead,
@@ -102,10 +106,22 @@ def in_process_command(config: UpConfig, listen: str) -> ServiceCommand:
     settings = InProcessSettings(verify=config.worker("verify"), draft=draft, scheduler=config.scheduler)
     return ServiceCommand(
         name="scheduler",
-        argv=(*python_module("slipstream.cli.in_process", {}), settings.as_json(), listen, "0"),
+        argv=(
+            *python_module("slipstream.cli.in_process", {}),
+            *(settings.as_json(), listen, *map(str, _shared_options(config, "scheduler").values())),
+        ),
         address=dialled(listen),
         log_path=config.log_path("scheduler"),
     )
+
+
+def _shared_options(config: UpConfig, service: str) -> dict[str, object]:
+    """What every service takes."""
+    return {
+        "--metrics-port": config.metrics_port_of(service),
+        "--log-level": config.log_level,
+        "--log-format": config.log_format,
+    }
 
 
 def free_address(address: str, *, field: str) -> str:

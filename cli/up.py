@@ -11,10 +11,17 @@ from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
 from slipstream.cli.mps import mps_daemon, placed
 from slipstream.cli.server_status import fetch_status
-from slipstream.cli.service_command import free_address, in_process_command, scheduler_command, worker_command
+from slipstream.cli.service_command import (
+    LOOPBACK,
+    free_address,
+    in_process_command,
+    scheduler_command,
+    worker_command,
+)
 from slipstream.cli.state_dir import StateDir
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
+from slipstream.common.address import TcpAddress
 
 if TYPE_CHECKING:
     from slipstream.cli.mps import MpsDaemon
@@ -78,9 +85,13 @@ async def _supervise(
 
 def _commands(config: UpConfig) -> list[ServiceCommand]:
     """The workers and, last, the scheduler, at addresses that are free; or all of it as one."""
+    listen = free_address(config.listen, field="listen")
+    names = ("scheduler",) if config.in_process else (*config.workers, "scheduler")
+    for name in names:
+        free_address(str(TcpAddress(LOOPBACK, config.metrics_port_of(name))), field="metrics_port")
     if config.in_process:
-        return [in_process_command(config, free_address(config.listen, field="listen"))]
+        return [in_process_command(config, listen)]
     workers = [worker_command(config, name) for name in config.workers]
     for worker in workers:
         free_address(worker.address, field="state_dir")
-    return [*workers, scheduler_command(config, free_address(config.listen, field="listen"))]
+    return [*workers, scheduler_command(config, listen)]

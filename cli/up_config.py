@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.mps import MpsMode, has_nvidia_device
 from slipstream.common.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.errors import ConfigError
+from slipstream.common.logs import CONSOLE, FORMATS, LEVELS
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import LISTEN
 from slipstream.services.config import EAGLE3, WorkerConfig
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 DEFAULT_SERVER = LISTEN
 """Where `up` listens, and where `generate` and `status` look."""
 
+METRICS_PORT = 9401
+"""Where deploy/prometheus expects a scheduler's metrics."""
+_METRICS_PORTS = ("scheduler", "verify", "draft")
+"""Whose ports follow each other."""
 _SOCKET_FOLDER = "sockets"
 
 
@@ -63,6 +68,11 @@ class UpConfig:
     read_timeout_s: float = SchedulerConfig.read_timeout_s
     listen: str = DEFAULT_SERVER
     """Address for clients; port 0 takes a free one."""
+    metrics_port: int | None = None
+    """Port of the scheduler's metrics, on loopback; verify's is the next one, and draft's the one after. 0 takes free
+    ones. None takes METRICS_PORT, or free ones where the port for clients is a free one, too."""
+    log_level: str = "INFO"
+    log_format: str = CONSOLE
     state_dir: Path = field(default_factory=default_state_dir)
     """Directory for sockets and logs, made if it is not there; one `up` at a time."""
     ready_timeout_s: float = 300.0
@@ -74,6 +84,11 @@ class UpConfig:
         if not isinstance(parse_address(self.listen, field="listen"), TcpAddress):
             raise ConfigError("listen", self.listen, "HOST:PORT")
         parse_address(self.socket("verify"), field="state_dir")
+        if not 0 <= (self.metrics_port or 0) <= 65536 - len(_METRICS_PORTS):
+            raise ConfigError("metrics_port", self.metrics_port, f"0 to {65536 - len(_METRICS_PORTS)}")
+        for name, accepted in (("log_level", LEVELS), ("log_format", FORMATS)):
+            if getattr(self, name) not in accepted:
+                raise ConfigError(name, getattr(self, name), ", ".join(accepted))
         for name in ("ready_timeout", "drain_timeout"):
             value: float = getattr(self, f"{name}_s")
             if not 0 < value <= 86400:
@@ -142,6 +157,14 @@ class UpConfig:
     def mps_dir(self) -> Path:
         """Pipes and logs of the MPS daemon."""
         return self.state_dir.absolute() / "mps"
+
+    def metrics_port_of(self, service: str) -> int:
+        """Where a service's metrics are; 0 for any free port."""
+        port = self.metrics_port
+        if port is None:
+            listen = parse_address(self.listen)
+            port = METRICS_PORT if isinstance(listen, TcpAddress) and listen.port else 0
+        return port and port + _METRICS_PORTS.index(service)
 
     def socket(self, service: str) -> str:
         """gRPC address of a worker, in a folder that only this user can open."""

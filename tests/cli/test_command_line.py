@@ -8,7 +8,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import typer.main
 
+from slipstream.cli.main import app
 from tests.cli.running import slipstream
 
 if TYPE_CHECKING:
@@ -28,8 +30,14 @@ def test_no_command_imports_what_only_services_need(module: str) -> None:
 def test_help_names_the_commands() -> None:
     found = slipstream("--help")
     assert found.returncode == 0
-    for command in ("up", "generate", "status", "demo"):
-        assert f"\n  {command} " in found.stdout
+    commands = typer.main.get_group(app).commands
+    assert {"up", "generate", "status", "health", "doctor", "demo"} <= commands.keys()
+    for name, command in commands.items():
+        assert f"\n  {name} " in found.stdout
+        own = slipstream(name, "--help")
+        assert own.returncode == 0
+        options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+        assert [option for option in options if f"  {option} " not in own.stdout] == []
 
 
 @pytest.mark.parametrize(
@@ -64,3 +72,13 @@ def test_up_refuses_a_port_in_use(tmp_path: Path) -> None:
         found = slipstream("up", "--target", str(tmp_path), "--state-dir", str(tmp_path / "state"), "--listen", address)
     assert found.returncode == 2
     assert found.stderr == f"slipstream: error: --listen: got '{address}', accepted: an address that nobody serves at\n"
+
+
+def test_up_refuses_a_metrics_port_in_use(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        options = ("--state-dir", str(tmp_path / "state"), "--listen", "127.0.0.1:0", "--metrics-port", str(port))
+        found = slipstream("up", "--target", str(tmp_path), *options)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"slipstream: error: --metrics-port: got '127.0.0.1:{port}'")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slipstream.cli import up_config
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.mps import MpsMode
-from slipstream.cli.service_command import dialled, scheduler_command, worker_command
+from slipstream.cli.service_command import dialled, in_process_command, scheduler_command, worker_command
 from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import ConfigError
 
+DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 # Checked by then: any directory will do.
 MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3)
 
@@ -40,6 +42,10 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("read_timeout_s", {"read_timeout_s": float("inf")}),
         ("threads", {"threads": 0}),
         ("drain_timeout", {"drain_timeout_s": float("nan")}),
+        ("metrics_port", {"metrics_port": -1}),
+        ("metrics_port", {"metrics_port": 65534}),
+        ("log_level", {"log_level": "LOUD"}),
+        ("log_format", {"log_format": "xml"}),
         ("listen", {"listen": "50051"}),
         ("listen", {"listen": "unix:/tmp/a.sock"}),
         ("state_dir", {"state_dir": Path("/tmp") / ("x" * 100)}),
@@ -66,6 +72,9 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         load_format="dummy",
         simulate_accept_length=2.5,
         deterministic=True,
+        metrics_port=9500,
+        log_level="DEBUG",
+        log_format="json",
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
@@ -82,7 +91,24 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert all("--dtype float16 --load-format dummy" in worker for worker in (draft, verify))
     assert "--simulate-accept-length 2.5 --deterministic-width 4" in verify
     assert "--simulate-accept-length" not in draft
+    assert "--metrics-port 9500 " in scheduler
+    assert "--metrics-port 9501 " in verify
+    assert "--metrics-port 9502 " in draft
+    assert all("--log-level DEBUG --log-format json" in service for service in (scheduler, verify, draft))
+    assert in_process_command(config, "127.0.0.1:1234").argv[-4:] == ("127.0.0.1:1234", "9500", "DEBUG", "json")
     assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in scheduler
+
+
+def test_metrics_are_where_prometheus_expects_them_unless_clients_take_any_port() -> None:
+    scrapes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    expected = {scrape["job_name"]: scrape["static_configs"][0]["targets"] for scrape in scrapes}
+    names = ("scheduler", "verify", "draft")
+    config = UpConfig(models=MODELS)
+    assert expected == {f"slipstream-{name}": [f"127.0.0.1:{config.metrics_port_of(name)}"] for name in names}
+    for free in (UpConfig(models=MODELS, listen="127.0.0.1:0"), UpConfig(models=MODELS, metrics_port=0)):
+        assert [free.metrics_port_of(name) for name in names] == [0, 0, 0]
+    given = UpConfig(models=MODELS, listen="127.0.0.1:0", metrics_port=9500)
+    assert [given.metrics_port_of(name) for name in names] == [9500, 9501, 9502]
 
 
 def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
