@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import psutil
@@ -33,11 +32,12 @@ import typer
 from slipstream.benchmarks.decode_floor import StepBytes, copy_bandwidth
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.model_shapes import write_shape
+from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import eagle3_dir, target_dir
 from slipstream.cli.in_process_settings import InProcessSettings
-from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.scrape import Scrape, scrape
 from slipstream.scheduler.config import SchedulerConfig
@@ -194,18 +194,14 @@ class DecodeBenchmark:
     @asynccontextmanager
     async def _three_processes(self) -> AsyncIterator[_Served]:
         mode = MpsMode.AUTO if self._device == "cuda" else MpsMode.OFF
-        with TemporaryDirectory(prefix="slipstream-") as folder:
-            async with mps_daemon(mode, Path(folder)) as mps:
-                outside = outside_mps(Path(folder))
-                inside = outside if mps is None else mps.environment
-                async with Stack(LOG_DIR, worker_environment=inside, scheduler_environment=outside) as stack:
-                    await asyncio.gather(
-                        stack.worker("verify", *_options(self._verify)), stack.worker("draft", *_options(self._draft))
-                    )
-                    port, metrics_port = free_ports(2)
-                    arguments = _options(self._scheduler(stack.socket("verify"), stack.socket("draft")))
-                    async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port) as address:
-                        yield _Served(address, metrics_port)
+        async with mps_stack(mode, LOG_DIR) as stack:
+            await asyncio.gather(
+                stack.worker("verify", *_options(self._verify)), stack.worker("draft", *_options(self._draft))
+            )
+            port, metrics_port = free_ports(2)
+            arguments = _options(self._scheduler(stack.socket("verify"), stack.socket("draft")))
+            async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port) as address:
+                yield _Served(address, metrics_port)
 
     @asynccontextmanager
     async def _one_process(self) -> AsyncIterator[_Served]:

@@ -17,22 +17,24 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.benchmarks.hardware import host
+from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.overlap_policies import Policy, policies_of
 from slipstream.benchmarks.serving_stack import free_ports
-from slipstream.benchmarks.stack import SCHEDULER, Stack
+from slipstream.benchmarks.stack import SCHEDULER
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.scrape import Scrape, scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+
+    from slipstream.benchmarks.stack import Stack
 
 NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
@@ -118,14 +120,10 @@ async def _measure_all(device: str, repeats: int) -> list[Measurement]:
 @asynccontextmanager
 async def _workers(device: str, draft_ms: float, verify_ms: float, *, has_mps: bool) -> AsyncIterator[Stack]:
     """Both workers, and once more those that acknowledge what is done."""
-    with TemporaryDirectory(prefix="slipstream-") as folder:
-        async with mps_daemon(MpsMode.ON if has_mps else MpsMode.OFF, Path(folder)) as mps:
-            outside = outside_mps(Path(folder))
-            inside = outside if mps is None else mps.environment
-            async with Stack(LOG_DIR, worker_environment=inside, scheduler_environment=outside) as stack:
-                for blocking in (False, True):
-                    await _start_workers(stack, device, draft_ms, verify_ms, is_blocking=blocking)
-                yield stack
+    async with mps_stack(MpsMode.ON if has_mps else MpsMode.OFF, LOG_DIR) as stack:
+        for blocking in (False, True):
+            await _start_workers(stack, device, draft_ms, verify_ms, is_blocking=blocking)
+        yield stack
 
 
 async def _start_workers(stack: Stack, device: str, draft_ms: float, verify_ms: float, *, is_blocking: bool) -> None:

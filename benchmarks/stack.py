@@ -22,6 +22,8 @@ SCHEDULER = (str(SCRIPTS / "slipstream-scheduler"),)
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.05
+CONNECT_OFTEN = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
+"""As it is, gRPC's pauses grow to seconds while a service starts."""
 
 
 class Stack:
@@ -123,7 +125,7 @@ async def _until_serving(name: str, process: asyncio.subprocess.Process, address
 
 
 async def _watch(address: str) -> None:
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with grpc.aio.insecure_channel(address, options=CONNECT_OFTEN) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:

@@ -43,7 +43,8 @@ def token_at(positions: torch.Tensor) -> torch.Tensor:
     return FIRST_TOKEN + positions % NUM_TOKENS
 
 
-def _kernel(length_ms: float, device: Device | None) -> Kernel:
+def make_kernel(length_ms: float, device: Device | None) -> Kernel:
+    """A kernel of the device; None is the CPU."""
     if device is None or device.torch_device.type == "cpu":
         return HostKernel(length_ms)
     from slipstream.common.device.cuda_device import CudaDevice
@@ -58,7 +59,7 @@ class _StandIn:
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
         """`device`: None is the CPU."""
         self._description = without_context_cost(description)
-        self._kernel = _kernel(length_ms, device)
+        self._kernel = make_kernel(length_ms, device)
 
     def describe(self) -> WorkerDescription:
         """See `RoleEngine.describe`."""
