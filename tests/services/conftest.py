@@ -11,9 +11,9 @@ from slipstream.services.config import EAGLE3, WorkerConfig
 from slipstream.services.roles import make_draft, make_verify
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.eagle3_checkpoints import write_head
-from tests.services.hosted import (
-    Hosted,
-)
+from tests.leaks import nothing_left
+from tests.services.hosted import Hosted
+from tests.services.recording_role import Recorder
 from tests.services.served_worker import serving
 
 if TYPE_CHECKING:
@@ -50,3 +50,18 @@ def hosted(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytes
         made = Hosted(worker, role)
         made.check_it_works()
         yield made
+
+
+@pytest.fixture
+def clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every epoch of the test gives its memory back."""
+    with nothing_left():
+        yield
+        # pytest would keep the arguments a little longer.
+        request.node.funcargs.clear()
+
+
+@pytest.fixture
+def draft() -> Recorder:
+    """A draft that records."""
+    return Recorder()

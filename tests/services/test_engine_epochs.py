@@ -1,0 +1,182 @@
+"""Epochs of an engine: one at a time, each newer than the last, and nothing left of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.device.host_fence import HostFence
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ManifestError,
+    MismatchError,
+    StaleEpochError,
+)
+from slipstream.common.step import Role, StepCommand
+from slipstream.common.worker_contract import PROTOCOL_VERSION
+from slipstream.services import engine
+from slipstream.services.engine import Phase
+from tests.leaks import nothing_left
+from tests.services.recording_role import DONE, STASH, Recorder, attached
+from tests.workers import LocalWorker, attachment_to, decode, describe, make_arena
+
+if TYPE_CHECKING:
+    from slipstream.common.worker_contract import Attachment
+    from slipstream.services.engine import EpochState
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        with pytest.raises(FailedPreconditionError, match="attached in epoch 1"):
+            worker.attach(attachment_to(arena, 2))
+        worker.engine.drain()
+        with pytest.raises(FailedPreconditionError, match="not attached"):
+            worker.send(decode(1, 1))
+        with pytest.raises(StaleEpochError, match="epoch 1: this worker was attached to 1 before"):
+            worker.attach(attachment_to(arena, 1))
+        worker.attach(attachment_to(arena, 2))
+        worker.send(decode(1, 1, epoch=2))
+        worker.stream.synchronize(5.0)
+        assert draft.done == ["1 DRAFT_DONE"]
+
+
+def test_drain_finishes_what_is_enqueued(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        for step in range(1, 6):
+            worker.send(decode(step, 1))
+        worker.engine.drain(1)
+        assert len(draft.done) == 5
+        assert arena.fence(DONE).poll() == 5
+        assert not draft.is_open
+        worker.engine.drain(1)
+
+
+def test_a_late_end_of_an_older_epoch_changes_nothing(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        worker.engine.drain(1)
+        worker.attach(attachment_to(arena, 2))
+        worker.send(decode(1, 1, epoch=2, waits=1))
+        worker.engine.abandon(1)
+        worker.engine.drain(1)
+        assert worker.engine.epoch == 2
+        assert draft.done == []
+
+
+def test_abandon_frees_a_stream_that_nobody_will_ever_signal(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        for step in range(1, 4):
+            worker.send(decode(step, 1, waits=10 + step))
+        with pytest.raises(DeadlineExceededError):
+            worker.stream.synchronize(0.02)
+        worker.engine.abandon(1)
+        assert len(draft.done) == 3
+        assert worker.engine.epoch is None
+        worker.attach(attachment_to(arena, 2))
+        worker.send(decode(1, 1, epoch=2))
+        worker.stream.synchronize(5.0)
+        assert len(draft.done) == 4
+
+
+def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        worker.send(decode(1, 1, waits=10))
+        stop = threading.Event()
+
+        def set_back() -> None:
+            while not stop.wait(0.001):
+                producer.enqueue(lambda: None)
+                arena.fence(STASH).signal(producer, 3)
+
+        producer = LocalWorker(Recorder()).stream
+        late = threading.Thread(target=set_back)
+        late.start()
+        worker.engine.abandon(1)
+        stop.set()
+        late.join()
+        producer.close()
+        assert draft.done == ["1 DRAFT_DONE"]
+
+
+def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose fences are events: the process has to end."""
+    monkeypatch.setattr(engine, "HOPELESS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(HostFence, "is_releasable", False)
+    with attached(draft) as (worker, _):
+        go_on = threading.Event()
+        worker.stream.enqueue(lambda: go_on.wait() and None)
+        worker.send(decode(1, 1, waits=1))
+        worker.engine.abandon(1)
+        assert worker.engine.epoch is None
+        assert [type(failure) for failure in worker.failures] == [DeadlineExceededError]
+        with pytest.raises(FailedPreconditionError, match="the stream is broken"):
+            worker.send(decode(2, 1))
+        go_on.set()
+    assert draft.done == []
+
+
+def test_a_broken_stream_ends_at_once_and_takes_no_more(draft: Recorder) -> None:
+    class Broken(Recorder):
+        def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+            return [Phase(self._break, DONE)]
+
+        def _break(self) -> None:
+            raise ValueError("no such kernel")
+
+    with attached(Broken()) as (worker, _):
+        worker.send(decode(1, 1))
+        with pytest.raises(ValueError, match="no such kernel"):
+            worker.stream.synchronize(5.0)
+        with pytest.raises(FailedPreconditionError, match="the stream is broken: ValueError"):
+            worker.send(decode(2, 1))
+        started = time.monotonic()
+        worker.engine.abandon(1)
+        assert time.monotonic() - started < 5.0
+        assert worker.engine.epoch is None
+
+
+def test_an_epoch_that_cannot_be_opened_leaves_nothing(draft: Recorder) -> None:
+    arena, worker = make_arena(), LocalWorker(draft)
+    draft.has_room = False
+    with nothing_left(), pytest.raises(MemoryError):
+        worker.attach(attachment_to(arena))
+    assert worker.engine.epoch is None
+    draft.has_room = True
+    worker.attach(attachment_to(arena))
+    worker.close()
+    arena.close()
+
+
+def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
+    arena, worker = make_arena(), LocalWorker(draft)
+    manifest = replace(arena.manifest, fences=arena.manifest.fences[:2])
+    with pytest.raises(ManifestError, match="no fence VERIFY_STASH"):
+        worker.attach(attachment_to(arena, manifest=manifest))
+    worker.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"protocol_version": 9}, f"protocol version: scheduler has 9, this worker has {PROTOCOL_VERSION}"),
+        ({"context_tokens": 513}, "context: scheduler has 513 tokens, this model was made for 512"),
+        ({"peer": describe(Role.VERIFY, vocab_size=7)}, "vocabulary size: draft has 272, verify has 7"),
+        ({"peer": describe(Role.VERIFY, tokenizer_sha256="1")}, "tokenizer"),
+        ({"peer": describe(Role.VERIFY, dtype="bfloat16")}, "dtype: draft has 'float32', verify has 'bfloat16'"),
+        ({"peer": describe(Role.VERIFY, device="GPU-1")}, "device"),
+    ],
+)
+def test_what_does_not_fit_is_said(draft: Recorder, changes: dict[str, object], message: str) -> None:
+    arena, worker = make_arena(), LocalWorker(draft)
+    attachment: Attachment = attachment_to(arena, **changes)
+    with pytest.raises(MismatchError, match=message):
+        worker.attach(attachment)
+    worker.close()
+    arena.close()
