@@ -24,9 +24,9 @@ from slipstream.common.worker_contract import Attachment
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from tests.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
-from tests.hostile_messages import change, decodes, methods, wire
+from tests.hostile_messages import change
 from tests.services.guarded_arena import GuardedArena
-from tests.services.hosted import FUZZ, REFUSALS, TIMEOUT_S, allow, error_of
+from tests.services.hosted import FUZZ, REFUSALS, TIMEOUT_S, allow, error_of, send_bytes
 from tests.services.test_hostile_commands import hostile_commands
 from tests.workers import SHAPE
 
@@ -155,23 +155,12 @@ def test_attachments_are_refused_or_stay_within_what_they_say(drafter: Drafter) 
 
 
 def test_bytes_that_are_no_message_or_nearly_one(drafter: Drafter) -> None:
-    service = pb.DESCRIPTOR.services_by_name["Worker"]
-
     @FUZZ
     @given(data=st.data())
     def fuzz(data: st.DataObject) -> None:
-        name, kind, is_stream = data.draw(st.sampled_from(list(methods(service))))
-        sent = data.draw(wire(kind))
-        path = f"/{service.full_name}/{name}"
-        try:
-            if is_stream:
-                list(drafter.channel.stream_stream(path)(iter([sent]), timeout=TIMEOUT_S))
-            else:
-                drafter.channel.unary_unary(path)(sent, timeout=TIMEOUT_S)
-        except grpc.RpcError as raised:
-            error: Any = raised
-            if decodes(kind, sent):
-                assert error.code() in REFUSALS, f"{error.code()}: {error.details()}"
+        is_message, error = send_bytes(data, drafter.channel)
+        if is_message and error is not None:
+            assert error.code() in REFUSALS, f"{error.code()}: {error.details()}"
         assert drafter.process.poll() is None
 
     fuzz()

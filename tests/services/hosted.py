@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from slipstream.common.buffers import SLOT_BUFFERS, BufferName
 from slipstream.common.errors import InternalError
@@ -25,6 +26,8 @@ from slipstream.common.step import (
 )
 from slipstream.common.wire import attachment_to_pb, command_to_pb
 from slipstream.common.worker_contract import Attachment
+from slipstream.protos import worker_pb2 as pb
+from tests.hostile_messages import decodes, methods, wire
 from tests.leaks import Held
 from tests.services.guarded_arena import GuardedArena
 
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.protos import worker_pb2 as pb
     from slipstream.services.engine import RoleEngine
     from tests.services.served_worker import ServedWorker
 
@@ -160,3 +162,19 @@ def allow(arena: GuardedArena, command: StepCommand | pb.StepCommand, *, is_draf
             arena.allow(name, rows)
         else:
             arena.allow(name, row, rows)
+
+
+def send_bytes(data: st.DataObject, channel: grpc.Channel) -> tuple[bool, grpc.RpcError | None]:
+    """Sends one of a worker's methods what is a message, or nearly one. Returns whether it was one, and the error."""
+    service = pb.DESCRIPTOR.services_by_name["Worker"]
+    name, kind, is_stream = data.draw(st.sampled_from(list(methods(service))))
+    sent = data.draw(wire(kind))
+    path = f"/{service.full_name}/{name}"
+    try:
+        if is_stream:
+            list(channel.stream_stream(path)(iter([sent]), timeout=TIMEOUT_S))
+        else:
+            channel.unary_unary(path)(sent, timeout=TIMEOUT_S)
+    except grpc.RpcError as raised:
+        return decodes(kind, sent), raised
+    return decodes(kind, sent), None

@@ -7,7 +7,9 @@ import logging
 import pytest
 import torch
 
-from slipstream.services.graphs import Buckets, HostCapture, batch_buckets, capture_buckets
+from slipstream.services.graphs import Buckets, HostCapture, NoRoomForGraphError, batch_buckets, capture_buckets
+
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` failed"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_where_memory_runs_out_the_largest_are_left_out(caplog: pytest.LogCaptur
     def make(size: int) -> int:
         tried.append(size)
         if size > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nDetails")
+            raise NoRoomForGraphError("CUDA out of memory.")
         return size
 
     with caplog.at_level(logging.WARNING):
@@ -47,6 +49,39 @@ def test_where_memory_runs_out_the_largest_are_left_out(caplog: pytest.LogCaptur
         f"graphs of decode: no memory for {size} rows, larger batches run slower (CUDA out of memory.)"
         for size in (16, 8)
     ]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nDetails"), RuntimeError(CUBLAS)])
+def test_a_batch_that_has_no_room_at_all_is_an_error(error: RuntimeError) -> None:
+    """It would be the end of the worker in the middle of a step."""
+
+    def make(size: int) -> int:
+        raise error
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA(?s:.)* (memory\.|failed)"):
+        capture_buckets("decode", (1, 4), make)
+
+
+def test_a_small_batch_without_room_is_taken_by_a_larger_graph(caplog: pytest.LogCaptureFixture) -> None:
+    def make(size: int) -> int:
+        if size == 4:
+            raise RuntimeError("Triton Error [CUDA]: out of memory")
+        return size
+
+    with caplog.at_level(logging.WARNING):
+        buckets = capture_buckets("decode", (1, 4, 8), make)
+    assert [buckets.get(rows) for rows in (1, 2, 4, 5)] == [1, 8, 8, 8]
+    assert caplog.messages == [
+        "graphs of decode: no memory for 4 rows, the next larger graph takes them (Triton Error [CUDA]: out of memory)"
+    ]
+
+
+def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
+    def make(size: int) -> int:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        capture_buckets("decode", (1,), make)
 
 
 def test_without_graphs_the_work_is_done_each_time() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from slipstream.common.wire import command_to_pb
 from slipstream.protos import worker_pb2 as pb
-from tests.hostile_messages import decodes, methods, wire
 from tests.services.hosted import (
     EPOCHS,
     FUZZ,
@@ -24,6 +23,7 @@ from tests.services.hosted import (
     allow,
     decode,
     error_of,
+    send_bytes,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -98,24 +98,13 @@ class Caller:
 
 
 def test_bytes_that_are_no_message_or_nearly_one(hosted: Hosted) -> None:
-    service = pb.DESCRIPTOR.services_by_name["Worker"]
-
     @FUZZ
     @given(data=st.data())
     def fuzz(data: st.DataObject) -> None:
-        name, kind, is_stream = data.draw(st.sampled_from(list(methods(service))))
-        sent = data.draw(wire(kind))
-        path = f"/{service.full_name}/{name}"
-        try:
-            if is_stream:
-                list(hosted.worker.channel.stream_stream(path)(iter([sent]), timeout=TIMEOUT_S))
-            else:
-                hosted.worker.channel.unary_unary(path)(sent, timeout=TIMEOUT_S)
-        except grpc.RpcError as raised:
-            error: Any = raised
-            # gRPC's own answer to bytes that are no message of the kind.
-            accepted = REFUSALS if decodes(kind, sent) else (*REFUSALS, grpc.StatusCode.UNKNOWN)
-            assert error.code() in accepted, f"{error.code()}: {error.details()}"
+        is_message, error = send_bytes(data, hosted.worker.channel)
+        # gRPC's own answer to bytes that are no message of the kind.
+        accepted = REFUSALS if is_message else (*REFUSALS, grpc.StatusCode.UNKNOWN)
+        assert error is None or error.code() in accepted, f"{error.code()}: {error.details()}"
         hosted.worker.until_free()
 
     fuzz()
