@@ -31,7 +31,12 @@ BUILD_INFO = gauge(
     "Always 1: what runs here is in the labels.",
     *("service", "version", "model", "device", "fence", "mps", "algorithm"),
 )
-SPECS = (RPCS, BUILD_INFO)
+HOST_STALL_SECONDS = counter(
+    "slipstream_host_stall_seconds_total",
+    "Time in which a host thread was blocked on the device or on a worker, by service and place.",
+    *("fence", "mps", "algorithm", "service", "site"),
+)
+SPECS = (RPCS, BUILD_INFO, HOST_STALL_SECONDS)
 
 
 def make_registry() -> CollectorRegistry:

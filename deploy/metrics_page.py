@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slipstream.common import metrics as common_metrics
 from slipstream.common.metric_spec import MetricKind
 from slipstream.scheduler import heartbeats, request_metrics, server_metrics, step_metrics
+from slipstream.services import host_stalls
 
 if TYPE_CHECKING:
     from slipstream.common.metric_spec import MetricSpec
@@ -64,7 +65,10 @@ LABELS = {
     "service": "`scheduler`, `draft`, `verify`",
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
     "steps without a draft in their path",
-    "site": "where the scheduler's loop was blocked: `result`, `draft_backlog`, `acknowledgement`",
+    "site": "where a host thread was blocked. The scheduler's loop: "
+    + ", ".join(f"`{site}`" for site in step_metrics.SITES)
+    + ". A worker's device thread: "
+    + ", ".join(f"`{site}`" for site in host_stalls.SITES),
 }
 
 TAIL = """

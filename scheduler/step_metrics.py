@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from slipstream.common.metric_spec import counter, gauge, histogram
+from slipstream.common.metrics import HOST_STALL_SECONDS
 from slipstream.common.step import StepKind
 from slipstream.scheduler.step_timings import EDGES
 
@@ -45,11 +46,6 @@ BUSY_SECONDS = counter(
     "Time in which a worker worked, by service and phase.",
     *(*LABELS, "service", "phase"),
 )
-HOST_STALL_SECONDS = counter(
-    "slipstream_host_stall_seconds_total",
-    "Time in which a host thread was blocked on the device or on a worker, by service and place.",
-    *(*LABELS, "service", "site"),
-)
 OVERLAP_EFFICIENCY = gauge(
     "slipstream_overlap_efficiency",
     f"1 - bubble / wall over the steps of the last {WINDOW_S:.0f} s; NaN when there were none.",
@@ -64,7 +60,7 @@ ACCEPTED_PER_POSITION = counter(
     *("algorithm", "position"),
 )
 SPECS = (
-    *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, HOST_STALL_SECONDS, OVERLAP_EFFICIENCY),
+    *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
     *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION),
 )
 

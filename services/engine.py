@@ -33,6 +33,7 @@ from slipstream.common.step import FenceName, Role
 from slipstream.common.worker_contract import PROTOCOL_VERSION
 from slipstream.services.graphed_step import GraphedStep
 from slipstream.services.graphs import CudaCapture, HostCapture
+from slipstream.services.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.memory import allocated_bytes, measured
 from slipstream.services.slot_table import SlotTable
 from slipstream.services.staging import HostStaging, PinnedStaging
@@ -126,6 +127,8 @@ class Engine:
         """The largest epoch that was attached."""
         self.last_step = 0
         """Number of the last step of the open epoch."""
+        self.stalls = HostStalls()
+        """Where the thread that owns the device was blocked on it."""
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
@@ -142,6 +145,10 @@ class Engine:
 
     def attach(self, attachment: Attachment) -> None:
         """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""
+        with self.stalls.at(ATTACH):
+            self._attach(attachment)
+
+    def _attach(self, attachment: Attachment) -> None:
         if self._state is not None:
             raise FailedPreconditionError(f"attached in epoch {self._state.attachment.epoch}: drain it first")
         self._check_fit(attachment)
@@ -233,13 +240,15 @@ class Engine:
 
     def synchronize(self) -> None:
         """Blocks until everything enqueued is done: only for a worker told to acknowledge work that is done."""
-        self._stream.synchronize(DRAIN_TIMEOUT_S)
+        with self.stalls.at(ACKNOWLEDGEMENT):
+            self._stream.synchronize(DRAIN_TIMEOUT_S)
 
     def drain(self, epoch: int = 0) -> None:
         """Finishes what is enqueued and ends the epoch; no effect if it is not open. 0 is whichever is."""
         if self._state is not None and epoch in (0, self.epoch):
             self._take_no_more()
-            self._stream.synchronize(DRAIN_TIMEOUT_S)
+            with self.stalls.at(DRAIN):
+                self._stream.synchronize(DRAIN_TIMEOUT_S)
             self._close_epoch()
 
     @property
@@ -268,7 +277,8 @@ class Engine:
         for fence, value in self._waited.items():
             self._fences[fence].release(value)
         try:
-            self._stream.synchronize(RELEASE_INTERVAL_S)
+            with self.stalls.at(DRAIN):
+                self._stream.synchronize(RELEASE_INTERVAL_S)
         except DeadlineExceededError:
             return False
         return True
@@ -298,6 +308,7 @@ class Engine:
             num_bytes=_staged_bytes(attachment),
             depth=attachment.shape.ring,
             device=self._device.torch_device,
+            blocked=partial(self.stalls.at, STAGING),
         )
 
     def _future_map_class(self) -> type[FutureMap]:

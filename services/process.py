@@ -24,6 +24,7 @@ from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.engine import Engine
+from slipstream.services.host_stalls import StallCollector
 from slipstream.services.servicer import WorkerServicer
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.face import Device
     from slipstream.common.listener import Listener
     from slipstream.common.step import Role
-    from slipstream.common.worker_contract import WorkerDescription
     from slipstream.services.config import WorkerConfig
     from slipstream.services.engine import RoleEngine
 
@@ -72,7 +72,7 @@ async def run_worker(
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync)
-        _add_build_info(registry, device, engine.description)
+        _describe(registry, device, engine)
         collection = IdleCollection()
         servicer = WorkerServicer(
             engine, device_thread, acknowledge_done=config.acknowledge_done, on_command=collection.worked
@@ -95,10 +95,12 @@ async def run_worker(
     return 0
 
 
-def _add_build_info(registry: CollectorRegistry, device: Device, worker: WorkerDescription) -> None:
-    mps = "on" if worker.under_mps else "off"
-    labels = (version("slipstream-serve"), worker.model, worker.device, device.fence_kind, mps, worker.algorithm)
+def _describe(registry: CollectorRegistry, device: Device, engine: Engine) -> None:
+    worker = engine.description
+    ordered_with = (device.fence_kind, "on" if worker.under_mps else "off", worker.algorithm)
+    labels = (version("slipstream-serve"), worker.model, worker.device, *ordered_with)
     BUILD_INFO.gauge(registry).labels(worker.role.value, *labels).set(1)
+    StallCollector(registry, engine.stalls, *ordered_with, worker.role.value)
 
 
 def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException], None]:

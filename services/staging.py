@@ -7,6 +7,7 @@ used over and over in stream order; the host's is a ring of buffers, each used a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from slipstream.common.buffers import PADDING_SLOT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 _ALIGNMENT_BYTES = 16
 
@@ -55,8 +57,20 @@ class PinnedStaging:
     Two things are always at the same place, so that graphs can read them: the step's row of the ring and its slots.
     """
 
-    def __init__(self, *, num_slots: int, num_bytes: int, depth: int, device: torch.device) -> None:
-        """`num_bytes`: of all that is `put` in a step; more takes a copy of its own. `depth`: host buffers."""
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_bytes: int,
+        depth: int,
+        device: torch.device,
+        blocked: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`num_bytes`: of all that is `put` in a step; more takes a copy of its own. `depth`: host buffers.
+
+        `blocked` is entered for as long as the thread waits for the device.
+        """
+        self._blocked = blocked
         self._num_slots = num_slots
         fixed = _aligned((1 + num_slots) * 8)
         self._host = [
@@ -80,7 +94,9 @@ class PinnedStaging:
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
         """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
         self._turn = (self._turn + 1) % len(self._host)
-        self._copied[self._turn].wait()
+        if not self._copied[self._turn].is_done():
+            with self._blocked():
+                self._copied[self._turn].wait()
         head = self._heads[self._turn]
         head[0] = ring_row
         head[1 : 1 + len(slots)] = slots
@@ -124,8 +140,11 @@ class _Event:
         if self._event is not None:
             self._event.record()
 
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
-        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
+        if self._event is not None:
             self._event.synchronize()
 
 

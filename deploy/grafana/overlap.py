@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.metrics import BUILD_INFO
+from slipstream.common.metrics import BUILD_INFO, HOST_STALL_SECONDS
 from slipstream.deploy.grafana.frame import framed
 from slipstream.deploy.grafana.panels import bars, graph, heat_map, listing, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
@@ -12,7 +12,6 @@ from slipstream.scheduler.server_metrics import RUN_AHEAD
 from slipstream.scheduler.step_metrics import (
     BUBBLE_SECONDS,
     BUSY_SECONDS,
-    HOST_STALL_SECONDS,
     OVERLAP_EFFICIENCY,
     STEP_SECONDS,
 )
@@ -30,16 +29,16 @@ WALL = rate(STEP_SECONDS, part="sum")
 DECODE_STEPS = total(rate(STEP_SECONDS, part="count", phase=DECODE))
 LOST_SHARE = f"{total(rate(BUBBLE_SECONDS), 'instance')} / {total(WALL, 'instance')}"
 EDGE_NAMES = {
-    VERIFY_TO_DRAFT: "lost: verify → draft",
-    DRAFT_TO_VERIFY: "lost: draft → verify",
-    VERIFY_TO_VERIFY: "lost: verify → verify",
+    VERIFY_TO_DRAFT: "verify → draft",
+    DRAFT_TO_VERIFY: "draft → verify",
+    VERIFY_TO_VERIFY: "verify → verify",
 }
 EDGE_COLORS = {VERIFY_TO_DRAFT: "#F2495C", DRAFT_TO_VERIFY: "#FF9830", VERIFY_TO_VERIFY: "#FADE2A"}
 COLORS = {
     "draft": "#5794F2",
     "verify": "#73BF69",
-    **{EDGE_NAMES[edge]: color for edge, color in EDGE_COLORS.items()},
-    "step": "#FFFFFF",
+    **{f"lost: {EDGE_NAMES[edge]}": color for edge, color in EDGE_COLORS.items()},
+    "step": "text",
 }
 
 
@@ -73,22 +72,24 @@ def _lost() -> list[Panel]:
             decimals=1,
         ),
         bars(
-            "Lost time per step, by edge",
-            "Microseconds of a step in which nobody worked, by what came before and after. verify → draft: the next "
+            "Lost at which edge",
+            "The same share, by what came before and after the time in which nobody worked. verify → draft: the next "
             "step's draft came too late. draft → verify: verify did. verify → verify: steps without a draft in their "
             "path. A long bar points at who sends late: see the host's stalls below.",
-            Query(over(total(rate(BUBBLE_SECONDS), "edge"), _all_steps(), scale=MICROSECONDS), "{{edge}}"),
-            unit="µs",
-            limits=((100, "yellow"), (500, "red")),
-            span=8,
+            *_lost_by_edge(),
+            unit="percentunit",
+            limits=LOST_LIMITS,
+            span=9,
             height=4,
+            most=0.5,
         ),
         numbers(
             "Step",
             "Mean time from the end of one step to the end of the next, in milliseconds, by phase.",
             Query(step_ms, "{{phase}} {{instance}}"),
             unit="ms",
-            span=6,
+            base="blue",
+            span=5,
         ),
         numbers(
             "Run-ahead",
@@ -113,7 +114,7 @@ def _parts() -> list[Panel]:
                 for service in ("draft", "verify")
             ),
             *(
-                Query(_per_step(total(rate(BUBBLE_SECONDS, phase=DECODE, edge=edge))), name)
+                Query(_per_step(total(rate(BUBBLE_SECONDS, phase=DECODE, edge=edge))), f"lost: {name}")
                 for edge, name in EDGE_NAMES.items()
             ),
             Query(_per_step(total(rate(STEP_SECONDS, part="sum", phase=DECODE))), "step"),
@@ -126,12 +127,12 @@ def _parts() -> list[Panel]:
         ),
         graph(
             "Share that is lost, by edge",
-            "The same lost time as a share of all steps' time, prompts included.",
-            Query(over(total(rate(BUBBLE_SECONDS), "edge"), total(WALL)), "{{edge}}"),
+            "The lost time as a share of all steps' time, prompts included.",
+            *_lost_by_edge(),
             unit="percentunit",
             limits=LOST_LIMITS,
             is_stacked=True,
-            colors=EDGE_COLORS,
+            colors={EDGE_NAMES[edge]: color for edge, color in EDGE_COLORS.items()},
         ),
         heat_map(
             "Step time",
@@ -152,9 +153,15 @@ def _causes() -> list[Panel]:
             "Microseconds of a step in which the scheduler's loop was blocked, by place. result: waiting for the "
             "oldest step, harmless while the device has work. draft_backlog: prompts come faster than draft takes "
             "them in. acknowledgement: a command was held back until a worker had acknowledged another.",
-            Query(
-                over(total(rate(HOST_STALL_SECONDS), "service", "site"), _all_steps(), scale=MICROSECONDS), "{{site}}"
-            ),
+            Query(_stalls("scheduler"), "{{site}}"),
+            unit="µs",
+        ),
+        graph(
+            "Host stalls of the workers, per step",
+            "Microseconds of a step in which a worker's device thread was blocked, by place. staging: the device is a "
+            "whole ring of steps behind. attach and drain: an epoch begins, its graphs are captured, or it ends. "
+            "Anything but 0 between those is a host that does not run ahead.",
+            Query(_stalls("=~draft|verify"), "{{service}} {{site}}"),
             unit="µs",
         ),
         graph(
@@ -179,15 +186,20 @@ def _causes() -> list[Panel]:
             "The fence, MPS and algorithm that the figures above belong to.",
             Query(series(BUILD_INFO, service="scheduler"), is_instant=True),
             columns=("instance", "model", "device", "fence", "mps", "algorithm", "version"),
-            span=12,
-            height=8,
+            height=4,
         ),
     ]
 
 
+def _lost_by_edge() -> list[Query]:
+    lost = {name: total(rate(BUBBLE_SECONDS, edge=edge)) for edge, name in EDGE_NAMES.items()}
+    return [Query(f"{seconds} / {total(WALL)}", name) for name, seconds in lost.items()]
+
+
+def _stalls(service: str) -> str:
+    stalled = total(rate(HOST_STALL_SECONDS, service=service), "service", "site")
+    return over(stalled, total(rate(STEP_SECONDS, part="count")), scale=MICROSECONDS)
+
+
 def _per_step(expr: str) -> str:
     return over(expr, DECODE_STEPS, scale=MICROSECONDS)
-
-
-def _all_steps() -> str:
-    return total(rate(STEP_SECONDS, part="count"))

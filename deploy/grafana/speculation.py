@@ -64,7 +64,7 @@ def _now() -> list[Panel]:
             base="red",
             decimals=2,
             span=5,
-            height=8,
+            height=6,
         ),
         numbers(
             "Gain over plain decoding",
@@ -75,7 +75,7 @@ def _now() -> list[Panel]:
             base="red",
             decimals=2,
             span=5,
-            height=8,
+            height=6,
         ),
         bars(
             "Accepted, by position",
@@ -87,6 +87,7 @@ def _now() -> list[Panel]:
             base="red",
             most=1,
             span=9,
+            height=6,
         ),
         numbers(
             "Draft tokens per step (K)",
@@ -95,7 +96,7 @@ def _now() -> list[Panel]:
             unit="none",
             base="blue",
             span=5,
-            height=8,
+            height=6,
         ),
     ]
 

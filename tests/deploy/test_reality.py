@@ -23,7 +23,9 @@ from slipstream.benchmarks.dashboard_queries import (
 from slipstream.benchmarks.observed_stack import SERVICES, busy, observed_stack
 from slipstream.benchmarks.prometheus_server import find_prometheus
 from slipstream.common import metrics as common_metrics
+from slipstream.common.scrape import Scrape
 from slipstream.deploy.metrics_page import CATALOGUE
+from slipstream.services.host_stalls import ATTACH
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +92,9 @@ def check_endpoints(observed: Observed) -> None:
     documented = {spec.name for section in CATALOGUE for spec in section.metrics}
     assert names_in(texts["scheduler"]) == documented
     assert names_in(texts["draft"]) == names_in(texts["verify"]) == EVERYWHERE
+    for service in ("draft", "verify"):
+        opened = Scrape.read(texts[service]).total(common_metrics.HOST_STALL_SECONDS.name, service=service, site=ATTACH)
+        assert opened > 0
     for text in texts.values():
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=30, check=False

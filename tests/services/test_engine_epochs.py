@@ -21,6 +21,7 @@ from slipstream.common.step import Role, StepCommand
 from slipstream.common.worker_contract import PROTOCOL_VERSION
 from slipstream.services import engine
 from slipstream.services.engine import Phase
+from slipstream.services.host_stalls import ATTACH, DRAIN
 from tests.leaks import nothing_left
 from tests.services.recording_role import DONE, STASH, Recorder, attached
 from tests.workers import LocalWorker, attachment_to, decode, describe, make_arena
@@ -56,6 +57,8 @@ def test_drain_finishes_what_is_enqueued(draft: Recorder) -> None:
         assert arena.fence(DONE).poll() == 5
         assert not draft.is_open
         worker.engine.drain(1)
+        stalls = worker.engine.stalls.seconds()
+        assert {site for site, seconds in stalls.items() if seconds > 0} == {ATTACH, DRAIN}
 
 
 def test_a_late_end_of_an_older_epoch_changes_nothing(draft: Recorder) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.services import staging as staging_module
 from slipstream.services.staging import HostStaging, PinnedStaging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
 
 CPU = torch.device("cpu")
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.float16)
@@ -78,3 +87,36 @@ def test_on_the_host_nothing_moves() -> None:
     assert staging.put(values) is values
     staging.flush()
     assert values.tolist() == [0, 1, 2, 3]
+
+
+class SlowCopy:
+    """A copy that is done when somebody waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_under_way = False
+
+    def record(self) -> None:
+        self.is_under_way = True
+
+    def is_done(self) -> bool:
+        return not self.is_under_way
+
+    def wait(self) -> None:
+        self.is_under_way = False
+
+
+def test_who_waits_for_the_device_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging_module, "_Event", SlowCopy)
+    waits = []
+    step = 0
+
+    @contextmanager
+    def blocked() -> Iterator[None]:
+        waits.append(step)
+        yield
+
+    staging = PinnedStaging(num_slots=8, num_bytes=64, depth=3, device=CPU, blocked=blocked)
+    for step in range(5):
+        staging.begin(step, ())
+        staging.flush()
+    assert waits == [3, 4], "the first three steps have a buffer each"
