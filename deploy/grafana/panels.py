@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from grafana_foundation_sdk.builders import bargauge, common, dashboard, heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.models import common as common_models
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.deploy.grafana.queries import Query
 
 Panel: TypeAlias = stat.Panel | timeseries.Panel | bargauge.Panel | heatmap.Panel | table.Panel
+P = TypeVar("P", stat.Panel, timeseries.Panel, bargauge.Panel, heatmap.Panel, table.Panel)
 Limits: TypeAlias = "Sequence[tuple[float, str]]"
 """From which value on which colour; green below the first."""
 
@@ -36,25 +37,10 @@ def numbers(
     decimals: int | None = None,
 ) -> stat.Panel:
     """The newest values, large."""
-    panel = (
-        stat.Panel()
-        .graph_mode(common_models.BigValueGraphMode.AREA)
-        .color_mode(common_models.BigValueColorMode.VALUE)
-        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .text_mode(common_models.BigValueTextMode.AUTO)
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .unit(unit)
-        .thresholds(_thresholds(limits, base))
-        .span(span)
-        .height(height)
-    )
-    if decimals is not None:
-        panel.decimals(decimals)
-    for target in _targets(queries):
-        panel.with_target(target)
-    return panel
+    panel = _framed(stat.Panel(), queries, title, description, unit, _thresholds(limits, base), (span, height))
+    panel.graph_mode(common_models.BigValueGraphMode.AREA).color_mode(common_models.BigValueColorMode.VALUE)
+    panel.reduce_options(_newest()).text_mode(common_models.BigValueTextMode.AUTO)
+    return panel if decimals is None else panel.decimals(decimals)
 
 
 def graph(
@@ -75,30 +61,17 @@ def graph(
     """Values over time. `lines` names the series that lie over a stack instead of in it; `colors` is by series."""
     legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.TABLE).show_legend(True)
     mode = common_models.StackingMode.NORMAL if is_stacked else common_models.StackingMode.NONE
-    panel = (
-        timeseries.Panel()
-        .legend(legend.placement(common_models.LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean"]))
-        .tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
-        .stacking(common.StackingConfig().mode(mode).group("A"))
-        .fill_opacity(60 if is_stacked else 8)
-        .line_width(1)
-        .show_points(common_models.VisibilityMode.NEVER)
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .unit(unit)
-        .thresholds(_thresholds(limits, base))
-        .span(span)
-        .height(height)
-    )
+    panel = _framed(timeseries.Panel(), queries, title, description, unit, _thresholds(limits, base), (span, height))
+    panel.legend(legend.placement(common_models.LegendPlacement.BOTTOM).calcs(["lastNotNull", "mean"]))
+    panel.tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
+    panel.stacking(common.StackingConfig().mode(mode).group("A")).fill_opacity(60 if is_stacked else 8)
+    panel.line_width(1).show_points(common_models.VisibilityMode.NEVER)
     if limits:
         panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED))
     if least is not None:
         panel.min(least)
     if most is not None:
         panel.max(most)
-    for target in _targets(queries):
-        panel.with_target(target)
     for name in lines:
         panel.override_by_name(name, _LINE)
     for name, color in (colors or {}).items():
@@ -119,48 +92,20 @@ def bars(
     most: float | None = None,
 ) -> bargauge.Panel:
     """The newest values, side by side."""
-    panel = (
-        bargauge.Panel()
-        .display_mode(common_models.BarGaugeDisplayMode.GRADIENT)
-        .orientation(common_models.VizOrientation.HORIZONTAL)
-        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .unit(unit)
-        .min(0)
-        .thresholds(_thresholds(limits, base))
-        .span(span)
-        .height(height)
-    )
-    if most is not None:
-        panel.max(most)
-    for target in _targets(queries):
-        panel.with_target(target)
-    return panel
+    panel = _framed(bargauge.Panel(), queries, title, description, unit, _thresholds(limits, base), (span, height))
+    panel.display_mode(common_models.BarGaugeDisplayMode.GRADIENT).reduce_options(_newest())
+    panel.orientation(common_models.VizOrientation.HORIZONTAL).min(0)
+    return panel if most is None else panel.max(most)
 
 
 def heat_map(
     title: str, description: str, query: Query, *, unit: str, span: int = 12, height: int = 8
 ) -> heatmap.Panel:
     """A histogram's buckets over time."""
-    target = _target(query, "A").format(prometheus_models.PromQueryFormat.HEATMAP)
+    panel = _framed(heatmap.Panel(), (), title, description, unit, _thresholds((), "green"), (span, height))
     colors = heatmap.HeatmapColorOptions().mode(heatmap_models.HeatmapColorMode.SCHEME).scheme("Oranges").steps(64)
-    return (
-        heatmap.Panel()
-        .calculate(False)
-        .color(colors)
-        .y_axis(heatmap.YAxisConfig().unit(unit))
-        .cell_gap(1)
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .unit(unit)
-        .thresholds(_thresholds((), "green"))
-        .span(span)
-        .height(height)
-        .with_target(target)
-    )
+    panel.calculate(False).color(colors).y_axis(heatmap.YAxisConfig().unit(unit)).cell_gap(1)
+    return panel.with_target(_target(query, "A").format(prometheus_models.PromQueryFormat.HEATMAP))
 
 
 def listing(
@@ -170,18 +115,30 @@ def listing(
     names = {name: number for number, name in enumerate(columns)}
     hidden = {name: True for name in ("Time", "Value", "__name__", "job") if name not in names}
     options = {"indexByName": names, "excludeByName": hidden}
-    return (
-        table.Panel()
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .unit("none")
-        .thresholds(_thresholds((), "green"))
-        .span(span)
-        .height(height)
-        .with_target(_target(query, "A").format(prometheus_models.PromQueryFormat.TABLE))
-        .with_transformation(models.DataTransformerConfig(id_val="organize", options=options))
-    )
+    panel = _framed(table.Panel(), (), title, description, "none", _thresholds((), "green"), (span, height))
+    panel.with_transformation(models.DataTransformerConfig(id_val="organize", options=options))
+    return panel.with_target(_target(query, "A").format(prometheus_models.PromQueryFormat.TABLE))
+
+
+def _framed(
+    panel: P,
+    queries: Sequence[Query],
+    title: str,
+    description: str,
+    unit: str,
+    thresholds: dashboard.ThresholdsConfig,
+    size: tuple[int, int],
+) -> P:
+    """What every panel has; `size` is its columns and rows."""
+    panel.title(title).description(description).datasource(DATASOURCE).unit(unit).thresholds(thresholds)
+    panel.span(size[0]).height(size[1])
+    for number, query in enumerate(queries):
+        panel.with_target(_target(query, chr(ord("A") + number)))
+    return panel
+
+
+def _newest() -> common.ReduceDataOptions:
+    return common.ReduceDataOptions().calcs(["lastNotNull"])
 
 
 _LINE = [
@@ -189,10 +146,6 @@ _LINE = [
     models.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
     models.DynamicConfigValue(id_val="custom.lineWidth", value=2),
 ]
-
-
-def _targets(queries: Sequence[Query]) -> list[prometheus.Dataquery]:
-    return [_target(query, chr(ord("A") + number)) for number, query in enumerate(queries)]
 
 
 def _target(query: Query, ref_id: str) -> prometheus.Dataquery:
