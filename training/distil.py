@@ -1,7 +1,5 @@
 """Distil the standalone draft from the target, on the corpus and on the target's own samples."""
 
-import json
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +8,10 @@ import typer
 from torch import Tensor
 
 from slipstream.training import checkpoint
+from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.llama import Llama
-from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
-from slipstream.training.target import LOG_EVERY_STEPS
-from slipstream.training.windows import Rows, Windows, load_tokens
-
-TEMPERATURE = 0.8
+from slipstream.training.optimizer import Course, OptimizerConfig
+from slipstream.training.run import write_log
 
 
 def divergence(student: Tensor, teacher: Tensor, overlap_weight: float) -> tuple[Tensor, Tensor]:
@@ -51,43 +47,6 @@ class Distillation:
         return loss, overlap
 
 
-def train(
-    student: Llama, distillation: Distillation, sources: list[Windows | Rows], course: Course, config: OptimizerConfig
-) -> list[dict[str, float]]:
-    """Train in place, one batch of each source a step; return the log."""
-    optimizer = Optimizer(student, config)
-    streams = [source.batches() for source in sources]
-    for stream in streams:  # compile before the clock starts
-        torch.autograd.backward(distillation.loss(next(stream)[:, : checkpoint.CONTEXT_TOKENS])[0])
-    student.zero_grad(set_to_none=True)
-    log: list[dict[str, float]] = []
-    began = time.monotonic()
-    step = 0
-    while (progress := course.progress(step)) < 1.0:
-        results = []
-        for stream in streams:
-            loss, overlap = distillation.loss(next(stream)[:, : checkpoint.CONTEXT_TOKENS])
-            torch.autograd.backward(loss / len(streams))
-            results.append((loss.detach(), overlap.detach()))
-        optimizer.step(course.rate_factor(progress))
-        step += 1
-        if step % LOG_EVERY_STEPS == 0:
-            (text_loss, text_overlap), (own_loss, own_overlap) = results
-            log.append(
-                {
-                    "step": step,
-                    "seconds": time.monotonic() - began,
-                    "text_loss": text_loss.item(),
-                    "text_overlap": text_overlap.item(),
-                    "own_loss": own_loss.item(),
-                    "own_overlap": own_overlap.item(),
-                }
-            )
-            if step % (20 * LOG_EVERY_STEPS) == 0:
-                typer.echo(json.dumps(log[-1]))
-    return log
-
-
 def main(
     corpus: Annotated[Path, typer.Option(help="Folder with train.npy.")],
     samples: Annotated[list[Path], typer.Option(help="Rows that the sample command wrote; may be repeated.")],
@@ -106,21 +65,17 @@ def main(
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     where = torch.device(device)
-    length = checkpoint.CONTEXT_TOKENS
-    text = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
-    rows = torch.cat([load_tokens(path, where) for path in samples])
-    own = Rows(rows, batch=max(1, batch * length // rows.shape[1]), seed=seed)
+    sources = load_sources(corpus, samples, where, batch=batch, seed=seed)
     teacher = checkpoint.load_for_training(target).to(where).eval().requires_grad_(False)
     student = Llama(checkpoint.STANDALONE).to(where)
     typer.echo(f"{checkpoint.num_parameters(student)} parameters")
     distillation = Distillation(student, teacher, overlap_weight, compiled=where.type == "cuda")
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate, weight_decay=0.01)
-    records = train(student, distillation, [text, own], Course(steps=steps, minutes=minutes), config)
+    records = train(student, distillation.loss, sources, Course(steps=steps, minutes=minutes), config)
     checkpoint.save(student, out, target)
-    settings = {"steps": steps, "batch": batch, "length": length, "overlap_weight": overlap_weight, "seed": seed}
-    settings |= {"rate": rate, "parameters": checkpoint.num_parameters(student), "sample_rows": len(rows)}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(json.dumps({"settings": settings, "log": records}) + "\n")
+    settings = {"steps": steps, "batch": batch, "length": sources[0].length, "overlap_weight": overlap_weight}
+    settings |= {"seed": seed, "rate": rate, "parameters": checkpoint.num_parameters(student)}
+    write_log(log, settings | {"sample_rows": len(sources[1].rows)}, records)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Distil the EAGLE-3 head from the target, on the corpus and on the target's own samples."""
 
 import json
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -12,12 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.training import checkpoint
-from slipstream.training.distil import TEMPERATURE
+from slipstream.training.distillation import TEMPERATURE, load_sources, train
 from slipstream.training.eagle3 import Eagle3Head, HeadShape
 from slipstream.training.llama import Llama
-from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
-from slipstream.training.target import LOG_EVERY_STEPS
-from slipstream.training.windows import Rows, Windows, load_tokens
+from slipstream.training.optimizer import Course, OptimizerConfig
+from slipstream.training.run import write_log
 
 DEPTH_WEIGHT = 0.9
 """Of each depth's loss, relative to the depth before: a later token counts only if those before are accepted."""
@@ -53,40 +51,6 @@ class Rollout(torch.nn.Module):
             loss = loss + DEPTH_WEIGHT**step * (kl + self._overlap_weight * (1.0 - overlap))
             overlaps.append(overlap.detach())
         return loss / depth, torch.stack(overlaps)
-
-
-def train(
-    rollout: Rollout, sources: list[Windows | Rows], course: Course, config: OptimizerConfig, *, compiled: bool
-) -> list[dict[str, Any]]:
-    """Train the head in place, one batch of each source a step; return the log."""
-    optimizer = Optimizer(rollout.head, config)
-    streams = [source.batches() for source in sources]
-    compute = torch.compile(rollout, dynamic=False) if compiled else rollout
-
-    def backward(tokens: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            loss, overlaps = compute(tokens[:, : checkpoint.CONTEXT_TOKENS])
-        torch.autograd.backward(loss / len(streams))
-        return loss.detach(), overlaps
-
-    for stream in streams:  # compile before the clock starts
-        backward(next(stream))
-    rollout.head.zero_grad(set_to_none=True)
-    log: list[dict[str, Any]] = []
-    began = time.monotonic()
-    step = 0
-    while (progress := course.progress(step)) < 1.0:
-        (text_loss, text_overlaps), (own_loss, own_overlaps) = [backward(next(stream)) for stream in streams]
-        optimizer.step(course.rate_factor(progress))
-        step += 1
-        if step % LOG_EVERY_STEPS == 0:
-            record: dict[str, Any] = {"step": step, "seconds": time.monotonic() - began}
-            record |= {"text_loss": text_loss.item(), "text_overlap": text_overlaps.tolist()}
-            record |= {"own_loss": own_loss.item(), "own_overlap": own_overlaps.tolist()}
-            log.append(record)
-            if step % (10 * LOG_EVERY_STEPS) == 0:
-                typer.echo(json.dumps(record))
-    return log
 
 
 def save(head: Eagle3Head, folder: Path) -> None:
@@ -145,24 +109,26 @@ def main(
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     where = torch.device(device)
-    length = checkpoint.CONTEXT_TOKENS
-    text = Windows(load_tokens(corpus / "train.npy", where), length=length, batch=batch, seed=seed)
-    rows = torch.cat([load_tokens(path, where) for path in samples])
-    own = Rows(rows, batch=max(1, 2 * batch * length // rows.shape[1]), seed=seed)
+    text, own = load_sources(corpus, samples, where, batch=batch, seed=seed, samples_per_text=2)
     teacher = checkpoint.load_for_training(target).eval().requires_grad_(False)
     shape = HeadShape(target=teacher.shape)
-    vocabulary = most_frequent([text.stream, rows], shape.draft_vocab_size, teacher.shape.vocab_size)
+    vocabulary = most_frequent([text.stream, own.rows], shape.draft_vocab_size, teacher.shape.vocab_size)
     head = Eagle3Head(shape, teacher, vocabulary).to(where)
     typer.echo(f"{checkpoint.num_parameters(head)} parameters")
     rollout = Rollout(head, teacher.to(where), depth=depth, overlap_weight=overlap_weight)
+    compute = torch.compile(rollout, dynamic=False) if where.type == "cuda" else rollout
+
+    def compare(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(where.type, dtype=torch.bfloat16):
+            loss, overlaps = compute(tokens)
+        return loss, overlaps
+
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate / 4, weight_decay=0.01)
-    course = Course(steps=steps, minutes=minutes)
-    records = train(rollout, [text, own], course, config, compiled=where.type == "cuda")
+    records = train(head, compare, (text, own), Course(steps=steps, minutes=minutes), config)
     save(head, out)
-    settings = {"steps": steps, "batch": batch, "length": length, "overlap_weight": overlap_weight, "seed": seed}
-    settings |= {"depth": depth, "rate": rate, "parameters": checkpoint.num_parameters(head), "sample_rows": len(rows)}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(json.dumps({"settings": settings, "log": records}) + "\n")
+    settings = {"steps": steps, "batch": batch, "length": text.length, "overlap_weight": overlap_weight, "seed": seed}
+    settings |= {"depth": depth, "rate": rate, "parameters": checkpoint.num_parameters(head)}
+    write_log(log, settings | {"sample_rows": len(own.rows)}, records)
 
 
 if __name__ == "__main__":

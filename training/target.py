@@ -1,7 +1,6 @@
 """Train the target model."""
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,8 @@ from torch.nn import functional as F
 from slipstream.training import checkpoint
 from slipstream.training.llama import Llama
 from slipstream.training.optimizer import Course, Optimizer, OptimizerConfig
+from slipstream.training.run import LOG_EVERY_STEPS, Record, Step, steps, write_log
 from slipstream.training.windows import Windows, load_tokens
-
-LOG_EVERY_STEPS = 20
 
 
 def token_loss(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
@@ -35,39 +33,38 @@ def heldout_loss(model: Llama, stream: Tensor, length: int) -> float:
     return float(torch.stack(losses).mean())
 
 
-def train(
-    model: Llama, windows: Windows, heldout: Tensor, course: Course, config: OptimizerConfig
-) -> list[dict[str, float]]:
+def train(model: Llama, windows: Windows, heldout: Tensor, course: Course, config: OptimizerConfig) -> list[Record]:
     """Train in place; return the log: step, tokens, seconds, loss and now and then held-out loss."""
     on_gpu = windows.stream.device.type == "cuda"
     compiled = torch.compile(model) if on_gpu else model
     optimizer = Optimizer(model, config)
-    log: list[dict[str, float]] = []
+    log: list[Record] = []
     eval_every = max(LOG_EVERY_STEPS, course.steps // 20 // LOG_EVERY_STEPS * LOG_EVERY_STEPS)
     batches = windows.batches()
     model.train()
     if on_gpu:
         torch.autograd.backward(token_loss(compiled, next(batches)))  # compile before the clock starts
         model.zero_grad(set_to_none=True)
-    began = time.monotonic()
-    step = 0
-    while (progress := course.progress(step)) < 1.0:
+
+    def backward() -> Tensor:
         loss = token_loss(compiled, next(batches))
         torch.autograd.backward(loss)
-        optimizer.step(course.rate_factor(progress))
-        step += 1
-        if step % LOG_EVERY_STEPS == 0:
-            tokens = step * windows.batch * windows.length
-            log.append({"step": step, "tokens": tokens, "loss": loss.item(), "seconds": time.monotonic() - began})
-        if step % eval_every == 0:
+        return loss
+
+    def record_of(step: Step[Tensor]) -> Record:
+        tokens = step.number * windows.batch * windows.length
+        return {"step": step.number, "tokens": tokens, "loss": step.result.item(), "seconds": step.seconds}
+
+    for step in steps(optimizer, course, backward):
+        if step.is_logged:
+            log.append(record_of(step))
+        if step.number % eval_every == 0:
             model.eval()
             log[-1]["heldout_loss"] = heldout_loss(model, heldout, windows.length)
             model.train()
             typer.echo(json.dumps(log[-1]))
     model.eval()
-    final = {"step": step, "tokens": step * windows.batch * windows.length, "loss": loss.item()}
-    final |= {"seconds": time.monotonic() - began, "heldout_loss": heldout_loss(model, heldout, windows.length)}
-    log.append(final)
+    log.append(record_of(step) | {"heldout_loss": heldout_loss(model, heldout, windows.length)})
     typer.echo(json.dumps(log[-1]))
     return log
 
@@ -101,8 +98,7 @@ def main(
     checkpoint.save(model, out, tokenizer)
     settings = {"epochs": epochs, "batch": batch, "length": length, "dropout": dropout, "seed": seed}
     settings |= {"weight_decay": weight_decay, "rate": rate, "parameters": checkpoint.num_parameters(model)}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(json.dumps({"settings": settings, "log": records}) + "\n")
+    write_log(log, settings, records)
 
 
 if __name__ == "__main__":

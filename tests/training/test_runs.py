@@ -1,0 +1,102 @@
+"""The target and both drafts, trained for some steps at a small size: losses fall, and what is written is served."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.services.config import WorkerConfig
+from slipstream.services.roles import make_draft, make_verify
+from slipstream.training import checkpoint, distil, distil_eagle3, target
+from slipstream.training.llama import LlamaShape
+from slipstream.training.run import LOG_EVERY_STEPS
+from tests.checkpoints import write_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NUM_STEPS = 2 * LOG_EVERY_STEPS + 1
+CONTEXT_TOKENS = 32
+BATCH = 4
+PERIOD = 50
+"""After so many tokens the text begins again: it can be learned."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, the target's samples, and a tokenizer."""
+    path = tmp_path_factory.mktemp("training")
+    text = np.arange(4 * PERIOD * CONTEXT_TOKENS, dtype=np.uint16) % PERIOD
+    for name in ("train", "heldout"):
+        np.save(path / f"{name}.npy", text)
+    np.save(path / "samples.npy", text[: 20 * (CONTEXT_TOKENS + 1)].reshape(20, -1))
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Iterator[dict[str, Any]]:
+    """What is in the log of each model; each is in a folder of the same name."""
+    own: dict[str, Any] = {"batch": BATCH, "minutes": 60.0, "device": "cpu", "seed": 3}
+    num_batches = (4 * PERIOD * CONTEXT_TOKENS - 2 * CONTEXT_TOKENS) // CONTEXT_TOKENS // BATCH
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of work as small as this more would only wait for each other
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "CONTEXT_TOKENS", CONTEXT_TOKENS)
+        patch.setattr(checkpoint, "TARGET", small(num_layers=6))
+        patch.setattr(checkpoint, "STANDALONE", small(num_layers=1))
+        out, log = folder / "target", folder / "target.json"
+        target.main(folder, folder, out, log, epochs=NUM_STEPS / num_batches, **own)
+        for name, module in (("standalone", distil), ("eagle3", distil_eagle3)):
+            out, log = folder / name, folder / f"{name}.json"
+            module.main(folder, [folder / "samples.npy"], folder / "target", out, log, steps=NUM_STEPS, **own)
+    yield {name: json.loads((folder / f"{name}.json").read_text()) for name in ("target", "standalone", "eagle3")}
+    torch.set_num_threads(threads)
+
+
+def small(num_layers: int) -> LlamaShape:
+    """A decoder with one narrow head."""
+    return LlamaShape(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+
+
+def test_the_target_learns_the_text(trained: dict[str, Any]) -> None:
+    settings, log = trained["target"]["settings"], trained["target"]["log"]
+    assert settings["seed"] == 3
+    assert [record["step"] for record in log] == [LOG_EVERY_STEPS, 2 * LOG_EVERY_STEPS, NUM_STEPS]
+    assert [record["tokens"] for record in log] == [record["step"] * BATCH * CONTEXT_TOKENS for record in log]
+    assert log[0]["heldout_loss"] > log[-1]["heldout_loss"] + 0.5
+    assert log[0]["loss"] > log[-1]["loss"] + 0.5
+
+
+@pytest.mark.parametrize("name", ["standalone", "eagle3"])
+def test_a_draft_comes_closer_to_the_target(trained: dict[str, Any], name: str) -> None:
+    log = trained[name]["log"]
+    assert [record["step"] for record in log] == [LOG_EVERY_STEPS, 2 * LOG_EVERY_STEPS]
+    assert log[0]["seconds"] < log[1]["seconds"]
+    for source in ("text", "own"):
+        assert log[0][f"{source}_loss"] > log[1][f"{source}_loss"]
+        overlaps = log[1][f"{source}_overlap"]
+        assert np.shape(overlaps) == (() if name == "standalone" else (5,))
+        assert np.all(np.greater(overlaps, 0.85))
+
+
+def test_what_was_trained_can_be_served(trained: dict[str, Any], folder: Path) -> None:
+    assert set(trained) == {"target", "standalone", "eagle3"}
+    verify = make_verify(WorkerConfig(model=folder / "target"), HostDevice(), 0).describe()
+    for name in ("standalone", "eagle3"):
+        config = WorkerConfig(model=folder / name, algorithm=name, target=folder / "target")
+        draft = make_draft(config, HostDevice(), 0).describe()
+        draft.check_fits(verify)
+        assert draft.algorithm == name
