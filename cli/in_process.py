@@ -25,6 +25,7 @@ from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableEr
 from slipstream.common.listener import Listener
 from slipstream.common.logs import configure_logging
 from slipstream.common.step import FenceOps
+from slipstream.common.trace import HostRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +82,11 @@ class LocalLink:
         if self.failure is not None:
             raise self.failure
         return True
+
+    def read_records(self, from_step: int) -> HostRecords:
+        """See `Link.read_records`. The scheduler's look at the clock is this process's, too."""
+        recorder = self._engine.recorder
+        return HostRecords(recorder.epoch, tuple(recorder.since(from_step)), None)
 
     def detach(self, *, drain: bool) -> None:
         """See `Link.detach`."""

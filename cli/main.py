@@ -314,6 +314,28 @@ def status(
 
 
 @app.command()
+def trace(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="File to write; - is standard output.")],
+    server: ServerOption = DEFAULT_SERVER,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", help="How many steps, from the next one on.")] = 50,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Give up when no further step was complete for so long.")
+    ] = 10.0,
+) -> None:
+    """Write what all three processes do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
+
+    Nothing is switched on for it: requests must run. If they end before, the steps so far are written.
+    """
+    from slipstream.cli.state_dir import server_of
+    from slipstream.cli.trace import run_trace
+
+    _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait, out))
+
+
+@app.command()
 def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
 ) -> None:

@@ -18,13 +18,16 @@ from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.dispatch import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.future_map import ResultReader
 from slipstream.scheduler.loop import LoopSettings, StepLoop
+from slipstream.scheduler.step_recorder import StepRecorder
 from slipstream.scheduler.ordering.accesses import DraftTraits
 from slipstream.scheduler.step_timings import StepTimings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from slipstream.common.device.clock import ClockSample
     from slipstream.common.access_log import AccessLog
+    from slipstream.common.trace import HostRecords
     from slipstream.common.device.face import Arena, Device
     from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
@@ -58,6 +61,8 @@ class Epoch:
         self.batch = Batch(sizes.batch)
         self.fence_kind = device.fence_kind
         self.labels = metrics.labels
+        self.recorder = StepRecorder()
+        """What is known of the last steps."""
         """Fence, MPS and algorithm, as the step metrics have them."""
         self._config = config
         self._device = device
@@ -98,12 +103,22 @@ class Epoch:
         # From here on everybody who needs the memory has it.
         arena.seal()
         return self._loop(arena)
+        self.recorder.close()
 
     def close(self, *, drain: bool) -> None:
         """Ends the streams of commands and gives the memory back; with `drain` the workers finish what they have."""
         if not drain:
             self._release_workers()
         for link in self._links.values():
+    def read_records(self, role: Role, from_step: int) -> HostRecords | None:
+        """What a worker's host did in steps from this one on; None if it tells nothing. Called on any thread."""
+        found = self._links[role].read_records(from_step)
+        return found if found is not None and found.epoch == self.number else None
+
+    def sample_clock(self) -> ClockSample:
+        """The clock of the stamps as this process reads it. Called on any thread. Raises DeadlineExceededError."""
+        return self._device.sample_clock()
+
             link.detach(drain=drain)
         self._held.close()
 
@@ -138,8 +153,9 @@ class Epoch:
             batch=self.batch,
             links=self._links,
             dispatch=self._dispatch(),
+            recorder=self.recorder,
             results=results,
-            timings=StepTimings(self._device, arena, self._shape, log, self._metrics.observe),
+            timings=StepTimings(self._device, arena, self._shape, log, self._metrics.observe, self.recorder),
             metrics=self._metrics,
             draft_done=arena.fence(FenceName.DRAFT_DONE),
             log=log,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.step import Role, StepCommand
+    from slipstream.common.trace import HostRecords
     from slipstream.common.worker_contract import Attachment, WorkerDescription
 
 
@@ -37,6 +38,10 @@ class Link(Protocol):
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """Blocks until the worker has acknowledged `step`; False if the time is over. Raises the link's failure."""
+        ...
+
+    def read_records(self, from_step: int) -> HostRecords | None:
+        """What the worker recorded of steps from this one on; None if it tells nothing. Called on any thread."""
         ...
 
     def detach(self, *, drain: bool) -> None:

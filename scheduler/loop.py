@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.flight_recorder import Site
 from slipstream.common.step import Role, StepCommand, StepKind
 from slipstream.scheduler.ordering.plan import OrderedStep, consume, initial_state, mask_of, plan_step
 from slipstream.scheduler.step_metrics import DRAFT_BACKLOG, RESULT
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.link import Link
     from slipstream.scheduler.ordering.accesses import DraftTraits
     from slipstream.scheduler.step_metrics import StepMetrics
+    from slipstream.scheduler.step_recorder import StepRecorder
     from slipstream.scheduler.step_timings import StepTimings
 
 IDLE_S = 0.5
@@ -59,6 +61,7 @@ class StepLoop:
         results: ResultReader,
         timings: StepTimings,
         metrics: StepMetrics,
+        recorder: StepRecorder,
         draft_done: Fence,
         log: AccessLog,
         deliver: Callable[[list[Delivery]], None],
@@ -72,11 +75,13 @@ class StepLoop:
         self._results = results
         self._timings = timings
         self._metrics = metrics
+        self._recorder = recorder
         self._draft_done = draft_done
         self._log = log
         self._deliver = deliver
         self._plan = initial_state(settings.draft, settings.run_ahead)
         self._in_flight: deque[Step] = deque()
+        self._sent_ns: deque[int] = deque()
         self._draft_steps: deque[int] = deque()
 
     def run(self) -> None:
@@ -108,6 +113,7 @@ class StepLoop:
 
     def _send(self, step: Step) -> None:
         self._bound_draft(step)
+        decided_ns = time.monotonic_ns()
         ordered = OrderedStep(step.number, step.kind, mask_of(step.slots))
         planned, self._plan = plan_step(self._plan, ordered)
         commands = [(Role.VERIFY, planned.verify)]
@@ -119,23 +125,34 @@ class StepLoop:
             for role, _ in commands:
                 self._log.send(role, epoch=self._settings.epoch, step=step.number)
         self._dispatch.send([(self._links[role], self._command(step, ops)) for role, ops in commands])
+        sent_ns = time.monotonic_ns()
+        self._recorder.sent(step, planned.verify, planned.draft, decided_ns, sent_ns)
         # Behind the commands: what waits for them must not be in the way of whoever enqueues them in this process.
         self._results.start(step)
         self._in_flight.append(step)
+        self._sent_ns.append(sent_ns)
         self._timings.sent(step)
 
     def _consume(self) -> list[Delivery]:
         step = self._in_flight.popleft()
+        copy_ns, wait_ns = self._sent_ns.popleft(), time.monotonic_ns()
         result = self._await_result(step)
+        landed_ns = time.monotonic_ns()
+        self._recorder.add(Site.WAIT, step.number, wait_ns, landed_ns)
+        self._recorder.add(Site.COPY, step.number, copy_ns, landed_ns)
         self._plan = consume(self._plan, step.number)
         self._timings.collect(step.number - 1)
         self._metrics.drafted(self._batch.drafts(step, result))
-        return self._batch.apply(step, result)
+        deliveries = self._batch.apply(step, result)
+        self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
+        return deliveries
 
     def _sleep(self) -> None:
         self._timings.idle()
         self._check_links()
+        begun_ns = time.monotonic_ns()
         self._queue.wait_for_change(IDLE_S)
+        self._recorder.add(Site.IDLE, self._plan.step, begun_ns, time.monotonic_ns())
 
     def _await_result(self, step: Step) -> StepResult:
         started = time.monotonic()

@@ -20,7 +20,7 @@ from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.server_state import ServerState, ServiceState
 from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
-from slipstream.protos import generation_pb2_grpc
+from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.conductor import Conductor
 from slipstream.scheduler.delivery import DeliveryBox
 from slipstream.scheduler.front_desk import FrontDesk
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
+from slipstream.scheduler.timeline import SERVICE_NAME as TIMELINE
+from slipstream.scheduler.timeline import TimelineServicer
     from slipstream.common.device.face import Device
     from slipstream.common.listener import Listener
     from slipstream.common.step import Role
@@ -98,6 +100,7 @@ async def run_scheduler(
 
         def deliver(deliveries: list[Delivery]) -> None:
             collection.worked()
+        server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))
             box.put(deliveries)
 
         held.enter_context(collection.in_charge())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.face import Arena, Device
     from slipstream.common.future_map import FutureMapShape
     from slipstream.scheduler.batch import Step
+    from slipstream.scheduler.step_recorder import StepRecorder
 
 VERIFY_TO_DRAFT = "verify_to_draft"
 DRAFT_TO_VERIFY = "draft_to_verify"
@@ -79,13 +80,15 @@ class StepTimings:
         shape: FutureMapShape,
         log: AccessLog,
         observe: Callable[[StepTiming], None],
+        recorder: StepRecorder,
     ) -> None:
-        """`observe` is called once for each step, in order."""
+        """`observe` is called once for each step, in order; `recorder` gets the stamps themselves."""
         self._device = device
         self._ring = shape.ring
         self._has_draft = shape.num_draft_tokens > 0
         self._log = log
         self._observe = observe
+        self._recorder = recorder
         self._stash = arena.fence(FenceName.VERIFY_STASH)
         self._done = arena.fence(FenceName.DRAFT_DONE)
         names = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * self._has_draft
@@ -109,6 +112,7 @@ class StepTimings:
             step, is_first = self._unread.popleft()
             verify, *drafts = self._read(step)
             draft = drafts[0] if drafts else None
+            self._recorder.stamped(step.number, verify, draft)
             self._observe(time_step(step.kind, None if is_first else self._before, verify, draft))
             self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 

@@ -16,7 +16,9 @@ import grpc
 from slipstream.common.errors import CancelledError, SlipstreamError, UnavailableError
 from slipstream.common.keepalive import SAME_HOST
 from slipstream.common.status import error_from_rpc
+from slipstream.common.trace import HostRecords
 from slipstream.common.wire import attachment_to_pb, command_to_pb, description_from_pb
+from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 300.0
 """Attaching allocates the KV pages and warms up."""
 CALL_TIMEOUT_S = 60.0
+RECORDS_TIMEOUT_S = 5.0
 
 
 class LinkThread:
@@ -96,6 +99,10 @@ class WorkerLink:
             raise self.failure
         return arrived
 
+    def read_records(self, from_step: int) -> HostRecords | None:
+        """What the worker recorded of steps from this one on; None if it tells nothing. Called on any thread."""
+        return self._thread.call(self._read_records(from_step))
+
     def detach(self, *, drain: bool) -> None:
         """Ends the stream and the connection; with `drain` the worker finishes what it was sent first."""
         self._thread.call(self._detach(drain=drain))
@@ -122,6 +129,18 @@ class WorkerLink:
         call = stub.Execute()
         await call.wait_for_connection()
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+
+    async def _read_records(self, from_step: int) -> HostRecords | None:
+        if self._channel is None:
+            return None
+        stub = trace_pb2_grpc.RecorderStub(self._channel)  # type: ignore[no-untyped-call]
+        request = trace_pb2.ReadRecordsRequest(from_step=from_step)
+        try:
+            return HostRecords.from_pb(await stub.ReadRecords(request, timeout=RECORDS_TIMEOUT_S))
+        except grpc.RpcError as error:
+            # A drafter need not have any; and without those of one worker a trace is worth having.
+            logger.info("no records of the %s service: %s", self.role.value, error_from_rpc(error))
+            return None
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:

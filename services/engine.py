@@ -28,6 +28,7 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     StaleEpochError,
 )
+from slipstream.common.flight_recorder import FlightRecorder, Site
 from slipstream.common.future_map import FutureMap
 from slipstream.common.step import FenceName, Role
 from slipstream.common.worker_contract import PROTOCOL_VERSION
@@ -129,6 +130,8 @@ class Engine:
         """Number of the last step of the open epoch."""
         self.stalls = HostStalls()
         """Where the thread that owns the device was blocked on it."""
+        self.recorder = FlightRecorder()
+        """When steps were enqueued."""
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
@@ -174,11 +177,13 @@ class Engine:
             arena.close()
             raise
         self.last_epoch, self.last_step = attachment.epoch, 0
+        self.recorder.begin_epoch(attachment.epoch)
         self._is_ending = False
         self._arena, self._fences, self._state = arena, fences, state
 
     def enqueue(self, command: StepCommand) -> None:
         """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
+        begun_ns = time.monotonic_ns()
         with self._enqueueing:
             if self._refuses_waits:
                 torch.cuda.set_sync_debug_mode("error")
@@ -187,6 +192,7 @@ class Engine:
             finally:
                 if self._refuses_waits:
                     torch.cuda.set_sync_debug_mode("default")
+        self.recorder.add(Site.ENQUEUE, command.step, begun_ns, time.monotonic_ns())
 
     def _enqueue(self, state: EpochState, command: StepCommand) -> None:
         state.slots.check(command)

@@ -22,9 +22,12 @@ from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.serving import GrpcServer
 from slipstream.common.shutdown import ShutdownSignals
+from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.engine import Engine
 from slipstream.services.host_stalls import StallCollector
+from slipstream.services.recorder_servicer import SERVICE_NAME as RECORDER
+from slipstream.services.recorder_servicer import RecorderServicer
 from slipstream.services.servicer import WorkerServicer
 
 if TYPE_CHECKING:
@@ -78,6 +81,8 @@ async def run_worker(
             engine, device_thread, acknowledge_done=config.acknowledge_done, on_command=collection.worked
         )
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
+        recorder = RecorderServicer(engine.recorder, device)
+        server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         await server.start()
         held.enter_context(collection.in_charge())
         held.callback(asyncio.create_task(collection.run()).cancel)

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.flight_recorder import Site
 from slipstream.common.wire import attachment_from_pb, command_from_pb, description_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
@@ -69,8 +70,10 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._has_stream = True
         try:
             async for message in requests:
+                received_ns = time.monotonic_ns()
                 self._on_command()
                 command = command_from_pb(message)
+                self._engine.recorder.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
                 if self._engine.enqueues_at_once:
                     self._engine.enqueue(command)
                 else:

@@ -23,6 +23,7 @@ from slipstream.common.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.cuda_memory import CudaMemory
     from slipstream.common.device.face import Fence, HostCopy, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
@@ -91,6 +92,10 @@ class CudaDevice:
             return PinnedCopy(self.driver, fence, sources)
         assert isinstance(fence, WordFence), "fences of a device are its own"
         return LatePinnedCopy(self.side, fence, sources)
+
+    def sample_clock(self) -> ClockSample:
+        """See `Device.sample_clock`. About 10 us a look, more while another process has the GPU to itself."""
+        return self.side.sample_clock()
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """See `Device.to_host`."""

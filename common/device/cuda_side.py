@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from cuda.bindings import driver as cu
 
+from slipstream.common.device.clock import ClockBounds
 from slipstream.common.device.naps import Naps
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.cuda_driver import CudaDriver
     from slipstream.common.device.cuda_kernels import CudaKernels
 
@@ -25,6 +27,9 @@ TIMEOUT_S = 10.0
 STAGING_BYTES = 1 << 20
 SPIN_S = 0.00003
 """A copy of a few bytes takes 7 us: less than a sleep."""
+CLOCK_LOOKS = 32
+CLOCK_S = 0.1
+"""For all looks together; a GPU that others have to themselves for a time slice answers late."""
 
 
 class MemoryCopy(NamedTuple):
@@ -88,10 +93,38 @@ class SideStream:
                 self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self.handle)
             self._finish()
 
+    def sample_clock(self) -> ClockSample:
+        """%globaltimer against CLOCK_MONOTONIC, by several looks. Raises DeadlineExceededError."""
+        bounds = ClockBounds()
+        started = time.monotonic()
+        for _ in range(CLOCK_LOOKS):
+            with self._lock:
+                bounds.add(*self._look_at_clock())
+            if time.monotonic() - started > CLOCK_S:
+                break
+        return bounds.sample()
+
     def finish(self, timeout_s: float = TIMEOUT_S) -> None:
         """Waits for what a caller enqueued on `handle`. Raises DeadlineExceededError."""
         with self._lock:
             self._finish(timeout_s)
+
+    def _look_at_clock(self) -> tuple[int, int, int]:
+        """The host's clock, the GPU's, and the host's: the stamp is seen as soon as it lands in pinned memory."""
+        self._word_value.value = 0
+        naps: Naps | None = None
+        before_ns = time.monotonic_ns()
+        self._kernels.stamp(self.handle, self._word)
+        while not (device_ns := self._word_value.value):
+            waited = 1e-9 * (time.monotonic_ns() - before_ns)
+            if waited > TIMEOUT_S:
+                raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
+            if waited > SPIN_S:
+                naps = naps or Naps()
+                naps.take(time.monotonic() + TIMEOUT_S - waited)
+        after_ns = time.monotonic_ns()
+        self._finish()
+        return before_ns, device_ns, after_ns
 
     def _finish(self, timeout_s: float = TIMEOUT_S) -> None:
         started = time.monotonic()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.step import FenceName
 
@@ -174,6 +175,10 @@ class Device(Protocol):
 
     def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
         """As `stamp`, into the row of `targets` ([rows] int64) that `row` ([1] int64) says by then."""
+        ...
+
+    def sample_clock(self) -> ClockSample:
+        """The clock of the stamps against the host's, now. Touches no stream that waits for anybody; any thread."""
         ...
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.common.device.clock import ClockSample
 from slipstream.common.device.host_arena import FENCE_KIND, HostArena
 from slipstream.common.device.host_stream import HostStream
 
@@ -51,6 +52,11 @@ class HostDevice:
     def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
         """See `Device.stamp_row`."""
         stream.enqueue(lambda: _write_row(targets, row))
+
+    def sample_clock(self) -> ClockSample:
+        """They are the same clock."""
+        now = time.monotonic_ns()
+        return ClockSample(now, now)
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """They are there already."""

@@ -21,6 +21,7 @@ from slipstream.scheduler.batch import Step
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.slots import SlotLease
+from slipstream.scheduler.step_recorder import StepRecorder
 from slipstream.scheduler.step_timings import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
@@ -85,7 +86,9 @@ class Stamps:
     def __init__(self) -> None:
         self.timings: list[StepTiming] = []
         self.arena = HostArena.create(SHAPE.specs(), list(FenceName))
-        self.collector = StepTimings(HostDevice(), self.arena, SHAPE, NullAccessLog(), self.timings.append)
+        self.collector = StepTimings(
+            HostDevice(), self.arena, SHAPE, NullAccessLog(), self.timings.append, StepRecorder()
+        )
 
     def send(self, number: int, kind: StepKind = DECODE) -> None:
         """A step is sent."""

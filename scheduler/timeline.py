@@ -1,0 +1,128 @@
+"""The `Timeline` service: waits for steps, and puts together what all three processes recorded of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.errors import DeadlineExceededError, UnavailableError
+from slipstream.common.step import Role
+from slipstream.common.trace import Trace, TracedProcess, TraceRequest
+from slipstream.common.unknown_fields import reject_unknown_fields
+from slipstream.protos import trace_pb2, trace_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.trace import HostRecords
+    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.scheduler.epoch import Epoch
+    from slipstream.scheduler.step_recorder import StepRecorder
+
+SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["Timeline"].full_name
+
+
+class TimelineServicer(trace_pb2_grpc.TimelineServicer):
+    """Serves `Timeline`."""
+
+    def __init__(self, epoch: Callable[[], Epoch | None]) -> None:
+        """`epoch`: the current one, or the last; None before the first."""
+        self._epoch = epoch
+
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceResponse:
+        """See trace.proto."""
+        reject_unknown_fields(request)
+        asked = TraceRequest.from_pb(request)
+        epoch = self._epoch()
+        if epoch is None or epoch.recorder.is_closed:
+            raise UnavailableError("the scheduler is not attached to its workers")
+        return (await _trace(epoch, asked)).to_pb()
+
+
+async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
+    """Raises DeadlineExceededError when nothing runs, UnavailableError when the workers are lost."""
+    recorder = epoch.recorder
+    before = await asyncio.to_thread(_Look.take, epoch, recorder.last_sent + 1)
+    first = recorder.last_sent + 1
+    last = first + asked.steps - 1
+    await _until_complete(recorder, last, asked.wait_ms / 1000)
+    if not recorder.steps(first, last):
+        raise DeadlineExceededError(f"no step was complete within {asked.wait_ms / 1000:g} s: ask while requests run")
+    after = await asyncio.to_thread(_Look.take, epoch, first)
+    return _put_together(epoch, first, last, after.answers, (before.clock, after.clock))
+
+
+async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
+    """Returns when that step is complete, the epoch over, or no other step came for so long."""
+    loop, is_complete = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> None:
+        # The server may be on its way down.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(is_complete.set)
+
+    recorder.watch(last, call)
+    try:
+        while True:
+            seen = recorder.last_complete
+            try:
+                async with asyncio.timeout(wait_s):
+                    await is_complete.wait()
+                return
+            except TimeoutError:
+                if recorder.last_complete == seen:
+                    return
+    finally:
+        recorder.forget(call)
+
+
+def _put_together(
+    epoch: Epoch, first: int, last: int, answers: dict[Role, HostRecords | None], samples: tuple[ClockSample, ...]
+) -> Trace:
+    recorder, workers = epoch.recorder, epoch.workers
+    steps = recorder.steps(first, last)
+    numbers = {step.step for step in steps}
+    # What the loop does when idle goes by the step before.
+    host = [record for record in recorder.host_records(first - 1) if record.step in numbers | {first - 1}]
+    processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=tuple(host))]
+    for role, worker in _attached(epoch).items():
+        answer = answers[role]
+        records = [*recorder.stream_records(role, first), *(() if answer is None else answer.records)]
+        records = [record for record in records if record.step in numbers]
+        process = TracedProcess(name=role.value, pid=worker.pid, model=worker.model, records=tuple(records))
+        processes.append(process)
+    return Trace(
+        epoch=epoch.number,
+        device=workers.verify.device,
+        fence=epoch.fence_kind,
+        under_mps=workers.under_mps,
+        algorithm=workers.algorithm,
+        run_ahead=epoch.sizes.batch.run_ahead,
+        steps=tuple(steps),
+        processes=tuple(processes),
+        clock_samples=samples,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the workers answered, and the clock of the stamps at that time."""
+
+    answers: dict[Role, HostRecords | None]
+    clock: ClockSample
+
+    @classmethod
+    def take(cls, epoch: Epoch, from_step: int) -> _Look:
+        """Blocks. The workers' looks at the clock are preferred: outside MPS, the scheduler gets the GPU late."""
+        answers = {role: epoch.read_records(role, from_step) for role in _attached(epoch)}
+        clocks = [answer.clock for answer in answers.values() if answer is not None and answer.clock is not None]
+        tightest = min(clocks, key=lambda clock: clock.uncertainty_ns) if clocks else epoch.sample_clock()
+        return cls(answers, tightest)
+
+
+def _attached(epoch: Epoch) -> dict[Role, WorkerDescription]:
+    workers = epoch.workers
+    return {Role.VERIFY: workers.verify} | ({} if workers.draft is None else {Role.DRAFT: workers.draft})
