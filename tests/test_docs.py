@@ -11,7 +11,13 @@ from slipstream.benchmarks.figures import table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "bundled" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = [
+    path.name for path in sorted(ROOT.iterdir()) if path.is_dir() and path.name.isalpha() and path.name != "build"
+]
+WRITTEN_BY_THE_READER = {"deploy/.env"}
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_PATH = re.compile(rf"(?<![\w/.~$-])((?:{'|'.join(FOLDERS)})/[\w./*-]*)")
+_MODULE = re.compile(r"-m (slipstream(?:\.\w+)+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -19,6 +25,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_and_modules_that_are_no_links_are_there_as_well(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = {path.rstrip(".,/") for path in _PATH.findall(text)} - WRITTEN_BY_THE_READER
+    missing = [path for path in sorted(paths) if not any(ROOT.glob(path))]
+    missing += [name for name in sorted(set(_MODULE.findall(text))) if not _is_module(name)]
+    assert not missing
+
+
+def _is_module(name: str) -> bool:
+    path = ROOT / name.removeprefix("slipstream.").replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def test_following_a_job_takes_eight_lines_with_links() -> None:
