@@ -46,6 +46,8 @@ _SAME_FIELDS = (
     "metrics_port",
     "last_epoch",
     "under_mps",
+    "pid_namespace",
+    "shm_device",
 )
 _SAMPLING_NUMBERS = (
     "temperature",

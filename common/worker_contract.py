@@ -61,6 +61,10 @@ class WorkerDescription:
     last_epoch: int = 0
     """The largest epoch that it was attached to."""
     memory: DeviceMemory = DeviceMemory()
+    pid_namespace: str = ""
+    """As `/proc/self/ns/pid` has it; empty if unknown."""
+    shm_device: int = 0
+    """Of what is mounted at /dev/shm; 0 if unknown."""
 
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises MismatchError that says everything in which the two differ and must not."""

@@ -18,6 +18,7 @@ from slipstream.common.errors import (
 from slipstream.common.step import Role
 from slipstream.scheduler.epoch import Epoch
 from slipstream.scheduler.heartbeats import Heartbeats
+from slipstream.scheduler.sharing import check_sharing
 from slipstream.scheduler.sizing import EpochSizes, Workers
 from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.worker_link import LinkThread, WorkerLink
@@ -146,6 +147,7 @@ class Conductor:
     def _epoch_with(self, links: dict[Role, Link]) -> Epoch:
         verify = links[Role.VERIFY].describe()
         workers = Workers(verify=verify, draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None)
+        check_sharing(self._device, workers)
         labels = {
             "fence": self._device.fence_kind,
             "mps": "on" if workers.under_mps else "off",

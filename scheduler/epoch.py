@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
 from slipstream.common.device.manifest import DTYPES, EVENT
-from slipstream.common.errors import MismatchError
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.step import FenceName, Role
 from slipstream.common.worker_contract import Attachment
@@ -84,8 +83,6 @@ class Epoch:
     def open(self) -> StepLoop:
         """Lays out the arena and attaches the workers. Raises FailedPreconditionError (and its kinds), ConfigError."""
         verify, draft = self.workers.verify, self.workers.draft
-        if verify.device != self._device.identity:
-            raise MismatchError([f"device: scheduler has {self._device.identity!r}, verify has {verify.device!r}"])
         arena = self._device.create_arena(self._shape.specs(), list(FenceName))
         self._held.callback(arena.close)
         attachment = Attachment(

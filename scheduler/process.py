@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu_share import yield_to_streams
-from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError, UnavailableError
+from slipstream.common.errors import (
+    CheckpointError,
+    ConfigError,
+    FailedPreconditionError,
+    SlipstreamError,
+    UnavailableError,
+)
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.server_state import ServerState, ServiceState
@@ -212,15 +218,18 @@ class _Serving:
         return 2 if isinstance(self.failure, ConfigError) else 1
 
     def model(self) -> ServedModel:
-        """What requests are checked with. Raises UnavailableError when there is nothing to serve."""
+        """What requests are checked with.
+
+        Raises UnavailableError when there is nothing to serve, FailedPreconditionError when there never will be.
+        """
         if self._model is None:
-            raise UnavailableError("the scheduler is not attached to its workers")
+            raise self._absence()
         return self._model
 
     def state(self) -> ServerState:
-        """What the server runs. Raises UnavailableError before the first attachment."""
+        """What the server runs. Raises as `model` does, before the first attachment."""
         if self._epoch is None:
-            raise UnavailableError("the scheduler is not attached to its workers")
+            raise self._absence()
         epoch, workers, sizes = self._epoch, self._epoch.workers, self._epoch.sizes
         scheduler = ServiceState(
             name="scheduler", address=self._server.address, pid=os.getpid(), metrics_port=self._metrics_port
@@ -248,6 +257,11 @@ class _Serving:
             fence=epoch.fence_kind,
             under_mps=workers.under_mps,
         )
+
+    def _absence(self) -> SlipstreamError:
+        if self.failure is not None:
+            return FailedPreconditionError(f"this server cannot serve and is about to end: {self.failure}")
+        return UnavailableError("the scheduler is not attached to its workers")
 
 
 def _service(worker: WorkerDescription, address: str) -> ServiceState:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
+from slipstream.services.memory import first_line, is_out_of_memory
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -23,6 +25,10 @@ MIB = 2**20
 _FIRST_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _FURTHER = 32
 T = TypeVar("T")
+
+
+class NoRoomForGraphError(Exception):
+    """Memory ran out while work was captured that has room when it is simply done."""
 
 
 class Replay(Protocol):
@@ -37,7 +43,10 @@ class Capture(Protocol):
     """Makes work that can be replayed. Belongs to one stream: what it makes never runs twice at a time."""
 
     def capture(self, work: Callable[[], None]) -> Replay:
-        """Stream work: records what `work` would do. Raises torch.OutOfMemoryError."""
+        """Stream work: records what `work` would do.
+
+        Raises NoRoomForGraphError where the work has room and the graph has none.
+        """
         ...
 
 
@@ -58,6 +67,14 @@ class CudaCapture:
     def capture(self, work: Callable[[], None]) -> Replay:
         """See `Capture.capture`. The work runs once as it is, so that everything in it is compiled and warm."""
         work()
+        try:
+            return self._captured(work)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise NoRoomForGraphError(first_line(error)) from error
+            raise
+
+    def _captured(self, work: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may go on using the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -99,7 +116,8 @@ class Buckets(Generic[T]):
 def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T]) -> Buckets[T]:
     """Stream work: calls `make` for each size, the largest first: the others then live in its memory.
 
-    Where memory runs out, the largest sizes are left out, and larger batches run without a graph: slower.
+    Where graphs find no memory, the largest sizes are left out, and larger batches run without one: slower.
+    Raises torch.OutOfMemoryError where such a batch would have no room either.
     """
     started = time.monotonic()
     before = _reserved_bytes()
@@ -107,13 +125,19 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
     for number, size in enumerate(sorted(sizes, reverse=True), start=1):
         try:
             made[size] = make(size)
-        except torch.OutOfMemoryError as error:
-            logger.warning(
-                "graphs of %s: no memory for %d rows, larger batches run slower (%s)", what, size, _first_line(error)
-            )
-            _give_back()
+            logger.debug("graphs of %s: %d rows, %d of %d", what, size, number, len(sizes))
             continue
-        logger.debug("graphs of %s: %d rows, %d of %d", what, size, number, len(sizes))
+        except NoRoomForGraphError as error:
+            cause, consequence = str(error), "larger batches run slower"
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if not made:
+                raise torch.OutOfMemoryError(first_line(error)) from error
+            cause, consequence = first_line(error), "the next larger graph takes them"
+        logger.warning("graphs of %s: no memory for %d rows, %s (%s)", what, size, consequence, cause)
+        # Here, where no error holds what the attempt had made.
+        _give_back()
     taken = (_reserved_bytes() - before) / MIB
     logger.info("graphs of %s: %d in %.1f s, %.0f MiB", what, len(made), time.monotonic() - started, taken)
     return Buckets(made)
@@ -131,7 +155,3 @@ def _give_back() -> None:
 
 def _has_cuda() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES
+from slipstream.common.device.namespaces import pid_namespace, shm_device
 from slipstream.common.errors import ConfigError
 from slipstream.common.step import Role
 from slipstream.common.worker_contract import WorkerDescription
@@ -18,9 +19,11 @@ from slipstream.services.draft.eagle3 import Eagle3Drafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.standalone import StandaloneDrafter
 from slipstream.services.language_model import LanguageModel
-from slipstream.services.memory import needed_for_work
+from slipstream.services.memory import is_out_of_memory, needed_for_work, too_large
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.models.eagle3_config import Eagle3Config
 from slipstream.services.stand_in import StandInDraft, StandInVerify
@@ -33,9 +36,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NOWHERE = torch.device("meta")
+
 
 def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
-    """The verify service's side of a step. Raises CheckpointError."""
+    """The verify service's side of a step. Raises CheckpointError, OutOfMemoryError."""
     description = _describe_verify(config, device, metrics_port)
     if config.stand_in_ms is not None:
         return StandInVerify(description, config.stand_in_ms, device)
@@ -53,7 +58,7 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
 
 
 def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
-    """The draft service's side of a step. Raises CheckpointError."""
+    """The draft service's side of a step. Raises CheckpointError, OutOfMemoryError."""
     is_head = config.algorithm == EAGLE3
     description = (_describe_head if is_head else _describe_draft)(config, device, metrics_port)
     if config.stand_in_ms is not None:
@@ -74,20 +79,34 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
     where, dtype = device.torch_device, dtype_of(config, device)
     load_format = LoadFormat(config.load_format)
-    decoder = load_decoder(config.model, device=where, dtype=dtype, load_format=load_format, on_progress=_log_progress)
+    try:
+        decoder = load_decoder(
+            config.model, device=where, dtype=dtype, load_format=load_format, on_progress=_log_progress
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        weights = Decoder(ModelConfig.from_directory(config.model), device=_NOWHERE, dtype=dtype)
+        raise too_large(weights, config.model.name, where, error) from error
     return LanguageModel(decoder, where, dtype)
 
 
 def _load_head(config: WorkerConfig, device: Device) -> Eagle3Drafter:
     where, dtype = device.torch_device, dtype_of(config, device)
-    head = load_eagle3(
-        config.model,
-        target=config.target,
-        device=where,
-        dtype=dtype,
-        load_format=LoadFormat(config.load_format),
-        on_progress=_log_progress,
-    )
+    try:
+        head = load_eagle3(
+            config.model,
+            target=config.target,
+            device=where,
+            dtype=dtype,
+            load_format=LoadFormat(config.load_format),
+            on_progress=_log_progress,
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        weights = Eagle3Head(Eagle3Config.from_directory(config.model), device=_NOWHERE, dtype=dtype)
+        raise too_large(weights, config.model.name, where, error) from error
     return Eagle3Drafter(head, where, dtype)
 
 
@@ -142,6 +161,8 @@ def _describe(
         memory=needed_for_work(model, dtype),
         pid=os.getpid(),
         metrics_port=metrics_port,
+        pid_namespace=pid_namespace(),
+        shm_device=shm_device(),
     )
 
 

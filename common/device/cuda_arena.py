@@ -9,7 +9,7 @@ from slipstream.common.device.cuda_memory import CudaMemory
 from slipstream.common.device.event_fence import EventFence, EventRing
 from slipstream.common.device.manifest import FEWEST_EVENTS, FenceWord, Manifest, lay_out
 from slipstream.common.device.timeline_fence import TimelineFence
-from slipstream.common.errors import DeviceError, ManifestError, MismatchError
+from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,14 +56,14 @@ class CudaArena:
 
     @classmethod
     def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName], fence_kind: str, gpu: Gpu) -> CudaArena:
-        """A new arena, all zero. Raises OutOfMemoryError, or DeviceError where there is no CUDA IPC."""
+        """A new arena, all zero. Raises OutOfMemoryError, or ConfigError where there is no CUDA IPC."""
         buffers, words, size = lay_out(specs, fences, fence_kind)
         memory = CudaMemory.allocate(gpu.driver, size)
         gpu.side.zero(memory.address, size)
         rings: dict[FenceName, EventRing] = {}
         if fence_kind == event_fence.KIND:
             rings = {word.fence: EventRing.create(gpu.driver) for word in words}
-            words = tuple(FenceWord(w.fence, w.kind, w.offset, rings[w.fence].export()) for w in words)
+            words = tuple(FenceWord(w.fence, w.kind, w.offset, _exported(rings[w.fence])) for w in words)
         manifest = Manifest(KIND, "", size, buffers, words, memory.export(gpu.driver))
         manifest.check()
         return cls(manifest, memory, rings, gpu)
@@ -129,6 +129,14 @@ def _check(manifest: Manifest) -> None:
             count = len(word.events)
             raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r} with {count} events")
     manifest.check()
+
+
+def _exported(ring: EventRing) -> tuple[bytes, ...]:
+    try:
+        return ring.export()
+    except DeviceError as error:
+        accepted = f"timeline, or device cpu: this driver cannot share events between processes ({error})"
+        raise ConfigError("fence", event_fence.KIND, accepted) from error
 
 
 def _open_ring(word: FenceWord, driver: CudaDriver) -> EventRing:

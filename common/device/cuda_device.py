@@ -66,7 +66,7 @@ class CudaDevice:
         return CudaStream(name, self.driver, self.torch_device, on_failure)
 
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> OwnedArena:
-        """See `Device.create_arena`. Raises DeviceError."""
+        """See `Device.create_arena`. Raises OutOfMemoryError, ConfigError where there is no CUDA IPC."""
         arena = CudaArena.create(specs, fences, self.fence_kind, self)
         assert arena.memory is not None, "it is open"
         self._own[arena.manifest.handle] = arena.memory

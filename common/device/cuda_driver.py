@@ -26,7 +26,8 @@ class CudaDriver:
             # PyTorch makes the context: its allocator and libraries come with it.
             torch.zeros(1, device=torch.device("cuda", ordinal))
         except RuntimeError as error:
-            raise DeviceError(f"the GPU cannot be used: {str(error).partition(chr(10))[0]}") from error
+            reason = str(error).partition("\n")[0]
+            raise DeviceError(f"the GPU cannot be used: {reason}; nvidia-smi shows who has it, and its mode") from error
         self.gpu = _value(cu.cuDeviceGet, cu.cuDeviceGet(ordinal))
         self._context = _value(cu.cuDevicePrimaryCtxRetain, cu.cuDevicePrimaryCtxRetain(self.gpu))
         self._bound = threading.local()

@@ -11,7 +11,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.manifest import HANDLE_BYTES
-from slipstream.common.errors import DeviceError, ManifestError, OutOfMemoryError
+from slipstream.common.errors import ConfigError, DeviceError, ManifestError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,12 +69,13 @@ class CudaMemory:
         return memory
 
     def export(self, driver: CudaDriver) -> bytes:
-        """The IPC handle, 64 bytes. Raises DeviceError where there is no CUDA IPC."""
+        """The IPC handle, 64 bytes. Raises ConfigError where there is no CUDA IPC: nothing but another device helps."""
         try:
             handle = bytes(driver.call(cu.cuIpcGetMemHandle, self.address).reserved)
         except DeviceError as error:
-            remedy = "this driver cannot share memory between processes; --device cpu works without"
-            raise DeviceError(f"{remedy} ({error})", error.code) from error
+            raise ConfigError(
+                "device", "cuda", f"cpu here: this driver cannot share memory between processes ({error})"
+            ) from error
         assert len(handle) == HANDLE_BYTES, "as the driver defines it"
         return handle
 

@@ -1,0 +1,62 @@
+"""Weights that have no room: one line with what they take, from a real process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.device.host_device import HostDevice
+from slipstream.common.errors import OutOfMemoryError
+from slipstream.services import roles
+from slipstream.services.config import WorkerConfig
+from slipstream.services.memory import is_out_of_memory
+from tests.checkpoints import write_checkpoint
+from tests.eagle3_checkpoints import write_head
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("service", ["verify", "draft"])
+def test_weights_that_do_not_fit_are_one_line(service: str, tmp_path: Path) -> None:
+    """Of a model that no machine holds; random, so that there need be no file of its size."""
+    model = write_checkpoint(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2**42}
+    (model / "config.json").write_text(json.dumps(config))
+    listen = f"unix:{tmp_path}/{service}.sock"
+    command = [sys.executable, "-m", f"slipstream.services.{service}.main", "--model", str(model), "--listen", listen]
+    found = subprocess.run(
+        [*command, "--load-format", "dummy", "--device", "cpu"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 1
+    line = found.stderr.strip().splitlines()[-1]
+    layer_mib = 3 * 2**42 * config["hidden_size"] * 4 // 2**20
+    number = int(line.split(" MiB")[0].rsplit(maxsplit=1)[1])
+    assert line.startswith(f"slipstream-{service}: the weights of model take ")
+    assert "the host's memory is too small: end who else uses it, or take a smaller model or dtype" in line
+    assert layer_mib * config["num_hidden_layers"] <= number < 1.01 * layer_mib * config["num_hidden_layers"]
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("words", ["CUDA out of memory. Tried", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"])
+def test_a_head_says_its_own_size(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(roles, "load_eagle3", fail)
+    target = write_checkpoint(tmp_path / "target")
+    head = write_head(tmp_path / "head")
+    config = WorkerConfig(model=head, algorithm="eagle3", target=target, device="cpu")
+    with pytest.raises(OutOfMemoryError, match=r"the weights of head take \d+ MiB"):
+        roles.make_draft(config, HostDevice(), 0)
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("no room"))
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
