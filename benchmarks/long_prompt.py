@@ -24,11 +24,19 @@ import typer
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.load_report import Percentiles
 from slipstream.benchmarks.longer_context import with_context
+from slipstream.benchmarks.model_options import (
+    DeviceOption,
+    Eagle3Option,
+    JsonOption,
+    PictureOption,
+    StandaloneOption,
+    TargetOption,
+    chosen_models,
+)
 from slipstream.benchmarks.reader import Reader
 from slipstream.benchmarks.serving_stack import EAGLE3, NONE, STANDALONE, Models, ServingStack
 from slipstream.client import AsyncClient
 
-DEVICES = ("cpu", "cuda")
 LOG_DIR = Path("build/benchmarks/long_prompt")
 TEMPERATURE = 0.8
 STREAM_PROMPT = list(range(100, 132))
@@ -201,22 +209,20 @@ def line(result: ChunkSize) -> str:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
-    standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
-    eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
+    device: DeviceOption = "cpu",
+    target: TargetOption = None,
+    standalone: StandaloneOption = None,
+    eagle3: Eagle3Option = None,
     algorithm: Annotated[str, typer.Option(help=f"{NONE}, {STANDALONE} or {EAGLE3}.")] = Plan.algorithm,
     prompt_tokens: Annotated[int, typer.Option(help="Of the long prompt.")] = Plan.prompt_tokens,
     chunk_sizes: Annotated[str, typer.Option(help="Prompt tokens in a prefill step.")] = "32,64,128,256,512,4096",
     context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Plan.context_tokens,
     repeats: Annotated[int, typer.Option(help="Long prompts for each size.")] = Plan.repeats,
     seed: Annotated[int, typer.Option(help="Of what is sampled.")] = Plan.seed,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+    json_file: JsonOption = None,
+    picture: PictureOption = None,
 ) -> None:
     """Measures what a long prompt does to a running stream."""
-    if device not in DEVICES:
-        raise typer.BadParameter(" or ".join(DEVICES), param_hint="--device")
     plan = Plan(
         algorithm=algorithm,
         prompt_tokens=prompt_tokens,
@@ -225,7 +231,7 @@ def main(
         repeats=repeats,
         seed=seed,
     )
-    models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)
+    models = chosen_models(target=target, standalone=standalone, eagle3=eagle3, device=device)
     print(f"{host(device)}; {device}; {models.target.name}, {algorithm}; T = {TEMPERATURE}, seed {seed}")
     results = asyncio.run(measure(models.with_draft(algorithm), plan))
     written: dict[str, Any] = {

@@ -27,8 +27,16 @@ from slipstream.benchmarks.held import settled
 from slipstream.benchmarks.lengths import Lengths
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, LoadGenerator
 from slipstream.benchmarks.load_report import failures, report_of
+from slipstream.benchmarks.model_options import (
+    DeviceOption,
+    Eagle3Option,
+    JsonOption,
+    StandaloneOption,
+    TargetOption,
+    chosen_models,
+)
 from slipstream.benchmarks.process_watch import ProcessWatch
-from slipstream.benchmarks.serving_stack import EAGLE3, STANDALONE, Models, ServingStack
+from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
 from slipstream.benchmarks.workload import Arrival, Workload
 from slipstream.client import AsyncClient
 
@@ -39,7 +47,6 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.process_watch import Footprint
 
-DEVICES = ("cpu", "cuda")
 LOG_DIR = Path("build/benchmarks/overload")
 
 LEAST_GOODPUT = 0.9
@@ -231,10 +238,10 @@ def lines(report: OverloadReport) -> list[str]:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
-    standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
-    eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
+    device: DeviceOption = "cpu",
+    target: TargetOption = None,
+    standalone: StandaloneOption = None,
+    eagle3: Eagle3Option = None,
     algorithm: Annotated[str, typer.Option(help="none, standalone or eagle3.")] = Plan.algorithm,
     factor: Annotated[float, typer.Option(help="Times the capacity.")] = Plan.factor,
     seconds: Annotated[float, typer.Option(help="How long.")] = Plan.seconds,
@@ -244,14 +251,12 @@ def main(
     slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = Plan.slots,
     queue: Annotated[int, typer.Option(help="Requests that may wait.")] = Plan.queue,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = Plan.seed,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Overloads the server."""
-    if device not in DEVICES:
-        raise typer.BadParameter(" or ".join(DEVICES), param_hint="--device")
     plan = replace(Plan(), algorithm=algorithm, factor=factor, seconds=seconds, capacity_seconds=capacity_seconds)
     plan = replace(plan, slots=slots, queue=queue, seed=seed)
-    models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)
+    models = chosen_models(target=target, standalone=standalone, eagle3=eagle3, device=device)
     workload = Workload(models.target, Lengths(scale=length_scale, context_tokens=context_tokens))
     report = asyncio.run(_serve_and_overload(workload, models.with_draft(algorithm), plan))
     problems = report.faults() + report.shortcomings()

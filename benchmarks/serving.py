@@ -26,7 +26,16 @@ from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.lengths import Lengths
 from slipstream.benchmarks.load_generator import LoadGenerator
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.serving_stack import EAGLE3, NONE, STANDALONE, Models, ServingStack
+from slipstream.benchmarks.model_options import (
+    DeviceOption,
+    Eagle3Option,
+    JsonOption,
+    PictureOption,
+    StandaloneOption,
+    TargetOption,
+    chosen_models,
+)
+from slipstream.benchmarks.serving_stack import NONE, STANDALONE, Models, ServingStack
 from slipstream.benchmarks.serving_table import ratio_lines, run_line
 from slipstream.benchmarks.workload import TEMPERATURE, Workload
 
@@ -35,7 +44,6 @@ if TYPE_CHECKING:
 
     from slipstream.benchmarks.load_report import LoadReport
 
-DEVICES = ("cpu", "cuda")
 LOG_DIR = Path("build/benchmarks")
 
 
@@ -154,10 +162,10 @@ async def _run(
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    target: Annotated[Path | None, typer.Option(help="Directory of the target; the bundled one and its draft.")] = None,
-    standalone: Annotated[Path | None, typer.Option(help="Directory of a standalone draft.")] = None,
-    eagle3: Annotated[Path | None, typer.Option(help="Directory of an EAGLE-3 head.")] = None,
+    device: DeviceOption = "cpu",
+    target: TargetOption = None,
+    standalone: StandaloneOption = None,
+    eagle3: Eagle3Option = None,
     algorithms: Annotated[str, typer.Option(help="What drafts: some of none,standalone,eagle3.")] = "none,standalone",
     fractions: Annotated[str, typer.Option(help="Rates, as fractions of the capacity.")] = "0.2,0.4,0.6,0.8,1.0,1.25",
     seconds: Annotated[float, typer.Option(help="In which requests come, at each rate.")] = Plan.seconds,
@@ -167,12 +175,10 @@ def main(
     slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = Plan.slots,
     kv_memory_mib: Annotated[int, typer.Option(help="KV pages of both workers together.")] = 512,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = Plan.seed,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+    json_file: JsonOption = None,
+    picture: PictureOption = None,
 ) -> None:
     """Measures latency and throughput against load."""
-    if device not in DEVICES:
-        raise typer.BadParameter(" or ".join(DEVICES), param_hint="--device")
     plan = Plan(
         algorithms=tuple(algorithms.split(",")),
         fractions=tuple(map(float, fractions.split(","))),
@@ -181,7 +187,7 @@ def main(
         slots=slots,
         seed=seed,
     )
-    models = Models.choose(target=target, drafts={STANDALONE: standalone, EAGLE3: eagle3}, device=device)
+    models = chosen_models(target=target, standalone=standalone, eagle3=eagle3, device=device)
     lengths = Lengths(scale=length_scale, context_tokens=context_tokens)
     report = asyncio.run(measure(plan, models, lengths, ("--kv-memory-mib", str(kv_memory_mib))))
     written: dict[str, Any] = asdict(report)
