@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from slipstream.benchmarks.decode import Measurement
+    from slipstream.benchmarks.decode_report import Measurement
 
 PARTS = (("draft_ms", "draft", "#6aa84f"), ("verify_ms", "verify", "#4878a8"), ("bubble_ms", "bubble", "#e1812c"))
 FLOOR_COLOUR = "#222222"

@@ -1,0 +1,98 @@
+"""The time in which all requests of a batch stream: what the services did in it, and what it cost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from slipstream.client import AsyncClient
+from slipstream.common.scrape import Scrape, scrape
+
+if TYPE_CHECKING:
+    from slipstream.benchmarks.decode import Setup
+
+SEED = 11
+TEMPERATURE = 0.8
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What happened while all of a batch streamed."""
+
+    used: Scrape
+    elapsed_s: float
+    num_tokens: int
+    mean_accept_length: float
+    cpu_s: dict[str, float]
+    fence: str
+    has_mps: bool
+
+    def total(self, name: str, **labels: str) -> float:
+        """What a metric of decode steps gained."""
+        return self.used.total(name, phase="decode", **labels)
+
+
+class Served:
+    """A scheduler with its workers."""
+
+    def __init__(self, address: str, metrics_port: int) -> None:
+        self._address = address
+        self._metrics_port = metrics_port
+
+    async def window(self, setup: Setup, batch: int) -> Window:
+        """From when the last of a batch has begun until the first ends."""
+        received = [0] * batch
+        has_begun, accepted = asyncio.Event(), [0.0] * batch
+        rng = random.Random(SEED)
+        prompts = [[rng.randrange(256, 4096) for _ in range(setup.prompt_tokens)] for _ in range(batch)]
+
+        async def stream(client: AsyncClient, number: int) -> None:
+            options = {"temperature": TEMPERATURE, "seed": SEED + number, "ignore_eos": True}
+            async for chunk in client.generate(
+                prompts[number],
+                max_new_tokens=setup.max_new_tokens,
+                **options,  # type: ignore[arg-type]
+            ):
+                received[number] += len(chunk.token_ids)
+                if min(received) >= WARM_UP_TOKENS:
+                    has_begun.set()
+                if chunk.usage is not None:
+                    accepted[number] = chunk.usage.mean_accept_length
+
+        async with AsyncClient(self._address) as client:
+            info = await client.server_info()
+            processes = _processes({service.name: service.pid for service in info.services})
+            streams = [asyncio.create_task(stream(client, number)) for number in range(batch)]
+            await asyncio.wait_for(has_begun.wait(), 120)
+            before, cpu_before = await scrape(self._metrics_port), _cpu_s(processes)
+            started, num_before = time.monotonic(), sum(received)
+            await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
+            elapsed, num_tokens = time.monotonic() - started, sum(received) - num_before
+            cpu_after, after = _cpu_s(processes), await scrape(self._metrics_port)
+            await asyncio.gather(*streams)
+        return Window(
+            used=after.since(before),
+            elapsed_s=elapsed,
+            num_tokens=num_tokens,
+            mean_accept_length=sum(accepted) / batch,
+            cpu_s={name: cpu_after[name] - cpu_before[name] for name in processes},
+            fence=info.fence,
+            has_mps=info.under_mps,
+        )
+
+
+def _processes(pids: dict[str, int]) -> dict[str, psutil.Process]:
+    """By name; one that is several services by the name of the first."""
+    named = {pid: name for name, pid in reversed(pids.items())}
+    return {name: psutil.Process(pid) for pid, name in named.items()}
+
+
+def _cpu_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
+    times = {name: process.cpu_times() for name, process in processes.items()}
+    return {name: time.user + time.system for name, time in times.items()}
