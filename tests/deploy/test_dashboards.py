@@ -32,6 +32,27 @@ ONLY_FOR_SCRIPTS: set[str] = set()
 PANELS = [
     pytest.param(panel, id=f"{name}-{panel.title}") for name, board in boards().items() for panel in panels_of(board)
 ]
+SHOWS = {
+    "overlap": {
+        *("slipstream_overlap_efficiency", "slipstream_step_seconds", "slipstream_bubble_seconds_total"),
+        *("slipstream_busy_seconds_total", "slipstream_host_stall_seconds_total", "slipstream_build_info"),
+    },
+    "speculation": {
+        *("slipstream_drafts_total", "slipstream_draft_tokens_total", "slipstream_accepted_tokens_total"),
+        *("slipstream_accepted_tokens_per_position_total", "slipstream_num_draft_tokens"),
+    },
+    "service": {
+        *("slipstream_generation_tokens_total", "slipstream_prompt_tokens_total", "slipstream_requests_total"),
+        *("slipstream_time_to_first_token_seconds", "slipstream_inter_token_latency_seconds"),
+        *("slipstream_e2e_request_latency_seconds", "slipstream_request_queue_time_seconds", "slipstream_rpcs_total"),
+        *("slipstream_num_requests_running", "slipstream_num_requests_waiting", "slipstream_kv_pages_used"),
+    },
+    "health": {
+        *("slipstream_worker_up", "slipstream_worker_heartbeat_age_seconds", "slipstream_build_info"),
+        *("slipstream_epoch", "process_start_time_seconds", "process_resident_memory_bytes"),
+    },
+}
+"""What somebody who opens a dashboard comes for."""
 BOARDS = [pytest.param(board, id=name) for name, board in boards().items()]
 
 
@@ -95,3 +116,68 @@ def test_a_dashboard_has_its_frame(board: dict[str, Any]) -> None:
     assert board["uid"].startswith("slipstream-")
     for query in (query for panel in panels_of(board) for query in panel.queries):
         assert query.expr.count("$instance") or "ALERTS" in query.expr, query.expr
+    assert all("process_start_time_seconds" in one["expr"] for one in board["annotations"]["list"][:1])
+    assert all(one["enable"] and one["datasource"]["uid"] == "${datasource}" for one in board["annotations"]["list"])
+    _, model, instance = board["templating"]["list"]
+    assert "$model" in instance["query"], "the instances that are offered are those of the model"
+    assert all(one["multi"] and one["includeAll"] and one["current"]["value"] == "$__all" for one in (model, instance))
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_a_dashboard_shows_what_it_is_for(name: str) -> None:
+    panels = panels_of(boards()[f"slipstream-{name}.json"])
+    shown = {metric_of(metric) for panel in panels for query in panel.queries for metric in query.metrics}
+    assert SHOWS[name] - shown == set()
+
+
+def overlap_panel(title: str) -> FoundPanel:
+    """One of the panels that answer what is lost."""
+    return next(panel for panel in panels_of(boards()["slipstream-overlap.json"]) if panel.title == title)
+
+
+def test_where_a_step_s_time_goes_is_a_stack_in_microseconds_under_the_step_itself() -> None:
+    panel = overlap_panel("Where the time of a decode step goes")
+    assert (panel.kind, panel.unit) == ("timeseries", "µs")
+    assert panel.settings["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal"
+    names = [query.legend for query in panel.queries]
+    assert names[:2] == ["draft", "verify"]
+    assert {"lost: verify → draft", "lost: draft → verify"} < set(names)
+    assert names[-1] == "step"
+    apart = {
+        override["matcher"]["options"]
+        for override in panel.settings["fieldConfig"]["overrides"]
+        for entry in override["properties"]
+        if entry["id"] == "custom.stacking" and entry["value"]["mode"] == "none"
+    }
+    assert apart == {"step"}
+
+
+def test_the_first_row_says_what_is_lost_and_where() -> None:
+    share, edges = (overlap_panel(title) for title in ("Share of a step that is lost", "Lost at which edge"))
+    assert share.unit == edges.unit == "percentunit"
+    assert share.settings["gridPos"]["y"] == edges.settings["gridPos"]["y"] == 1
+    assert [query.legend for query in edges.queries] == ["verify → draft", "draft → verify", "verify → verify"]
+    for panel in (share, edges):
+        steps = panel.settings["fieldConfig"]["defaults"]["thresholds"]["steps"]
+        assert [step["color"] for step in steps] == ["green", "yellow", "red"]
+
+
+def test_step_time_is_a_heat_map_of_the_histogram_s_buckets() -> None:
+    panel = overlap_panel("Step time")
+    assert (panel.kind, panel.unit) == ("heatmap", "s")
+    (target,) = panel.settings["targets"]
+    assert target["format"] == "heatmap"
+    assert "sum by (le)" in target["expr"]
+    assert "slipstream_step_seconds_bucket" in target["expr"]
+
+
+def test_colors_are_for_either_theme() -> None:
+    colors = {
+        entry["value"]["fixedColor"]
+        for board in boards().values()
+        for panel in panels_of(board)
+        for override in panel.settings["fieldConfig"]["overrides"]
+        for entry in override["properties"]
+        if entry["id"] == "color"
+    }
+    assert not {"#FFFFFF", "white", "#000000", "black"} & colors
