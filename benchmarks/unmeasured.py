@@ -11,6 +11,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from slipstream.benchmarks.replaced_part import replace_part
+
 SERVICES = {
     "scheduler": "slipstream.scheduler.main",
     "draft": "slipstream.services.draft.main",
@@ -52,13 +54,8 @@ REPLACED["verify"] = REPLACED["draft"]
 
 def silence(service: str) -> None:
     """Takes the measuring out of this process."""
-    for module, name, replacement in REPLACED[service]:
-        *path, last = name.split(".")
-        holder: Any = import_module(module)
-        for part in path:
-            holder = getattr(holder, part)
-        assert hasattr(holder, last), f"{module} has no {name}: what measures is called otherwise by now"
-        setattr(holder, last, replacement)
+    for part in REPLACED[service]:
+        replace_part(*part)
 
 
 def main() -> None:
