@@ -40,11 +40,11 @@ class RMSNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight = weight
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DecoderLayer(nn.Module):

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from slipstream.services.models.decoder import Decoder, DecoderOutput
 from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
 from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
+from slipstream.services.models.kernels.products import Scaled, add_product, has_few_rows, linear, product
 from slipstream.services.models.kernels.rotation import rotation_of
 
 if TYPE_CHECKING:
     from slipstream.services.models.batch import ForwardBatch
     from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.decoder import DecoderLayer
+    from slipstream.services.models.decoder import DecoderLayer, RMSNorm
     from slipstream.services.models.kernels.paged_attention import PagedLayerAttention
     from slipstream.services.models.kv_cache import PagedKV
 
@@ -37,26 +38,49 @@ class FusedDecoder(Decoder):
         x = F.embedding(batch.tokens.flatten().clamp(0, config.vocab_size - 1), self.embedding)
         rotation = rotation_of(batch.positions, self._inverse_frequencies, config.max_position_embeddings)
         attend = self._paged.prepare(batch, cache)
-        following = [*(layer.attention_norm for layer in self._stack), self.norm]
-        normed = rms_norm(x, following[0].weight, config.rms_norm_eps)
-        stream = {}
-        for index, layer in enumerate(self._stack):
-            if index in aux_layers:
-                stream[index] = x
-            x, delta = run_layer(layer, index, x, normed, rotation, attend, self._norms[index], config.rms_norm_eps)
-            x, normed = add_rms_norm(x, delta, following[index + 1].weight, config.rms_norm_eps)
-        stream[config.num_layers] = x
+        if has_few_rows(x):
+            normed, stream = self._run_few_rows(x, rotation, attend, aux_layers)
+        else:
+            normed, stream = self._run_many_rows(x, rotation, attend, aux_layers)
         aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
         return DecoderOutput(
             hidden=normed.view(num_rows, width, config.hidden_size),
             aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
         )
 
+    def _run_few_rows(
+        self, x: torch.Tensor, rotation: torch.Tensor, attend: PagedLayerAttention, aux_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        following = [*(layer.attention_norm for layer in self._stack), self.norm]
+        normed: torch.Tensor | Scaled = rms_norm(x, following[0].weight, following[0].eps)
+        stream = {}
+        for index, layer in enumerate(self._stack):
+            if index in aux_layers:
+                stream[index] = x
+            mixed = attend.rotate_and_attend(index, product(normed, layer.qkv), rotation, self._norms[index])
+            x, normed = finish_layer(layer, x, mixed, following[index + 1])
+        stream[self.config.num_layers] = x
+        return rms_norm(x, self.norm.weight, self.norm.eps), stream
+
+    def _run_many_rows(
+        self, x: torch.Tensor, rotation: torch.Tensor, attend: PagedLayerAttention, aux_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        eps = self.config.rms_norm_eps
+        following = [*(layer.attention_norm for layer in self._stack), self.norm]
+        normed = rms_norm(x, following[0].weight, eps)
+        stream = {}
+        for index, layer in enumerate(self._stack):
+            if index in aux_layers:
+                stream[index] = x
+            x, delta = run_layer(layer, index, x, normed, rotation, attend, self._norms[index], eps)
+            x, normed = add_rms_norm(x, delta, following[index + 1].weight, eps)
+        stream[self.config.num_layers] = x
+        return normed, stream
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Decoder.logits`, but for the dtype: the model's own, as the sampler's kernels read any."""
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        return linear(hidden, self.head)
 
 
 def run_layer(
@@ -76,6 +100,17 @@ def run_layer(
     mixed = attend.rotate_and_attend(index, layer.qkv(attention_input), rotation, norms)
     x, normed = add_rms_norm(x, layer.output(mixed), layer.mlp_norm.weight, eps)
     return x, layer.down(swiglu(layer.gate_up(normed)))
+
+
+def finish_layer(
+    layer: DecoderLayer, x: torch.Tensor, mixed: torch.Tensor, norm: RMSNorm
+) -> tuple[torch.Tensor, Scaled]:
+    """Of few rows. `x`: [N, hidden_size], what both branches add to. `mixed`: [N, q_size], of attention.
+
+    Returns x with both branches added, and what the next product needs of its norm.
+    """
+    x, normed = add_product(x, mixed, layer.output, layer.mlp_norm)
+    return add_product(x, product(normed, layer.gate_up, is_gated=True), layer.down, norm)
 
 
 def query_key_norms(layer: DecoderLayer, config: ModelConfig) -> QueryKeyNorms | None:

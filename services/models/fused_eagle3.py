@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.services.models.eagle3 import Eagle3Head
-from slipstream.services.models.fused_decoder import query_key_norms, run_layer
+from slipstream.services.models.fused_decoder import finish_layer, query_key_norms, run_layer
 from slipstream.services.models.kernels.block_ops import rms_norm
 from slipstream.services.models.kernels.paged_attention import PagedAttention
+from slipstream.services.models.kernels.products import has_few_rows, linear, product
 from slipstream.services.models.kernels.rotation import rotation_of
 from slipstream.services.models.kernels.step_ops import embed_and_norm
 
@@ -48,12 +49,19 @@ class FusedEagle3Head(Eagle3Head):
         norms = self.layer.attention_norm.weight, self.hidden_norm.weight
         both = embed_and_norm(batch.tokens.reshape(-1), self.embedding, x, *norms, eps)
         residual = both[:, x.shape[1] :].contiguous() if self.config.has_normed_residual else x
+        if has_few_rows(both):
+            mixed = attend.rotate_and_attend(0, product(both, self.layer.qkv), rotation, self._norms)
+            return finish_layer(self.layer, residual, mixed, self.norm)[0].view(states.shape)
         x, delta = run_layer(self.layer, 0, residual, both, rotation, attend, self._norms, eps)
         return (x + delta).view(states.shape)
 
     @torch.inference_mode()
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Eagle3Head.fuse`."""
+        return linear(hidden, self.fc)
+
+    @torch.inference_mode()
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
         """See `Eagle3Head.own_logits`."""
-        normed = rms_norm(states.reshape(-1, states.shape[-1]), self.norm.weight, self.config.layer.rms_norm_eps)
-        logits: torch.Tensor = self.head(normed)
-        return logits.view(*states.shape[:-1], -1)
+        normed = rms_norm(states.reshape(-1, states.shape[-1]), self.norm.weight, self.norm.eps)
+        return linear(normed, self.head).view(*states.shape[:-1], -1)

@@ -9,7 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
-    """Waits until all that the kernel before wrote is there; the one behind it may be launched meanwhile."""
+    """Waits until all that the kernel before wrote is there; the one behind it may be launched meanwhile.
+
+    That one waits in turn until this kernel has ended, and with it all before it.
+    """
     if OVERLAPS:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()

@@ -18,6 +18,7 @@ from slipstream.services.models.kernels import (
     block_kernels,
     filter_kernels,
     kv_kernels,
+    product_kernels,
     sampling_kernels,
 )
 
@@ -32,7 +33,9 @@ POINTERS = {
     **dict.fromkeys(("top_ks", "seeds", "token_ids", "tokens"), "*i64"),
     **dict.fromkeys(("counts", "bits", "count_before", "looked_at", "block_index", "block_chosen"), "*i32"),
     **dict.fromkeys(("qkv", "kv", "output", "query_norm", "key_norm", "logits"), "*bf16"),
-    **dict.fromkeys(("x", "delta", "weight", "summed", "normed", "gate_up"), "*bf16"),
+    **dict.fromkeys(
+        ("x", "delta", "weight", "summed", "normed", "gate_up", "bias", "residual", "norm_weight", "scaled"), "*bf16"
+    ),
     "is_valid": "*i1",
     "is_done": "*i8",
 }
@@ -41,6 +44,22 @@ PROMPT = {"BLOCK_M": 128, "BLOCK_N": 64, "SPARES_MASKS": True, "IS_SPLIT": False
 HEADS = {"PAGE_SIZE": 16, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
 ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_TREE": False, "HAS_WINDOW": False, "SPARES_MASKS": False}
 KEEP = {**HEADS, "Q_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_HEADS": 2, "FIRST_HEAD": 0, "HAS_ROTATION": True}
+PRODUCT: dict[str, object] = {
+    "SIZE": 4096,
+    "COLUMNS": 4096,
+    "PARTS": 128,
+    "BLOCK_P": 128,
+    "STAGES": 3,
+    "FETCHED": 512,
+    "BLOCK_M": 16,
+    "BLOCK_N": 32,
+    "BLOCK_K": 256,
+    "HAS_BIAS": True,
+    "HAS_RESIDUAL": False,
+    "IS_SCALED": False,
+    "IS_GATED": False,
+    "SCALES": False,
+}
 SAMPLE = {"BLOCK": 4096, "BLOCK_G": 32, "HAS_IDS": False, "HAS_FILTERS": True, "IS_SECOND": False}
 KERNELS: tuple[tuple[Any, dict[str, object]], ...] = (
     (attention_kernels.attend_kernel, {**ATTEND, "IS_SPLIT": True}),
@@ -54,6 +73,8 @@ KERNELS: tuple[tuple[Any, dict[str, object]], ...] = (
     (kv_kernels.keep_kernel, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
     (block_kernels.rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
     (block_kernels.swiglu_kernel, {"SIZE": 14336, "BLOCK": 1024}),
+    (product_kernels.product_kernel, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),
+    (product_kernels.product_kernel, {**PRODUCT, "IS_SCALED": True, "IS_GATED": True}),
     (sampling_kernels.greatest_kernel, SAMPLE),
     (filter_kernels.count_kernel, SAMPLE),
     (sampling_kernels.score_kernel, {**SAMPLE, "HAS_FILTERS": False, "HAS_IDS": True}),

@@ -14,6 +14,7 @@ from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.models.fused_decoder import FusedDecoder
 from slipstream.services.models.fused_eagle3 import FusedEagle3Head
+from slipstream.services.models.kernels import products
 from slipstream.services.models.kv_cache import PagedKV
 from slipstream.services.models.linear import Linear
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint
@@ -69,6 +70,13 @@ def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Linear, "pack", lambda self: None)
 
 
+@pytest.fixture(params=[True, False], ids=["few rows", "many rows"])
+def has_few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either way of multiplying, in float32, where numbers tell."""
+    monkeypatch.setattr(products, "_ELEMENT_SIZES", (4,) if request.param else ())
+
+
+@pytest.mark.usefixtures("has_few_rows")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_decoder_has_the_decoders_numbers(family: str, tmp_path: Path, device: torch.device) -> None:
     path = write_checkpoint(tmp_path, family=family, seed=1)
@@ -89,6 +97,7 @@ def test_a_fused_decoder_has_the_decoders_numbers(family: str, tmp_path: Path, d
         assert_close(logits[valid], plain.logits(expected.hidden)[valid])
 
 
+@pytest.mark.usefixtures("has_few_rows")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device: torch.device) -> None:
     path = write_head(tmp_path, layout=layout)
@@ -100,7 +109,9 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
     layer = plain.config.layer
     caches = cache_for(layer, CPU), cache_for(layer, device)
     for batch, on_device in zip(batches(CPU), batches(device), strict=True):
-        states = plain.fuse(random((*batch.tokens.shape, plain.config.fused_width)))
+        hidden = random((*batch.tokens.shape, plain.config.fused_width))
+        states = plain.fuse(hidden)
+        assert_close(fused.fuse(hidden.to(device)).cpu(), states)
         expected = plain(batch, states, caches[0])
         output = fused(on_device, states.to(device), caches[1])
         valid = batch.is_valid
