@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slipstream.benchmarks.child_process import end
 from slipstream.benchmarks.serving_stack import free_ports
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CONFIG = Path(__file__).resolve().parent.parent / "deploy" / "prometheus" / "prometheus.yml"
 START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 20.0
 RETRY_S = 0.05
 
 
@@ -103,7 +102,7 @@ async def running_prometheus(
             await _until_ready(server, process)
             yield server
         finally:
-            await _end(process)
+            await end(process)
 
 
 def _write_config(folder: Path, metrics_ports: Mapping[str, int], interval_ms: int) -> Path:
@@ -128,16 +127,6 @@ async def _until_ready(server: Prometheus, process: asyncio.subprocess.Process) 
             if process.returncode is not None:
                 raise RuntimeError(f"prometheus ended with status {process.returncode}: see its log")
             await asyncio.sleep(RETRY_S)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def _fetch(url: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slipstream.benchmarks.child_process import end
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 SCRIPTS = Path(sys.executable).parent
 SCHEDULER = (str(SCRIPTS / "slipstream-scheduler"),)
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.05
 CONNECT_OFTEN = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 """As it is, gRPC's pauses grow to seconds while a service starts."""
@@ -97,13 +97,7 @@ class Stack:
             await _until_serving(name, process, address)
             yield
         finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+            await end(process)
             if log is not None:
                 log.close()
 
