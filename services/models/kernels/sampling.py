@@ -79,10 +79,14 @@ class _Sampling:
         self._best, self._score = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
         self._masses = torch.empty((2, num_rows, num_blocks), dtype=torch.float32, device=device)
         self._index, self._chosen = torch.empty((2, num_rows, num_blocks), dtype=torch.int32, device=device)
-        self._counts = torch.empty((levels, num_rows, num_blocks, int(NUM_BINS)), dtype=torch.int32, device=device)
-        self._bits, self._count_before = torch.empty((2, levels, num_rows), dtype=torch.int32, device=device)
+        counts = torch.empty((levels, num_rows, num_blocks, int(NUM_BINS)), dtype=torch.int32, device=device)
+        bits, count_before = torch.empty((2, levels, num_rows), dtype=torch.int32, device=device)
         self._looked_at = torch.empty(num_rows, dtype=torch.int32, device=device)
         self._is_done = torch.empty(num_rows, dtype=torch.int8, device=device)
+        # As the kernels that filter, and those that score what passes, take them first.
+        by_row, found = (logits, self._best, rows.temperature, rows.top_k), (counts, bits, count_before)
+        self._filtered = (*by_row, *found)
+        self._scored = (*by_row, rows.top_p, rows.min_p, *self._draws, *found)
 
     def run(self) -> None:
         """Launches all there is."""
@@ -103,13 +107,7 @@ class _Sampling:
 
     def _count(self, level: int) -> None:
         count_kernel[self._grid](
-            self._logits,
-            self._best,
-            self._rows.temperature,
-            self._rows.top_k,
-            self._counts,
-            self._bits,
-            self._count_before,
+            *self._filtered,
             *self._sizes,
             level,
             BLOCK=_BLOCK,
@@ -121,16 +119,7 @@ class _Sampling:
         rows = self._rows
         variant = {"HAS_IDS": self._has_ids, "HAS_FILTERS": self._has_filters, "IS_SECOND": is_second}
         score_kernel[self._grid](
-            self._logits,
-            self._best,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            *self._draws,
-            self._counts,
-            self._bits,
-            self._count_before,
+            *self._scored,
             self._masses,
             self._is_done,
             self._looked_at,
@@ -162,13 +151,7 @@ class _Sampling:
 
     def _look(self) -> None:
         mass_kernel[self._grid](
-            self._logits,
-            self._best,
-            self._rows.temperature,
-            self._rows.top_k,
-            self._counts,
-            self._bits,
-            self._count_before,
+            *self._filtered,
             self._masses,
             self._is_done,
             self._looked_at,
@@ -179,18 +162,8 @@ class _Sampling:
         )
 
     def _settle(self) -> None:
-        rows = self._rows
         settle_kernel[(self._sizes[2],)](
-            self._logits,
-            self._best,
-            rows.temperature,
-            rows.top_k,
-            rows.top_p,
-            rows.min_p,
-            *self._draws,
-            self._counts,
-            self._bits,
-            self._count_before,
+            *self._scored,
             self._is_done,
             self._looked_at,
             self._tokens,
