@@ -46,6 +46,8 @@ def table() -> str:
     )
     rows += [_serving(_load("serving_cpu")), _overload(_load("overload_cpu")), _long_prompt(_load("long_prompt_cpu"))]
     rows.append(_attention(_load("attention_h200")))
+    if (RESULTS / "near_ties_h200.json").exists():
+        rows.append(_near_ties(_load("near_ties_h200")))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
 
@@ -63,6 +65,33 @@ def _attention(result: dict[str, Any]) -> tuple[str, str, str]:
     gpu = result["host"].partition(",")[0]
     what = f"attention over pages on an {gpu}, 8B shape, {result['width']} query tokens, bfloat16"
     return what, "; ".join(parts), _source("attention", "attention_h200")
+
+
+def _near_ties(report: dict[str, Any]) -> tuple[str, str, str]:
+    usual = [
+        row for row in report["rows"] if not row["deterministic"] and (row["draft"], row["at_once"]) != ("none", 1)
+    ]
+    never = [row for row in report["rows"] if row["deterministic"] and (row["draft"], row["at_once"]) != ("none", 1)]
+    rates = [row["per_1000_tokens"] for row in usual]
+    largest = max((row["largest_gap"] for row in usual if row["largest_gap"] is not None), default=0.0)
+    num_far = sum(not row["all_near_ties"] for row in usual)
+    prices = ", ".join(
+        f"{price['ratio']:.2f} ({DRAFTS[price['draft']]}, batch {price['at_once']})" for price in report["prices"]
+    )
+    gpu = report["host"].partition(",")[0]
+    what = (
+        f"outputs in {report['dtype']} against plain decoding alone, bundled model on an {gpu}: "
+        f"{report['num_prompts']} prompts, greedy and at T = 0.8, without a draft and with the bundled ones, alone and "
+        f"in batches of {max(row['at_once'] for row in usual)}"
+    )
+    result = (
+        f"{sum(row['partings'] for row in usual)} of {sum(row['outputs'] for row in usual)} outputs part, "
+        f"{min(rates):.2f} to {max(rates):.2f} times in 1,000 tokens, "
+        f"{'each' if not num_far else 'not each'} at a near tie (at most {largest:.2f} from the best score, bound "
+        f"{report['bound']:g}); with `--deterministic` {sum(row['partings'] for row in never)} of "
+        f"{sum(row['outputs'] for row in never)}, and a step takes so many times as long: {prices}"
+    )
+    return what, result, _source("near_ties", "near_ties_h200")
 
 
 def _overlap(measurements: list[dict[str, Any]]) -> list[tuple[str, str, str]]:

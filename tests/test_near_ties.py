@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from slipstream.benchmarks.near_tie_scores import Scores
 from slipstream.common.device.host_device import HostDevice
 from slipstream.common.sampling import SamplingParams
 from slipstream.scheduler.config import SchedulerConfig
@@ -15,7 +16,6 @@ from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.services.config import WorkerConfig
 from slipstream.services.roles import make_verify
 from tests.checkpoints import write_checkpoint
-from tests.near_ties import Scores
 from tests.scheduler.local_epoch import LocalEpoch
 from tests.workers import LocalWorker
 

@@ -1,0 +1,173 @@
+"""Services in this process: their engines on one stream, and a scheduler's loop over them, fed with jobs directly."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Self
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.cli.in_process import LocalLink
+from slipstream.common.access_log import NullAccessLog
+from slipstream.common.errors import UnavailableError
+from slipstream.common.step import Role
+from slipstream.scheduler.epoch import Epoch
+from slipstream.scheduler.job_queue import JobQueue
+from slipstream.scheduler.sizing import EpochSizes, Workers
+from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.services.engine import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from slipstream.common.device.face import Device
+    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.jobs import Job
+    from slipstream.scheduler.loop import StepLoop
+    from slipstream.scheduler.step_timings import StepTiming
+    from slipstream.services.engine import RoleEngine
+
+TIMEOUT_S = 300.0
+"""For the jobs of one call: far more than they take."""
+
+
+class LocalServices:
+    """Verify, and perhaps draft, loaded once for any number of epochs, one after the other."""
+
+    def __init__(self, device: Device, make_roles: Callable[[], list[RoleEngine]]) -> None:
+        """`make_roles` loads the models, on the thread that owns the device."""
+        self._device = device
+        self._failures: list[BaseException] = []
+        with ExitStack() as held:
+            stream = device.create_stream("steps", self._failures.append)
+            held.callback(stream.close)
+            self._thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
+            self._engines = self._thread.submit(
+                lambda: [Engine(role, device, stream, NullAccessLog()) for role in make_roles()]
+            ).result()
+            for engine in self._engines:
+                held.callback(self._close, engine)
+            self._held = held.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the engines and the stream."""
+        self._held.close()
+
+    @contextmanager
+    def serving(self, config: SchedulerConfig) -> Iterator[LocalServing]:
+        """An epoch, with a loop of its own, for as long as the context."""
+        links = {engine.description.role: LocalLink(engine, self._thread, self._failures) for engine in self._engines}
+        number = 1 + max(engine.last_epoch for engine in self._engines)
+        serving = LocalServing(number, config, self._device, links)
+        try:
+            yield serving
+        finally:
+            serving.close()
+
+    def _close(self, engine: Engine) -> None:
+        self._thread.submit(engine.close).result()
+
+
+class LocalServing:
+    """An epoch that takes jobs."""
+
+    def __init__(self, number: int, config: SchedulerConfig, device: Device, links: dict[Role, LocalLink]) -> None:
+        """Attaches the engines, and starts the loop on a thread."""
+        draft = links.get(Role.DRAFT)
+        workers = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
+        self._metrics = _RecordingMetrics(device.fence_kind, workers.algorithm)
+        self._queue = JobQueue(config.queue)
+        self._epoch = Epoch(
+            number,
+            config,
+            workers,
+            EpochSizes.decide(config, workers),
+            device=device,
+            links=dict(links),
+            queue=self._queue,
+            metrics=self._metrics,
+            deliver=self._deliver,
+        )
+        self._outputs: dict[Job, list[int]] = {}
+        self._waiting: deque[Job] = deque()
+        self._num_open = 0
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        try:
+            loop = self._epoch.open()
+        except BaseException:
+            self._epoch.close(drain=False)
+            raise
+        self._queue.open()
+        self._thread = threading.Thread(target=self._run, args=(loop,), name="loop")
+        self._thread.start()
+
+    @property
+    def timings(self) -> list[StepTiming]:
+        """Of all steps so far; the caller may clear it."""
+        return self._metrics.timings
+
+    def run(self, jobs: Sequence[Job], *, at_once: int) -> list[list[int]]:
+        """The tokens of each job; `at_once` of them are there at a time. Raises what ended the loop."""
+        with self._changed:
+            self._outputs = {job: [] for job in jobs}
+            self._waiting = deque(jobs)
+            self._num_open = len(jobs)
+            first = [self._waiting.popleft() for _ in range(min(at_once, len(jobs)))]
+        self._queue.submit(*first)
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: self._num_open == 0 or self._failure is not None, TIMEOUT_S)
+        if self._failure is not None:
+            raise self._failure
+        if not is_done:
+            raise UnavailableError(f"{self._num_open} jobs did not end within {TIMEOUT_S:.0f} s")
+        return [self._outputs[job] for job in jobs]
+
+    def close(self) -> None:
+        """Ends the loop and the epoch."""
+        self._queue.stop()
+        self._thread.join()
+        self._epoch.close(drain=self._failure is None)
+
+    def _run(self, loop: StepLoop) -> None:
+        try:
+            loop.run()
+            loop.finish()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for job, progress in deliveries:
+            self._outputs[job] += progress.token_ids
+            if progress.error is not None:
+                raise progress.error
+            if not progress.is_last:
+                continue
+            with self._changed:
+                self._num_open -= 1
+                following = self._waiting.popleft() if self._waiting else None
+                self._changed.notify_all()
+            if following is not None:
+                self._queue.submit(following)
+
+
+class _RecordingMetrics(StepMetrics):
+    """Keeps the time of each step."""
+
+    def __init__(self, fence: str, algorithm: str) -> None:
+        super().__init__(StepMetricFamilies(CollectorRegistry()), fence=fence, mps="off", algorithm=algorithm)
+        self.timings: list[StepTiming] = []
+
+    def observe(self, timing: StepTiming) -> None:
+        """Keeps it, too."""
+        self.timings.append(timing)
+        super().observe(timing)
