@@ -17,17 +17,17 @@ from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.dispatch import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.future_map import ResultReader
 from slipstream.scheduler.loop import LoopSettings, StepLoop
-from slipstream.scheduler.step_recorder import StepRecorder
 from slipstream.scheduler.ordering.accesses import DraftTraits
+from slipstream.scheduler.step_recorder import StepRecorder
 from slipstream.scheduler.step_timings import StepTimings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.device.clock import ClockSample
     from slipstream.common.access_log import AccessLog
-    from slipstream.common.trace import HostRecords
+    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.face import Arena, Device
+    from slipstream.common.trace import HostRecords
     from slipstream.scheduler.batch import Delivery
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.dispatch import Dispatch
@@ -60,9 +60,9 @@ class Epoch:
         self.batch = Batch(sizes.batch)
         self.fence_kind = device.fence_kind
         self.labels = metrics.labels
+        """Fence, MPS and algorithm, as the step metrics have them."""
         self.recorder = StepRecorder()
         """What is known of the last steps."""
-        """Fence, MPS and algorithm, as the step metrics have them."""
         self._config = config
         self._device = device
         self._links = links
@@ -100,13 +100,16 @@ class Epoch:
         # From here on everybody who needs the memory has it.
         arena.seal()
         return self._loop(arena)
-        self.recorder.close()
 
     def close(self, *, drain: bool) -> None:
         """Ends the streams of commands and gives the memory back; with `drain` the workers finish what they have."""
+        self.recorder.close()
         if not drain:
             self._release_workers()
         for link in self._links.values():
+            link.detach(drain=drain)
+        self._held.close()
+
     def read_records(self, role: Role, from_step: int) -> HostRecords | None:
         """What a worker's host did in steps from this one on; None if it tells nothing. Called on any thread."""
         found = self._links[role].read_records(from_step)
@@ -115,9 +118,6 @@ class Epoch:
     def sample_clock(self) -> ClockSample:
         """The clock of the stamps as this process reads it. Called on any thread. Raises DeadlineExceededError."""
         return self._device.sample_clock()
-
-            link.detach(drain=drain)
-        self._held.close()
 
     def _release_workers(self) -> None:
         """Ends the workers' waits, which may be for somebody who is gone.
@@ -150,10 +150,10 @@ class Epoch:
             batch=self.batch,
             links=self._links,
             dispatch=self._dispatch(),
-            recorder=self.recorder,
             results=results,
             timings=StepTimings(self._device, arena, self._shape, log, self._metrics.observe, self.recorder),
             metrics=self._metrics,
+            recorder=self.recorder,
             draft_done=arena.fence(FenceName.DRAFT_DONE),
             log=log,
             deliver=self._deliver,

@@ -35,14 +35,14 @@ from slipstream.scheduler.job_queue import JobQueue
 from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.server_metrics import ServerMetrics
+from slipstream.scheduler.timeline import SERVICE_NAME as TIMELINE
+from slipstream.scheduler.timeline import TimelineServicer
 from slipstream.scheduler.validation import MAX_SAMPLES, RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
-from slipstream.scheduler.timeline import SERVICE_NAME as TIMELINE
-from slipstream.scheduler.timeline import TimelineServicer
     from slipstream.common.device.face import Device
     from slipstream.common.listener import Listener
     from slipstream.common.step import Role
@@ -100,13 +100,13 @@ async def run_scheduler(
             read_timeout_s=config.read_timeout_s,
         )
         server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))
         await server.start()
         collection = IdleCollection()
         box = DeliveryBox(loop, config.stream_interval_ms / 1000, desk.deliver)
 
         def deliver(deliveries: list[Delivery]) -> None:
             collection.worked()
-        server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))
             box.put(deliveries)
 
         held.enter_context(collection.in_charge())
