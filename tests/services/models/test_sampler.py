@@ -16,20 +16,11 @@ from slipstream.common.noise import gumbel_noise
 from slipstream.common.sampling import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models.acceptance import accept
 from slipstream.services.models.sampler import SamplingRows, sample
+from tests.services.models.sampling_cases import KINDS, TIED, TIES
 
 Logits = npt.NDArray[np.float32]
 
 GREEDY = SamplingParams()
-KINDS = (
-    GREEDY,
-    SamplingParams(temperature=0.7, seed=1),
-    SamplingParams(temperature=1.3, top_k=5, seed=2**64 - 1),
-    SamplingParams(temperature=0.9, top_p=0.8, seed=3),
-    SamplingParams(temperature=1.0, min_p=0.1, seed=2**63),
-    SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.02, seed=5),
-    SamplingParams(temperature=0.8, top_p=0.9999, seed=6),
-    SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5, seed=7),
-)
 CHI_SQUARE_11 = 31.26
 """Exceeded once in a thousand times with 11 degrees of freedom."""
 
@@ -125,23 +116,9 @@ def test_a_row_is_the_same_alone_and_among_others(vocab_size: int) -> None:
     assert shuffled == [together[row] for row in order]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"temperature": 0.0}, {1}),
-        ({"top_k": 1}, {1}),
-        ({"top_k": 2}, {1, 3}),
-        ({"top_k": 4}, {1, 3, 4, 0}),
-        ({"top_p": 0.05}, {1}),
-        ({"top_p": 1 / 3 + 0.01}, {1, 3}),
-        ({"min_p": 1.0}, {1, 3, 4}),
-        ({"min_p": 0.3}, {0, 1, 2, 3, 4, 5}),
-        ({"top_k": 5, "min_p": 0.3}, {0, 1, 2, 3, 4}),
-        ({}, {0, 1, 2, 3, 4, 5}),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), TIES)
 def test_ties_go_to_the_lower_id(changes: dict[str, Any], expected: set[int]) -> None:
-    logits = np.repeat(np.array([[-1, 0, -1, 0, 0, -1]], np.float32), 600, axis=0)
+    logits = np.repeat(np.array([TIED], np.float32), 600, axis=0)
     params = replace(SamplingParams(temperature=1.0, seed=1), **changes)
     assert set(draw(logits, [params] * 600, list(range(600)))) == expected
 

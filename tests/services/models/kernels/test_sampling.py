@@ -16,21 +16,11 @@ from slipstream.services.models.kernels import sampling
 from slipstream.services.models.kernels.sampling import sample
 from slipstream.services.models.sampler import SamplingRows
 from tests.services.models.kernels.noise_case import gumbel_by_kernel, words_by_kernel
+from tests.services.models.sampling_cases import KINDS, TIED, TIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 """Triton's interpreter is numpy, which warns of the infinities that the kernels mean."""
 
-KINDS = (
-    SamplingParams(),
-    SamplingParams(temperature=0.7, seed=1),
-    SamplingParams(temperature=1.3, top_k=5, seed=2**64 - 1),
-    SamplingParams(temperature=0.9, top_p=0.8, seed=3),
-    SamplingParams(temperature=1.0, min_p=0.1, seed=2**63),
-    SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.02, seed=5),
-    SamplingParams(temperature=0.8, top_p=0.9999, seed=6),
-    SamplingParams(temperature=2.0, top_k=2**31 - 1, top_p=0.3, seed=7),
-    SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5, seed=8),
-)
 SIZES = [1, 272, 1100, *([128_256] if torch.cuda.is_available() else [])]
 
 
@@ -101,24 +91,10 @@ def test_without_filters(device: torch.device) -> None:
     assert draw(logits, params, positions, device, has_filters=False) == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"temperature": 0.0}, {1}),
-        ({"top_k": 1}, {1}),
-        ({"top_k": 2}, {1, 3}),
-        ({"top_k": 4}, {1, 3, 4, 0}),
-        ({"top_p": 0.05}, {1}),
-        ({"top_p": 1 / 3 + 0.01}, {1, 3}),
-        ({"min_p": 1.0}, {1, 3, 4}),
-        ({"min_p": 0.3}, {0, 1, 2, 3, 4, 5}),
-        ({"top_k": 5, "min_p": 0.3}, {0, 1, 2, 3, 4}),
-        ({"top_k": 4, "top_p": 0.999}, {1, 3, 4, 0}),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), TIES)
 def test_ties_go_to_the_lower_id(changes: dict[str, Any], expected: set[int], device: torch.device) -> None:
     num_draws = 10 if device.type == "cpu" else 600
-    logits = torch.tensor([[-1.0, 0.0, -1.0, 0.0, 0.0, -1.0]]).repeat(num_draws, 1)
+    logits = torch.tensor([TIED]).repeat(num_draws, 1)
     params = replace(SamplingParams(temperature=1.0, seed=1), **changes)
     tokens = draw(logits, [params] * num_draws, torch.arange(num_draws), device)
     assert tokens == sampler.sample(logits, SamplingRows.of([params] * num_draws), torch.arange(num_draws)).tolist()
