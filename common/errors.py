@@ -98,6 +98,11 @@ class DeviceError(FailedPreconditionError):
         self.code = code
         super().__init__(message)
 
+    @property
+    def is_lasting(self) -> bool:
+        """Whether every other call of this process will fail as well: its context is lost."""
+        return self.code in _LASTING or "_MPS_" in self.code
+
 
 class MismatchError(FailedPreconditionError):
     """Two services cannot work together."""
@@ -153,6 +158,17 @@ class FutureMapError(OrderingError):
 
 class InternalError(SlipstreamError):
     """A service failed in a way that nobody foresaw; its log has the traceback."""
+
+
+_LASTING = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        *("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "INVALID_ADDRESS_SPACE", "INVALID_PC", "MISALIGNED_ADDRESS"),
+        *("LAUNCH_FAILED", "LAUNCH_TIMEOUT", "HARDWARE_STACK_ERROR", "ASSERT", "CONTEXT_IS_DESTROYED"),
+        *("ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "CONTAINED", "EXTERNAL_DEVICE", "UNKNOWN"),
+    )
+)
+"""As the driver names them."""
 
 
 def _shorten(value: object, limit: int = 120) -> str:

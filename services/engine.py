@@ -22,6 +22,7 @@ from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import (
     ConfigError,
     DeadlineExceededError,
+    DeviceError,
     FailedPreconditionError,
     InvalidArgumentError,
     MismatchError,
@@ -35,7 +36,7 @@ from slipstream.common.worker_contract import PROTOCOL_VERSION
 from slipstream.services.graphed_step import GraphedStep
 from slipstream.services.graphs import CudaCapture, HostCapture
 from slipstream.services.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
-from slipstream.services.memory import allocated_bytes, measured
+from slipstream.services.memory import allocated_bytes, first_line, measured
 from slipstream.services.slot_table import SlotTable
 from slipstream.services.staging import HostStaging, PinnedStaging
 
@@ -142,14 +143,23 @@ class Engine:
         """Whether `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
 
     def describe(self) -> WorkerDescription:
-        """What this worker is, and what it has at the moment."""
-        memory = measured(self.description.memory, self._device.torch_device, self._weights)
+        """What this worker is, and what it has at the moment. Raises DeviceError."""
+        try:
+            memory = measured(self.description.memory, self._device.torch_device, self._weights)
+        except RuntimeError as error:
+            failure = DeviceError(f"the GPU failed: {first_line(error)}")
+            self._lose_device(failure)
+            raise failure from error
         return replace(self.description, last_epoch=self.last_epoch, memory=memory)
 
     def attach(self, attachment: Attachment) -> None:
         """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""
         with self.stalls.at(ATTACH):
-            self._attach(attachment)
+            try:
+                self._attach(attachment)
+            except DeviceError as error:
+                self._lose_device(error)
+                raise
 
     def _attach(self, attachment: Attachment) -> None:
         if self._state is not None:
@@ -280,14 +290,20 @@ class Engine:
         self._close_epoch()
 
     def _is_released(self) -> bool:
-        for fence, value in self._waited.items():
-            self._fences[fence].release(value)
         try:
+            for fence, value in self._waited.items():
+                self._fences[fence].release(value)
             with self.stalls.at(DRAIN):
                 self._stream.synchronize(RELEASE_INTERVAL_S)
         except DeadlineExceededError:
             return False
+        except DeviceError as error:
+            self._lose_device(error)
         return True
+
+    def _lose_device(self, error: DeviceError) -> None:
+        """Ends the process: a GPU's context that failed, with another client of MPS perhaps, is of no use any more."""
+        self._stream.fail(error)
 
     def close(self) -> None:
         """Ends whichever epoch is open, so that the stream can be closed."""

@@ -143,5 +143,7 @@ def _open_ring(word: FenceWord, driver: CudaDriver) -> EventRing:
     try:
         return EventRing.open(driver, word.events)
     except DeviceError as error:
+        if error.is_lasting:
+            raise
         remedy = "containers need the same IPC namespace (a shared /dev/shm)"
         raise ManifestError(f"fence {word.fence.name}: an event handle cannot be opened ({error}): {remedy}") from error

@@ -53,13 +53,15 @@ class CudaMemory:
 
     @classmethod
     def open(cls, driver: CudaDriver, handle: bytes, size: int) -> CudaMemory:
-        """Maps another process's allocation of at least `size` bytes. Raises ManifestError."""
+        """Maps another process's allocation of at least `size` bytes. Raises ManifestError, DeviceError."""
         raw = cu.CUipcMemHandle()
         raw.reserved = handle
         flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         try:
             pointer = driver.call(cu.cuIpcOpenMemHandle, raw, flags)
         except DeviceError as error:
+            if error.is_lasting:
+                raise
             remedy = "its owner is gone, or cannot be seen from here: containers need the same PID namespace"
             raise ManifestError(f"the memory handle cannot be opened ({error}): {remedy}") from error
         memory = cls(int(pointer), lambda: driver.call(cu.cuIpcCloseMemHandle, pointer))

@@ -109,6 +109,14 @@ def test_a_handle_that_cannot_be_opened_has_the_remedy(cuda: FakeCuda) -> None:
         open_arena(manifest(TIMELINE))
 
 
+def test_a_gpu_that_failed_is_not_taken_for_a_handle_that_is_wrong(cuda: FakeCuda) -> None:
+    """As after the death of another client of MPS: the worker is to be replaced, and the scheduler to wait for that."""
+    cuda.fail("cuIpcOpenMemHandle", Result.CUDA_ERROR_ILLEGAL_ADDRESS)
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
+        open_arena(manifest(TIMELINE))
+    assert caught.value.is_lasting
+
+
 def test_memory_of_another_size_is_let_go(cuda: FakeCuda) -> None:
     with pytest.raises(ManifestError, match="the memory handle is of 0 bytes"):
         open_arena(manifest(TIMELINE))
