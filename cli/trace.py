@@ -22,6 +22,8 @@ from slipstream.protos import trace_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from slipstream.cli.trace_events import TraceFile
+
 STANDARD_OUTPUT = "-"
 
 
@@ -95,10 +97,12 @@ def _umask() -> int:
     return mask
 
 
-def _summary(trace: Trace, content: dict[str, object], out: str) -> str:
-    about = content["otherData"]
-    assert isinstance(about, dict), "as it is made"
+def _summary(trace: Trace, content: TraceFile, out: str) -> str:
     first, last = trace.steps[0].step, trace.steps[-1].step
-    clocks = f"clocks agree within {about['clock_uncertainty_us']:.1f} us" if trace.device != "cpu" else "one clock"
+    clocks = (
+        f"clocks agree within {content['otherData']['clock_uncertainty_us']:.1f} us"
+        if trace.device != "cpu"
+        else "one clock"
+    )
     where = "" if out == STANDARD_OUTPUT else f" are in {out}"
     return f"steps {first} to {last} of epoch {trace.epoch} ({clocks}){where}: open it in https://ui.perfetto.dev"

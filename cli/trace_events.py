@@ -9,7 +9,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from slipstream.cli.trace_clock import StampClock
 from slipstream.cli.trace_slices import Lane
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
 Event = dict[str, object]
 
 
-def trace_json(trace: Trace) -> dict[str, object]:
+class TraceFile(TypedDict):
+    """The format's JSON object."""
+
+    traceEvents: list[Event]
+    displayTimeUnit: str
+    otherData: dict[str, object]
+    """What the trace is of; viewers leave it alone."""
+
+
+def trace_json(trace: Trace) -> TraceFile:
     """The whole file, for `json.dumps`."""
     timeline = timeline_of(trace)
     origin_ns = min((slice_.begin_ns for slice_ in timeline.slices), default=0)
@@ -77,7 +86,7 @@ def _slice_event(slice_: Slice, origin_ns: int) -> Event:
         "cat": slice_.kind,
         **_where(slice_.lane, slice_.begin_ns - origin_ns),
         "dur": (slice_.end_ns - slice_.begin_ns) / 1000,
-        "args": slice_.details,
+        "args": dict(slice_.details),
     }
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Place(NamedTuple):
@@ -43,7 +46,7 @@ class Slice:
     name: str
     begin_ns: int
     end_ns: int
-    details: dict[str, object] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def last_ns(self) -> int:

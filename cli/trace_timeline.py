@@ -144,18 +144,24 @@ class _Builder:
         return signaller is not None and signaller.end_ns > time_ns
 
     def _add_copies(self) -> None:
+        """The stream of the copies: held by publish, which comes within verify's work, and then the copy."""
         free = 0
-        for site, step, begin, end in self._records["scheduler"]:
-            if site is not Site.COPY or max(begin, free) >= end:
+        for site, step, begun, landed in self._records["scheduler"]:
+            begin, published = max(begun, free), self._kernels.get((Role.VERIFY, step))
+            if site is not Site.COPY or begin >= landed:
                 continue
-            name = f"copy {step}, behind verify.publish"
-            copy = self._add(Slice(Lane.COPIES, COPY, name, max(begin, free), end, {"step": step}))
-            free = end
-            published = self._kernels.get((Role.VERIFY, step))
+            free = landed
+            wait, details = f"wait for verify.publish >= {step}", {"step": step}
+            ended = begin if published is None else max(begin, published.end_ns)
+            if ended >= landed:
+                copy = self._add(Slice(Lane.COPIES, WAIT, f"{wait}, and copy", begin, landed, details))
+            else:
+                if begin < ended:
+                    self._add(Slice(Lane.COPIES, WAIT, wait, begin, ended, details))
+                copy = self._add(Slice(Lane.COPIES, COPY, f"copy {step}", ended, landed, details))
             if published is not None and published.begin_ns <= copy.last_ns:
-                # Somewhere within verify's work, and no later than this.
-                at = published.within(copy.last_ns)
-                self._timeline.arrows.append(Arrow(FENCE, "verify.publish", published, at, copy, copy.last_ns))
+                at = max(copy.begin_ns, published.last_ns) if published.last_ns <= copy.last_ns else copy.last_ns
+                self._timeline.arrows.append(Arrow(FENCE, "verify.publish", published, published.within(at), copy, at))
 
     def _add_steps(self) -> None:
         """From the end of one step to the end of the next, with the time in which neither worker worked."""

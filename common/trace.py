@@ -63,7 +63,7 @@ class TracedStep:
         message.kind = int(self.kind)  # type: ignore[assignment]
         for target, points in ((message.draft_waits, self.draft_waits), (message.verify_waits, self.verify_waits)):
             for point in points:
-                target.add(fence=int(point.fence), value=point.value)  # type: ignore[arg-type]
+                target.add(fence=int(point.fence), value=point.value)
         return message
 
     @classmethod

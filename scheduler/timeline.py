@@ -85,8 +85,7 @@ def _put_together(
     recorder, workers = epoch.recorder, epoch.workers
     steps = recorder.steps(first, last)
     numbers = {step.step for step in steps}
-    # What the loop does when idle goes by the step before.
-    host = [record for record in recorder.host_records(first - 1) if record.step in numbers | {first - 1}]
+    host = [record for record in recorder.host_records(first) if record.step in numbers]
     processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=tuple(host))]
     for role, worker in _attached(epoch).items():
         answer = answers[role]

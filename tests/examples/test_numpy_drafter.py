@@ -15,12 +15,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from slipstream.bundled import target_dir
+from slipstream.cli.trace import fetch_trace
+from slipstream.cli.trace_events import trace_json
 from slipstream.common.errors import UnavailableError
+from slipstream.common.flight_recorder import Site
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import Role
+from slipstream.common.trace import TraceRequest
 from slipstream.scheduler.jobs import Job, JobSpec
 from slipstream.scheduler.ordering.replay import Replay
 from tests.checkpoints import write_checkpoint
+from tests.cli.trace_format import check
+from tests.scheduler.timeline_server import timeline_server
 from tests.waiting import until
 from tests.worker_processes import WorkerProcesses, conducting
 
@@ -167,3 +173,17 @@ async def test_a_killed_drafter_is_lost_and_taken_back_like_any_other(processes:
         await client.attached.wait()
         assert await client.run(*make_jobs(3)) == expected
     assert client.errors == []
+
+
+async def test_its_steps_are_traced_by_its_stamps_alone(processes: WorkerProcesses) -> None:
+    """It does not record what its host does, and need not."""
+    with conducting(processes, **settings()) as client:
+        await client.attached.wait()
+        async with timeline_server(client) as address:
+            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=10)))
+            _, trace = await asyncio.gather(client.run(*make_jobs(3, max_new_tokens=120)), asked)
+    verify, draft = trace.processes[1:]
+    assert {record.site for record in draft.records} == {Site.STREAM}
+    assert {record.site for record in verify.records} == {Site.STREAM, Site.RECEIVE, Site.ENQUEUE}
+    assert {record.step for record in draft.records} == {step.step for step in trace.steps if step.has_draft}
+    check(trace_json(trace))

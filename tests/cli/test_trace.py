@@ -1,0 +1,115 @@
+"""`slipstream trace` beside the real services, and what it says when there is nothing to trace."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.cli.running import running, running_up, slipstream, until
+from tests.cli.trace_format import check, slices_by_thread
+from tests.grpc_server import running_server
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(120)
+
+NOBODY = ("--server", "127.0.0.1:9")
+
+
+def test_a_trace_of_a_running_server(tmp_path: Path) -> None:
+    state_dir, out = tmp_path / "state", tmp_path / "out.json"
+    server = ("--state-dir", str(state_dir))
+    with running_up(state_dir) as up:
+        nothing = slipstream("trace", *server, "--wait", "0.1", str(out))
+        address = (state_dir / "server").read_text()
+        generate = ("generate", "--server", address, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
+        with running("trace", *server, "--steps", "20", "--wait", "30", str(out)) as trace, running(*generate) as ask:
+            assert trace.end() == 0, trace.errors()
+            assert trace.errors().startswith("steps ")
+            assert f"(one clock) are in {out}: open it in " in trace.errors()
+            ask.signal(signal.SIGINT)
+            ask.end()
+        with running("trace", *server, "--steps", "10", "--wait", "30", "-") as to_standard_output:
+            with running(*generate) as ask:
+                assert to_standard_output.end() == 0, to_standard_output.errors()
+                ask.signal(signal.SIGINT)
+                ask.end()
+            piped = json.loads(to_standard_output.output())
+        up.signal(signal.SIGINT)
+        assert up.end() == 0
+    assert (nothing.returncode, nothing.stdout) == (1, "")
+    assert nothing.stderr == "slipstream: error: no step was complete within 0.1 s: ask while requests run\n"
+    written = json.loads(out.read_text(encoding="utf-8"))
+    for content, num_steps in ((written, 20), (piped, 10)):
+        check(content)
+        assert content["otherData"]["steps"] == num_steps
+        threads = slices_by_thread(content)
+        assert {process for process, _ in threads} == {1, 2, 3}
+        kernels = [e for e in threads[3, 2] if e["cat"] == "kernel"]
+        first = kernels[0]["args"]["step"]
+        assert [e["args"]["step"] for e in kernels] == list(range(first, first + num_steps))
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "1001"])
+def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
+    found = slipstream("trace", *NOBODY, "--steps", steps, str(tmp_path / "out.json"))
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == f"slipstream: error: --steps: got {steps}, accepted: 1 to 1000\n"
+
+
+@pytest.mark.parametrize("wait", ["0", "-1", "nan", "inf", "61"])
+def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
+    found = slipstream("trace", *NOBODY, "--wait", wait, str(tmp_path / "out.json"))
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.startswith("slipstream: error: --wait: got ")
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "missing" / "out.json", tmp_path / "file" / "out.json"):
+        found = slipstream("trace", *NOBODY, str(out))
+        assert (found.returncode, found.stdout) == (2, "")
+        assert found.stderr.startswith(f"slipstream: error: OUT: got '{out}', accepted: a file that this user can ")
+        assert found.stderr.count("\n") == 1
+
+
+def test_nobody_at_the_address(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("what was there before")
+    found = slipstream("trace", *NOBODY, str(out))
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith("slipstream: error: no trace from a server at 127.0.0.1:9: ")
+    assert found.stderr.count("\n") == 1
+    assert out.read_text() == "what was there before"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_no_up_in_the_directory(tmp_path: Path) -> None:
+    found = slipstream("trace", "--state-dir", str(tmp_path / "state"), str(tmp_path / "out.json"))
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "no `slipstream up` is ready" in found.stderr
+
+
+async def test_a_server_that_cannot_be_traced(tmp_path: Path) -> None:
+    async with running_server() as server:
+        found = await asyncio.to_thread(slipstream, "trace", "--server", server.address, str(tmp_path / "out.json"))
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr == f"slipstream: error: the server at {server.address} is too old to be traced\n"
+
+
+def test_ctrl_c_ends_the_wait_and_leaves_nothing(tmp_path: Path) -> None:
+    state_dir, out = tmp_path / "state", tmp_path / "traces"
+    out.mkdir()
+    command = ("trace", "--state-dir", str(state_dir), "--wait", "60", str(out / "out.json"))
+    with running_up(state_dir), running(*command) as trace:
+        until(lambda: any(out.iterdir()), trace)
+        trace.signal(signal.SIGINT)
+        assert trace.end() != 0
+        assert "Traceback" not in trace.errors()
+    assert list(out.iterdir()) == []
