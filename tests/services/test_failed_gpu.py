@@ -59,9 +59,7 @@ def test_a_description_that_finds_it_out_is_the_last(monkeypatch: pytest.MonkeyP
 
     with attached(Recorder()) as (worker, _):
         monkeypatch.setattr(engine, "measured", ask)
-        with pytest.raises(
-            DeviceError, match=r"^the GPU failed: CUDA error: an illegal memory access was encountered$"
-        ):
+        with pytest.raises(DeviceError, match=r"^the GPU failed: .* illegal memory access was encountered$"):
             worker.describe()
         (failure,) = worker.failures
         assert isinstance(failure, DeviceError)
