@@ -31,7 +31,7 @@ def test_help_names_the_commands() -> None:
     found = slipstream("--help")
     assert found.returncode == 0
     commands = typer.main.get_group(app).commands
-    assert {"up", "generate", "status", "health", "doctor", "demo"} <= commands.keys()
+    assert {"up", "generate", "status", "health", "doctor", "trace", "demo"} <= commands.keys()
     for name, command in commands.items():
         assert f"\n  {name} " in found.stdout
         own = slipstream(name, "--help")

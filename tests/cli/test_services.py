@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import psutil
@@ -51,6 +53,27 @@ def test_status_shows_every_service(server: str, up: Running) -> None:
     table = slipstream("status", "--server", server)
     assert table.returncode == 0
     assert "SERVING" in table.stdout
+
+
+def three_ports() -> int:
+    """The first of three that follow each other and that nobody serves at."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
+            port: int = first.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                for number in (1, 2):
+                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
+                return port
+
+
+def test_metrics_and_logs_are_as_an_operator_wants_them(tmp_path: Path) -> None:
+    port = three_ports()
+    with running_up(tmp_path, "--metrics-port", str(port), "--log-format", "json"):
+        ports = {service["name"]: service["metrics_port"] for service in status(tmp_path)["services"]}
+        assert ports == {"scheduler": port, "verify": port + 1, "draft": port + 2}
+        for name in ports:
+            lines = [json.loads(line) for line in (tmp_path / f"{name}.log").read_text().splitlines()]
+            assert {line["service"] for line in lines} == {name}
 
 
 def test_generate_streams_text_and_reports(server: str) -> None:
