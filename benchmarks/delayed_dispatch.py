@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 DRAFT_TIMEOUT_S = 10.0
 
 
+_VERIFY_HELD = (Late.VERIFY_HELD, Late.VERIFY_LATER)
+_FIRST_HELD = (Late.FIRST_HELD, Late.FIRST_LATER, *_VERIFY_HELD)
+
+
 class DelayedDispatch:
     """Implements `Dispatch` for fences whose wait may be enqueued before their signal."""
 
@@ -32,11 +36,12 @@ class DelayedDispatch:
 
     def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
         """See `Dispatch.send`."""
+        is_plain = len(commands) == 1
         for number, (link, command) in enumerate(commands):
-            late = self._plan.at(command.step)
-            if number == 0 and late in (Late.FIRST_HELD, Late.FIRST_LATER):
+            late = self._plan.at(command.step).in_step(is_plain=is_plain)
+            if number == 0 and late in _FIRST_HELD:
                 self._wait(is_longer=late is Late.FIRST_LATER)
-            if number == 1 and link.role is Role.VERIFY and late in (Late.VERIFY_HELD, Late.VERIFY_LATER):
+            if number == 1 and link.role is Role.VERIFY and late in _VERIFY_HELD:
                 self._wait_for_draft(command.step)
                 self._wait(is_longer=late is Late.VERIFY_LATER)
             link.send(command)

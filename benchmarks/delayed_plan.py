@@ -27,9 +27,17 @@ class Late(enum.StrEnum):
     FIRST_LATER = "first_later"
     """The scheduler's thread, behind that and before it sends the command."""
     VERIFY_HELD = "verify_held"
-    """Nothing, but verify's command is held until draft is done, and for `HOLD_S`: the same for `VERIFY_LATER`."""
+    """Nothing, but the step's first command is held for `HOLD_S`, and verify's until draft is done and as long again:
+    what `VERIFY_LATER` is compared with. In steps without a draft the same as `FIRST_HELD`."""
     VERIFY_LATER = "verify_later"
-    """The scheduler's thread, behind that and before it sends verify's command."""
+    """The scheduler's thread, behind that and before it sends verify's command. Without a draft as `FIRST_LATER`."""
+
+    def in_step(self, *, is_plain: bool) -> Late:
+        """The same by its own name for a step without a draft, whose first command is verify's."""
+        return _IN_PLAIN.get(self, self) if is_plain else self
+
+
+_IN_PLAIN = {Late.VERIFY_HELD: Late.FIRST_HELD, Late.VERIFY_LATER: Late.FIRST_LATER}
 
 
 HOLD_S = 0.002

@@ -8,7 +8,6 @@ import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.decode import ACCEPT_LENGTH, NUM_DRAFT_TOKENS, Setup
@@ -32,13 +31,13 @@ PROMPT = "def main():\n"
 STAND_IN_CONTEXT = 1 << 18
 CONTEXT_TOKENS = 12_288
 """Of a real model: no request may end while steps are counted."""
-BUNDLED_ACCEPT_LENGTH = 1.5
-"""Few tokens a step, so that the context stays short."""
+BUNDLED_ACCEPT_LENGTH = 1.0
+"""One token a step: the context stays as short as can be."""
 KV_MEMORY_MIB = {"cpu": 2048, "cuda": 18 * 1024}
 STRETCHED_DIR = Path("build/stretched")
 LOG_DIR = Path("build/benchmarks")
 SESSION_TIMEOUT_S = 120.0
-LOOK_S = 0.2
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,31 +82,38 @@ class Served:
         )
 
 
+@asynccontextmanager
+async def step_check_stack(device: str) -> AsyncIterator[Stack]:
+    """Where the services of all parts live; under MPS where it can be had."""
+    async with mps_stack(MpsMode.AUTO if device == "cuda" else MpsMode.OFF, LOG_DIR) as stack:
+        yield stack
+
+
 class StepCheckServices:
     """Workers that stay, and a scheduler for each plan."""
 
     def __init__(self, stack: Stack, served: Served, folder: Path) -> None:
-        """Use `start`."""
+        """`folder`: of its own, made if need be."""
+        folder.mkdir(exist_ok=True)
         self._stack = stack
         self._served = served
         self._plan_file = folder / "plan.json"
         self._marks_file = folder / "marks.jsonl"
 
-    @classmethod
-    @asynccontextmanager
-    async def start(cls, served: Served) -> AsyncIterator[StepCheckServices]:
-        """Starts the workers; under MPS where it can be had."""
-        mode = MpsMode.AUTO if served.device == "cuda" else MpsMode.OFF
-        with TemporaryDirectory(prefix="slipstream-") as folder:
-            async with mps_stack(mode, LOG_DIR) as stack:
-                services = cls(stack, served, Path(folder))
-                await asyncio.gather(services._worker("draft", served.draft), services._worker("verify", served.verify))
-                yield services
+    async def start(self) -> None:
+        """Starts the workers."""
+        await asyncio.gather(self._worker("draft", self._served.draft), self._worker("verify", self._served.verify))
 
     async def _worker(self, role: str, options: dict[str, object]) -> None:
         program = _module("delayed_worker", role, self._plan_file)
-        address = {"listen": self._stack.socket(role), "device": self._served.device}
-        await self._stack.process(role, *program, *_options(address | options))
+        address = {"listen": self._socket(role), "device": self._served.device}
+        await self._stack.process(self._name(role), *program, *_options(address | options))
+
+    def _name(self, role: str) -> str:
+        return f"{role}-{self._plan_file.parent.name}"
+
+    def _socket(self, role: str) -> str:
+        return self._stack.socket(self._name(role))
 
     @asynccontextmanager
     async def scheduler(self, plan: DelayPlan, run_ahead: int) -> AsyncIterator[StepCheckScheduler]:
@@ -115,8 +121,8 @@ class StepCheckServices:
         plan.write(self._plan_file)
         port, metrics_port = free_ports(2)
         settings = {
-            "verify": self._stack.socket("verify"),
-            "draft": self._stack.socket("draft"),
+            "verify": self._socket("verify"),
+            "draft": self._socket("draft"),
             "device": self._served.device,
             "run_ahead": run_ahead,
             "num_draft_tokens": NUM_DRAFT_TOKENS,

@@ -38,6 +38,11 @@ class Block:
     first: Mark
     last: Mark
 
+    @classmethod
+    def between(cls, first: Mark, last: Mark, plan: DelayPlan) -> Block:
+        """What a plan has there."""
+        return cls(plan.at(last.step).in_step(is_plain=last.num_plain > first.num_plain), first, last)
+
     @property
     def num_steps(self) -> int:
         """Of them."""
@@ -65,7 +70,7 @@ class Block:
 
 def blocks_of(marks: Sequence[Mark], plan: DelayPlan, num_clients: int) -> list[Block]:
     """Those that count, in order."""
-    blocks = [Block(plan.at(last.step), first, last) for first, last in pairwise(marks)]
+    blocks = [Block.between(first, last, plan) for first, last in pairwise(marks)]
     return [block for block in blocks if block.counts(num_clients)]
 
 

@@ -110,6 +110,18 @@ def test_every_delay_has_blocks_without_it_on_both_sides() -> None:
             assert {cycle[place - 1], cycle[(place + 1) % len(cycle)]} == {delay.base}
 
 
+def test_without_a_draft_verifys_command_is_the_first() -> None:
+    plan = replace(PLAN, first_step=1, cycle=CYCLES[0])
+    marks = [replace(mark, num_plain=mark.step) for mark in marks_of(180)]
+    blocks = blocks_of(marks, plan, NUM_CLIENTS)
+    drafted, plain = (
+        next(d for d in DELAYS if d.late is Late.FIRST_LATER and d.is_plain is is_plain) for is_plain in (False, True)
+    )
+    # Three cycles with two each, but for the very first, whose neighbour has no beginning.
+    assert len(growths(blocks, plain)) == 5
+    assert not growths(blocks, drafted)
+
+
 def test_a_block_without_a_neighbour_is_compared_with_nothing() -> None:
     marks = marks_of(1200)
     blocks = blocks_of(marks, PLAN, NUM_CLIENTS)
