@@ -41,7 +41,7 @@ LEGEND = {
 }
 ARROWS = {"fence": ("#202020", 0.9), "command": ("#b07a1e", 0.5)}
 _HEIGHT = 0.74
-_TEXT_WIDTH = 0.011
+_TEXT_WIDTH = 0.006
 """Of a character, as a part of the panel."""
 
 
@@ -159,7 +159,7 @@ def _draw_slice(axis: Axes, slice_: _Slice, row: int, window: tuple[float, float
         zorder=3 if is_nested else 2,
     )
     text, part = _text(slice_), (end - begin) / (window[1] - window[0])
-    if len(text) * _TEXT_WIDTH * 0.55 < part:
+    if len(text) * _TEXT_WIDTH < part:
         colour = "white" if slice_.kind in ("kernel", "bubble", "copy") else "#404040"
         middle = (begin + end) / 2 - window[0]
         axis.text(middle, row, text, ha="center", va="center", fontsize=6.5, color=colour, zorder=4)
