@@ -25,6 +25,7 @@ LONG_PROMPT_CHUNKS = (64, 512, 4096)
 """The sizes of chunks that the table shows; 512 is the default."""
 ATTENTION = ((1, 8192), (32, 1024), (32, 8192))
 """Batch and context of what the table shows."""
+STEP_CHECKS = ("step_check_cpu", "step_check_h200")
 DRAFTS = {"none": "no draft", "standalone": "standalone draft", "eagle3": "EAGLE-3 head"}
 
 
@@ -45,11 +46,36 @@ def table() -> str:
         )
     )
     rows += [_serving(_load("serving_cpu")), _overload(_load("overload_cpu")), _long_prompt(_load("long_prompt_cpu"))]
+    rows += [_step_check(name) for name in STEP_CHECKS if (RESULTS / f"{name}.json").is_file()]
     rows.append(_attention(_load("attention_h200")))
     if (RESULTS / "near_ties_h200.json").exists():
         rows.append(_near_ties(_load("near_ties_h200")))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
+
+
+def _step_check(name: str) -> tuple[str, str, str]:
+    found = _load(name)
+    parts = []
+    for part in found["parts"]:
+        if not part["delays"]:
+            continue
+        clock, delay_us = part["clocks"][0], found["delay_us"]
+        own = [check["median"]["bubble_us"][check["delay"]["edge"]] for check in part["delays"]]
+        others = [
+            abs(grown)
+            for check in part["delays"]
+            for edge, grown in check["median"]["bubble_us"].items()
+            if edge != check["delay"]["edge"]
+        ]
+        parts.append(
+            f"{part['name']}: sum over {clock['num_steps']:,} steps {clock['step_s'] / clock['clock_s']:.5f} of the "
+            f"clock's; {delay_us:g} us put at an edge show there as {min(own):.0f} to {max(own):.0f} us, at any other "
+            f"as {max(others):.0f} at most"
+        )
+    gpu = "" if found["device"] == "cpu" else f" on an {found['host'].partition(',')[0]}"
+    what = f"step metrics against the host's clock, and a delay at each edge in turn{gpu}"
+    return what, "; ".join(parts), _source("step_check", name)
 
 
 def _attention(result: dict[str, Any]) -> tuple[str, str, str]:

@@ -127,6 +127,8 @@ class StepCheckServices:
             "run_ahead": run_ahead,
             "num_draft_tokens": NUM_DRAFT_TOKENS,
             "slots": NUM_CLIENTS,
+            # Commands are sent together, which events do not allow.
+            "fence": "timeline" if self._served.device == "cuda" else "auto",
         }
         program = _module("delayed_scheduler", self._plan_file, self._marks_file)
         options = _options(settings | self._served.scheduler)
