@@ -52,7 +52,7 @@ DELAY_US = 500.0
 BLOCK_STEPS = 10
 FIRST_STEP = {1: 1201, 0: 41}
 """By run-ahead: before, nothing is delayed; with a step ahead that is what the host's clock is compared with."""
-BLOCKS_COUNTED = {"cpu": {1: 24, 0: 36}, "cuda": {1: 12, 0: 20}}
+BLOCKS_COUNTED = {"cpu": {1: 24, 0: 36}, "cuda": {1: 10, 0: 16}}
 """With each delay, at least, by run-ahead; the middle one counts. Without run-ahead messages add their own noise."""
 
 
