@@ -24,21 +24,22 @@ _SCRIPT = Path(__file__).with_name("gpu_user.py")
 class OtherProcess:
     """Runs `gpu_user.py`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], arena: Arena | None) -> None:
         self._process = process
+        self._arena = arena
+        self._is_ready = False
 
     @classmethod
     @contextmanager
     def running(cls, arena: Arena | None = None) -> Iterator[OtherProcess]:
-        """Starts it, with an arena open, and has it gone at the end."""
+        """Starts it, and has it gone at the end.
+
+        It is waited for, and opens the arena, when it is first told something: so that several start side by side.
+        """
         command = [sys.executable, str(_SCRIPT)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            other = cls(process)
             try:
-                assert other._answer() == "ready"
-                if arena is not None:
-                    assert other.open(arena.manifest) == "opened"
-                yield other
+                yield cls(process, arena)
             finally:
                 process.kill()
 
@@ -48,6 +49,11 @@ class OtherProcess:
 
     def tell(self, line: str) -> str:
         """Gives it something to do; returns its answer."""
+        if not self._is_ready:
+            self._is_ready = True
+            assert self._answer() == "ready"
+            if self._arena is not None:
+                assert self.open(self._arena.manifest) == "opened"
         assert self._process.stdin is not None, "a pipe was asked for"
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
