@@ -106,8 +106,9 @@ def outside_mps(directory: Path) -> Mapping[str, str]:
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
     """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
-    is_inside = daemon is not None and service.name != "scheduler"
-    return replace(service, environment=daemon.environment if is_inside else outside_mps(directory))
+    if daemon is None or service.name == "scheduler":
+        return replace(service, environment=outside_mps(directory))
+    return replace(service, environment=daemon.environment)
 
 
 @asynccontextmanager
