@@ -47,6 +47,7 @@ def table() -> str:
     )
     rows += [_serving(_load("serving_cpu")), _overload(_load("overload_cpu")), _long_prompt(_load("long_prompt_cpu"))]
     rows += [_step_check(name) for name in STEP_CHECKS if (RESULTS / f"{name}.json").is_file()]
+    rows.append(_measuring(_load("metrics_cost_cpu")))
     rows.append(_attention(_load("attention_h200")))
     if (RESULTS / "near_ties_h200.json").exists():
         rows.append(_near_ties(_load("near_ties_h200")))
@@ -76,6 +77,17 @@ def _step_check(name: str) -> tuple[str, str, str]:
     gpu = "" if found["device"] == "cpu" else f" on an {found['host'].partition(',')[0]}"
     what = f"step metrics against the host's clock, and a delay at each edge in turn{gpu}"
     return what, "; ".join(parts), _source("step_check", name)
+
+
+def _measuring(cost: dict[str, Any]) -> tuple[str, str, str]:
+    share = f"{100 * cost['low_us'] / 1000:.1f} to {100 * cost['high_us'] / 1000:.1f} %"
+    return (
+        f"what measuring adds to a step of {cost['step_us'] / 1000:.1f} ms, with and without it in turns, "
+        f"{len(cost['pairs'])} pairs",
+        f"{cost['median_us']:.1f} us (95 of 100 resamples: {cost['low_us']:.1f} to {cost['high_us']:.1f}), which is "
+        f"{share} of a millisecond",
+        _source("metrics_cost", "metrics_cost_cpu"),
+    )
 
 
 def _attention(result: dict[str, Any]) -> tuple[str, str, str]:
