@@ -160,6 +160,9 @@ class Decoder(nn.Module):
             aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
         )
 
+    def be_invariant(self) -> None:
+        """From now on attention gives a token the same bits whatever stands beside it, where that takes something."""
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] after the final norm to [..., vocab_size] float32."""

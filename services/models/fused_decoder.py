@@ -30,6 +30,10 @@ class FusedDecoder(Decoder):
         self._stack = cast("list[DecoderLayer]", list(self.layers))
         self._norms = [query_key_norms(layer, config) for layer in self._stack]
 
+    def be_invariant(self) -> None:
+        """See `Decoder.be_invariant`."""
+        self._paged.is_invariant = True
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
         """See `Decoder.forward`."""

@@ -57,6 +57,8 @@ class VerifyEngine:
         width = None if state.graphs is None else self._width(num_draft_tokens)
         fused, simulated = self._layers_to_fuse(state.attachment), self._acceptance(num_draft_tokens)
         self._target = Target(self._model, state, fused, simulated, width=width)
+        if width is not None:
+            self._model.decoder.be_invariant()
         self._model.open(state)
         if state.graphs is not None:
             self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)

@@ -165,6 +165,8 @@ def attend_kernel(
         first = tl.maximum(tl.min(tl.where(is_seeing, first_seen, num_seen), axis=0), 0)
         if HAS_TREE:
             first = tl.minimum(first, tree_start)
+        # A query's keys come in the same blocks, wherever the windows of those beside it begin.
+        first = first // BLOCK_N * BLOCK_N
 
     # Splits are even to 16 keys, not to whole blocks, of which a short row has few.
     keys_per_split = tl.cdiv(tl.cdiv(tl.maximum(num_seen - first, 0), num_splits), 16) * 16

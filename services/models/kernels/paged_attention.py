@@ -55,19 +55,31 @@ class PagedAttention:
     captured in a CUDA graph.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, is_invariant: bool = False) -> None:
+        """`is_invariant`: a query gets the same bits whatever stands beside it, in its row and in the batch: slower."""
         self._config = config
+        self.is_invariant = is_invariant
 
     def prepare(self, batch: ForwardBatch, cache: PagedKV, *, tree: TreeMask | None = None) -> PagedLayerAttention:
         """Allocates what the splits leave for each other; computes nothing."""
-        return PagedLayerAttention(self._config, batch, cache, tree)
+        return PagedLayerAttention(self._config, batch, cache, tree, splits_keys=not self.is_invariant)
 
 
 class PagedLayerAttention:
     """Attention of one forward; see `LayerAttention`."""
 
-    def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, tree: TreeMask | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: ForwardBatch,
+        cache: PagedKV,
+        tree: TreeMask | None,
+        *,
+        splits_keys: bool = True,
+    ) -> None:
+        """`splits_keys`: where depends on how many keys a row's last query sees, and on the batch."""
         self._config = config
+        self._splits_keys = splits_keys
         self._cache = cache
         self._num_rows, self._width = batch.tokens.shape
         assert tree is None or self._width <= 64, f"a tree has {self._width} nodes, and a mask 64 bits"
@@ -150,7 +162,7 @@ class PagedLayerAttention:
         return output
 
     def _choose_splits(self) -> int:
-        if not self._num_rows or self._num_query_blocks > 1:
+        if not self._num_rows or self._num_query_blocks > 1 or not self._splits_keys:
             return 1
         capacity = self._page_table.shape[1] * self._cache.page_size
         wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)
