@@ -28,7 +28,7 @@ SECTIONS = {f"Slipstream: {name}": name.capitalize() for name in ("overlap", "sp
 """The chapter about each dashboard."""
 ELSEWHERE = {"--profile", "--build"}
 """Options of docker compose."""
-EMPHASIS = {"Ready", "epoch", "Not tried yet:"}
+EMPHASIS = {"Ready"}
 """In italics, and no panel."""
 
 
@@ -75,7 +75,8 @@ def test_a_command_has_the_options_that_it_is_named_with() -> None:
 
 def test_panels_are_called_as_on_the_dashboards() -> None:
     titles = {panel.title for board in boards().values() for panel in panels_of(board)}
-    named = {name.replace("\n", " ") for name in re.findall(r"(?<!\*)\*([^*\n][^*]*)\*(?!\*)", PROSE)}
+    assert all(title[0].isupper() for title in titles)
+    named = {name.replace("\n", " ") for name in re.findall(r"(?<![\w*])\*([A-Z][^*]*)\*(?![\w*])", PROSE)}
     assert sorted(named - titles - EMPHASIS) == []
 
 
