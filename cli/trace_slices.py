@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Numbers and names of a lane, as the viewers have them."""
+    """Numbers and names of a lane, as the viewers have them: no number of a thread is there twice, in any process."""
 
     process_number: int
     thread_number: int
@@ -22,13 +22,13 @@ class Place(NamedTuple):
 class Lane(enum.Enum):
     """Something that does one thing at a time. In the order in which they are shown."""
 
-    STEPS = Place(1, 1, "scheduler", "steps, and what they lose")
-    LOOP = Place(1, 2, "scheduler", "loop")
-    COPIES = Place(1, 3, "scheduler", "copies of results")
-    DRAFT_HOST = Place(2, 1, "draft", "host")
-    DRAFT_STREAM = Place(2, 2, "draft", "stream")
-    VERIFY_HOST = Place(3, 1, "verify", "host")
-    VERIFY_STREAM = Place(3, 2, "verify", "stream")
+    STEPS = Place(1, 11, "scheduler", "steps, and what they lose")
+    LOOP = Place(1, 12, "scheduler", "loop")
+    COPIES = Place(1, 13, "scheduler", "copies of results")
+    DRAFT_HOST = Place(2, 21, "draft", "host")
+    DRAFT_STREAM = Place(2, 22, "draft", "stream")
+    VERIFY_HOST = Place(3, 31, "verify", "host")
+    VERIFY_STREAM = Place(3, 32, "verify", "stream")
 
 
 STEP, BUBBLE, HOST, COPY, KERNEL, WAIT, IDLE = "step", "bubble", "host", "copy", "kernel", "wait", "idle"

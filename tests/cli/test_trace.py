@@ -50,7 +50,7 @@ def test_a_trace_of_a_running_server(tmp_path: Path) -> None:
         assert content["otherData"]["steps"] == num_steps
         threads = slices_by_thread(content)
         assert {process for process, _ in threads} == {1, 2, 3}
-        kernels = [e for e in threads[3, 2] if e["cat"] == "kernel"]
+        kernels = [e for e in threads[3, 32] if e["cat"] == "kernel"]
         first = kernels[0]["args"]["step"]
         assert [e["args"]["step"] for e in kernels] == list(range(first, first + num_steps))
     assert list(tmp_path.glob(".*")) == []

@@ -15,9 +15,9 @@ from slipstream.common.step import FenceName, FencePoint, StepKind
 from slipstream.common.trace import Trace, TracedProcess, TracedStep
 from tests.cli.trace_format import around, arrows, check, slices_by_thread
 
-STEPS_LANE, LOOP, COPIES = (1, 1), (1, 2), (1, 3)
-DRAFT_HOST, DRAFT_STREAM = (2, 1), (2, 2)
-VERIFY_HOST, VERIFY_STREAM = (3, 1), (3, 2)
+STEPS_LANE, LOOP, COPIES = (1, 11), (1, 12), (1, 13)
+DRAFT_HOST, DRAFT_STREAM = (2, 21), (2, 22)
+VERIFY_HOST, VERIFY_STREAM = (3, 31), (3, 32)
 
 US = 1000
 START_NS = 7_000_000_000_000

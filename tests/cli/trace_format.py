@@ -44,6 +44,9 @@ def _check_names(content: Any) -> None:
             assert key not in named[event["name"]], "a name is given twice"
             named[event["name"]].add(key)
     threads = set(slices_by_thread(content))
+    assert len({thread for _, thread in threads}) == len(threads), (
+        "Perfetto takes a thread's number for the whole of it"
+    )
     assert named["thread_name"] == named["thread_sort_index"] == threads
     assert named["process_name"] == named["process_sort_index"] == {process for process, _ in threads}
 
