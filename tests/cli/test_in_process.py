@@ -15,7 +15,8 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.scrape import scrape
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.config import EAGLE3, WorkerConfig
-from tests.cli.running import running_up, slipstream
+from tests.cli.running import running, running_up, slipstream
+from tests.cli.trace_format import check, slices_by_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +58,20 @@ def test_tokens_are_those_of_three_processes(algorithm: str, reference: list[lis
         metrics_port = next(service["metrics_port"] for service in shown["services"] if service["metrics_port"])
         timed = asyncio.run(scrape(metrics_port)).total("slipstream_step_seconds_count", phase="decode")
         assert timed > 10, "steps are timed as they are with three processes"
+
+
+def test_its_steps_are_traced(tmp_path: Path) -> None:
+    """As if there were three processes."""
+    state_dir, out = tmp_path / "state", tmp_path / "out.json"
+    with running_up(state_dir, "--in-process"):
+        server = ("--server", (state_dir / "server").read_text())
+        generate = ("generate", *server, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
+        with running("trace", *server, "--steps", "10", "--wait", "30", str(out)) as trace, running(*generate):
+            assert trace.end() == 0, trace.errors()
+    content = json.loads(out.read_text(encoding="utf-8"))
+    check(content)
+    hosts = {lane: slices_by_thread(content)[lane] for lane in ((2, 21), (3, 31))}
+    assert all(len(slices) == 10 for slices in hosts.values()), "what each worker's half was enqueued by"
 
 
 def test_settings_come_over_the_command_line(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -211,7 +212,8 @@ def use(link: WorkerLink, arena: Any) -> Any:
     """Two steps of an epoch; returns what is known of the second."""
     link.attach(attachment_to(arena, 3))
     for step in (1, 2):
-        link.send(decode(step, 1, epoch=3))
+        link.send(replace(decode(step, 1, epoch=3), wants_acknowledgement=True))
+    assert link.wait_for_acknowledgement(2, 10.0)
     found = link.read_records(2)
     link.detach(drain=True)
     return found
