@@ -37,6 +37,8 @@ FENCES = {
     FenceName.VERIFY_STASH: (Role.VERIFY, "verify.stash"),
 }
 """Who signals, and the name."""
+CLOCK_SLACK_NS = 1_000_000
+LONGEST_STEP_NS = 600 * 10**9
 _PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "plain"}
 _HOSTS = {Role.DRAFT: Lane.DRAFT_HOST, Role.VERIFY: Lane.VERIFY_HOST}
 _STREAMS = {Role.DRAFT: Lane.DRAFT_STREAM, Role.VERIFY: Lane.VERIFY_STREAM}
@@ -104,12 +106,20 @@ class _Builder:
                 self._host[lane, site, step] = self._add(Slice(lane, HOST, name, begin, end, {"step": step}))
 
     def _add_kernels(self, role: Role) -> None:
+        """By stamps, which are the worker's, who may be anybody: what cannot be is left out, or cut to what can."""
         stamps = {record.step: record for record in self._records[role.value] if record.site is Site.STREAM}
+        free = 0
         for step in self._steps:
-            if step.step not in stamps:
+            stamp, sent = stamps.get(step.step), self._host.get((Lane.LOOP, Site.SEND, step.step))
+            if stamp is None or sent is None:
                 continue
-            stamp = stamps[step.step]
             begin, end = self._clock.host_ns(stamp.begin_ns), self._clock.host_ns(stamp.end_ns)
+            earliest = sent.begin_ns - CLOCK_SLACK_NS - self._clock.uncertainty_ns
+            if not earliest <= begin <= end <= sent.end_ns + LONGEST_STEP_NS:
+                continue
+            begin = max(begin, free)
+            end = max(end, begin + 1)
+            free = end
             name = f"{role.value} {_PHASES[step.kind]} {step.step}"
             slice_ = Slice(_STREAMS[role], KERNEL, name, begin, end, _details(step))
             self._kernels[role, step.step] = self._add(slice_)
@@ -174,7 +184,8 @@ class _Builder:
             if before is not None and step.step - 1 not in self._idle_after:
                 name = f"step {step.step}, {_PHASES[step.kind]}"
                 self._add(Slice(Lane.STEPS, STEP, name, before, verify.end_ns, _details(step)))
-                for edge, begin, end in _bubbles(step.kind, all_end, verify, draft):
+                for edge, begin, bubble_end in _bubbles(step.kind, all_end, verify, draft):
+                    end = min(bubble_end, verify.end_ns)
                     if begin < end:
                         self._add(Slice(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step}))
             before = verify.end_ns

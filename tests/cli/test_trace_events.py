@@ -251,6 +251,27 @@ def test_a_drafter_that_records_nothing_is_shown_by_its_stamps() -> None:
     assert lane(content, DRAFT_STREAM)[3:5] == [("idle", "no command", 190, 410), ("idle", "start of 10", 410, 430)]
 
 
+@pytest.mark.parametrize(
+    ("begin_us", "end_us", "is_shown"),
+    [
+        (0 - START_NS / US, 0 - START_NS / US, False),
+        (107, 60, False),
+        (107, 1e15, False),
+        (107, 1e6, True),
+        (50, 190, True),
+    ],
+)
+def test_stamps_that_a_drafter_made_up(begin_us: float, end_us: float, is_shown: bool) -> None:
+    """Of step 9: none, back in time, far ahead, longer than the next step took, before the step before was over."""
+    stamp = record(Site.STREAM, 9, begin_us, end_us)
+    records = [r for r in DRAFT.records if (r.site, r.step) != (Site.STREAM, 9)]
+    content = trace_json(replace(TRACE, processes=(SCHEDULER, VERIFY, replace(DRAFT, records=(stamp, *records)))))
+    check(content)
+    names = [name for kind, name, _, _ in lane(content, DRAFT_STREAM) if kind == "kernel"]
+    assert ("draft decode 9" in names) is is_shown
+    assert content["otherData"]["origin_monotonic_ns"] == START_NS
+
+
 def test_without_a_draft() -> None:
     steps = tuple(replace(s, kind=StepKind.PLAIN, has_draft=False, draft_waits=(), verify_waits=()) for s in STEPS)
     content = trace_json(replace(TRACE, steps=steps, processes=(SCHEDULER, VERIFY)))
