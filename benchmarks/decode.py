@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -144,7 +144,10 @@ class DecodeBenchmark:
     async def measure(self) -> list[Measurement]:
         """Both modes live side by side; one at a time works."""
         measurements = []
-        async with self._three_processes() as three, self._one_process() as one:
+        async with AsyncExitStack() as held:
+            three, one = await asyncio.gather(
+                held.enter_async_context(self._three_processes()), held.enter_async_context(self._one_process())
+            )
             for batch in self._batches:
                 for served, mode in ((three, THREE), (one, ONE)):
                     await self._window(served, mode, batch, -1)

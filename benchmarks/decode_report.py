@@ -33,7 +33,7 @@ class Measurement:
     mean_accept_length: float
     num_steps: int
     cpu_ms: dict[str, float]
-    """CPU time of each process per step."""
+    """CPU time of each process per step, and of the thread in it that decides the steps."""
     fence: str
     mps: bool
     copy_bandwidth: float | None

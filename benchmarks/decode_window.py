@@ -6,12 +6,14 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from slipstream.client import AsyncClient
 from slipstream.common.scrape import Scrape, scrape
+from slipstream.common.thread_names import STEP_LOOP
 
 if TYPE_CHECKING:
     from slipstream.benchmarks.decode import Setup
@@ -68,20 +70,21 @@ class Served:
         async with AsyncClient(self._address) as client:
             info = await client.server_info()
             processes = _processes({service.name: service.pid for service in info.services})
+            loop = _loop_thread([process.pid for process in processes.values()])
             streams = [asyncio.create_task(stream(client, number)) for number in range(batch)]
             await asyncio.wait_for(has_begun.wait(), 120)
-            before, cpu_before = await scrape(self._metrics_port), _cpu_s(processes)
+            before, cpu_before = await scrape(self._metrics_port), _cpu_s(processes, loop)
             started, num_before = time.monotonic(), sum(received)
             await asyncio.wait(streams, return_when=asyncio.FIRST_COMPLETED)
             elapsed, num_tokens = time.monotonic() - started, sum(received) - num_before
-            cpu_after, after = _cpu_s(processes), await scrape(self._metrics_port)
+            cpu_after, after = _cpu_s(processes, loop), await scrape(self._metrics_port)
             await asyncio.gather(*streams)
         return Window(
             used=after.since(before),
             elapsed_s=elapsed,
             num_tokens=num_tokens,
             mean_accept_length=sum(accepted) / batch,
-            cpu_s={name: cpu_after[name] - cpu_before[name] for name in processes},
+            cpu_s={name: cpu_after[name] - cpu_before[name] for name in cpu_before},
             fence=info.fence,
             has_mps=info.under_mps,
         )
@@ -93,6 +96,14 @@ def _processes(pids: dict[str, int]) -> dict[str, psutil.Process]:
     return {name: psutil.Process(pid) for pid, name in named.items()}
 
 
-def _cpu_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
+def _loop_thread(pids: list[int]) -> Path:
+    """The thread that decides the steps, in /proc."""
+    threads = (thread for pid in pids for thread in Path(f"/proc/{pid}/task").iterdir())
+    return next(thread for thread in threads if (thread / "comm").read_text().strip() == STEP_LOOP)
+
+
+def _cpu_s(processes: dict[str, psutil.Process], loop: Path) -> dict[str, float]:
     times = {name: process.cpu_times() for name, process in processes.items()}
-    return {name: time.user + time.system for name, time in times.items()}
+    cpu_s = {name: time.user + time.system for name, time in times.items()}
+    nanoseconds = int((loop / "schedstat").read_text().split()[0])
+    return {**cpu_s, STEP_LOOP: 1e-9 * nanoseconds}

@@ -17,7 +17,7 @@ from slipstream.common.device.timeline_fence import TimelineFence
 from slipstream.common.step import FenceName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from slipstream.common.device.cuda_device import OwnedArena
     from slipstream.common.device.cuda_driver import CudaDriver
@@ -45,7 +45,7 @@ class PolicyDevice(CudaDevice):
         self._stash = stash
         return arena
 
-    def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> MainStreamCopy:
+    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> MainStreamCopy:
         """See `Device.host_copy`."""
         assert isinstance(fence, TimelineFence), "the kind that was asked for"
         assert self._stash is not None, "an arena was created"
@@ -61,14 +61,18 @@ class MainStreamCopy:
     """
 
     def __init__(
-        self, driver: CudaDriver, gate: TimelineFence, step_end: TimelineFence, sources: list[torch.Tensor]
+        self,
+        driver: CudaDriver,
+        gate: TimelineFence,
+        step_end: TimelineFence,
+        sources: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         self._driver = driver
         self._gate = gate
         self._step_end = step_end
         self._sources = sources
         self._stream = driver.create_stream()
-        self._mirrors = [torch.zeros(s.shape[1:], dtype=s.dtype, pin_memory=True) for s in sources]
+        self._mirrors = [torch.zeros_like(rows[0], device="cpu", pin_memory=True) for rows in sources]
         self._landed_word = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._landed = ctypes.c_int64.from_address(self._landed_word.data_ptr())
         self._copied = 0

@@ -71,7 +71,9 @@ class LocalLink:
         """See `Link.send`."""
         if self.failure is not None:
             raise self.failure
-        self._device_thread.submit(self._enqueue, _on_one_stream(command))
+        # The copy of a result waits for it on a stream of its own. A kernel that is used for the first time waits for
+        # all streams: it must be enqueued before that.
+        self._device_thread.submit(self._enqueue, _on_one_stream(command)).result()
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """See `Link.wait_for_acknowledgement`: behind everything that was sent."""

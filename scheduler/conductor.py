@@ -16,6 +16,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.step import Role
+from slipstream.common.thread_names import STEP_LOOP, name_this_thread
 from slipstream.scheduler.epoch import Epoch
 from slipstream.scheduler.heartbeats import Heartbeats
 from slipstream.scheduler.sharing import check_sharing
@@ -101,6 +102,7 @@ class Conductor:
         self._links.close()
 
     def _run(self) -> None:
+        name_this_thread(STEP_LOOP)
         try:
             while not self._queue.is_stopped:
                 self._conduct(self._make_links())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.face import Arena, Device
     from slipstream.common.future_map import FutureMapShape
     from slipstream.scheduler.batch import Step
+    from slipstream.scheduler.step_timings import Interval
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
@@ -29,6 +30,8 @@ class StepResult:
 
     tokens: list[list[int]]
     """For each slot that the step yields tokens for, in the step's order: accepted draft tokens, then the target's."""
+    stamps_before: tuple[Interval, ...] = ()
+    """Of the step before, as they were when this one was published: verify's, and draft's if there is a draft."""
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     """Of these tokens, for each slot whose request asked for them, else none; empty for a step that asked for none."""
 
@@ -40,8 +43,11 @@ class ResultReader:
         self._shape = shape
         self._log = log
         publish = arena.fence(FenceName.VERIFY_PUBLISH)
-        self._copy = device.host_copy(publish, [arena.tensor(name) for name in _PUBLISHED])
-        self._logprobs = device.host_copy(publish, [arena.tensor(name) for name in _LOGPROBS])
+        stamps = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * (shape.num_draft_tokens > 0)
+        published = [arena.tensor(name).unbind() for name in _PUBLISHED]
+        before = [_row_before(arena.tensor(name).unbind()) for name in stamps]
+        self._copy = device.host_copy(publish, [*published, *before])
+        self._logprobs = device.host_copy(publish, [arena.tensor(name).unbind() for name in _LOGPROBS])
         self._last_consumed = 0
 
     def start(self, step: Step) -> None:
@@ -68,8 +74,13 @@ class ResultReader:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
             for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
-        tokens = self._tokens(step, *copied)
-        return StepResult(tokens, _token_logprobs(step, tokens, *likely) if likely else [])
+        published, stamps = copied[: len(_PUBLISHED)], copied[len(_PUBLISHED) :]
+        tokens = self._tokens(step, *published)
+        return StepResult(
+            tokens=tokens,
+            stamps_before=tuple((start, end) for start, end in (stamp.tolist() for stamp in stamps)),
+            logprobs=_token_logprobs(step, tokens, *likely) if likely else [],
+        )
 
     def close(self) -> None:
         """Ends the stream; what it still waits for is never to come."""
@@ -90,6 +101,11 @@ class ResultReader:
                     "were never published"
                 )
         return [rows[slot][: accepted[slot] + 1] for slot in slots]
+
+
+def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """For each row of a ring the one before it."""
+    return (*rows[-1:], *rows[:-1])
 
 
 def _token_logprobs(

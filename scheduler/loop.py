@@ -141,7 +141,11 @@ class StepLoop:
         self._recorder.add(Site.WAIT, step.number, wait_ns, landed_ns)
         self._recorder.add(Site.COPY, step.number, copy_ns, landed_ns)
         self._plan = consume(self._plan, step.number)
-        self._timings.collect(step.number - 1)
+        self._timings.came(step, result.stamps_before)
+        if step.kind is StepKind.DECODE:
+            # Verify waited for draft in this step, so nobody needs to look whether it is as far.
+            while self._draft_steps and self._draft_steps[0] <= step.number:
+                self._draft_steps.popleft()
         self._metrics.drafted(self._batch.drafts(step, result))
         deliveries = self._batch.apply(step, result)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-SWITCH_INTERVAL_S = 0.0005
-"""The clients' event loop must not hold the step loop up for 5 ms."""
+SWITCH_INTERVAL_S = 0.0001
+"""The step loop gives the interpreter away in each call of the driver, and must soon have it back from the clients."""
 
 
 async def run_scheduler(

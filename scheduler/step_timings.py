@@ -63,15 +63,20 @@ def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: 
             bubbles[VERIFY_TO_VERIFY] = max(0, verify[0] - all_end)
     return StepTiming(
         kind=kind,
-        draft_ns=0 if draft is None else draft[1] - draft[0],
-        verify_ns=verify[1] - verify[0],
-        wall_ns=None if before is None else verify[1] - verify_end,
+        # Stamps are the workers': whatever they hold, time does not go back.
+        draft_ns=0 if draft is None else max(0, draft[1] - draft[0]),
+        verify_ns=max(0, verify[1] - verify[0]),
+        wall_ns=None if before is None else max(0, verify[1] - verify_end),
         bubbles_ns=bubbles,
     )
 
 
 class StepTimings:
-    """Reads the stamps of each step when the fences say that they are there, which is one step late."""
+    """Takes in the stamps of each step, which is one step late.
+
+    As a rule they come with the next step's result. Where that does not imply that they are complete, they are read
+    when the fences say so.
+    """
 
     def __init__(
         self,
@@ -106,15 +111,36 @@ class StepTimings:
         """There is nothing to do: the time until the next step is nobody's loss."""
         self._is_idle = True
 
+    def came(self, step: Step, stamps_before: tuple[Interval, ...]) -> None:
+        """The result of `step` is there, and with it the stamps of the step before.
+
+        Verify had ended that one. Draft had, if verify waited in `step` for the draft's next tokens.
+        """
+        self.collect(step.number - 2)
+        if not self._unread or self._unread[0][0].number != step.number - 1:
+            return
+        before, _ = self._unread[0]
+        has_half = self._has_half_in(before)
+        if has_half and step.kind is not StepKind.DECODE:
+            self.collect(before.number)
+            return
+        names = list(self._stamps)[: 1 + has_half]
+        self._log_read(before, names)
+        self._take(list(stamps_before[: len(names)]))
+
     def collect(self, up_to_step: int) -> None:
         """Reads the stamps of steps up to this one that are there by now."""
         while self._unread and self._unread[0][0].number <= up_to_step and self._is_there(self._unread[0][0]):
-            step, is_first = self._unread.popleft()
-            verify, *drafts = self._read(step)
-            draft = drafts[0] if drafts else None
-            self._recorder.stamped(step.number, verify, draft)
-            self._observe(time_step(step.kind, None if is_first else self._before, verify, draft))
-            self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
+            self._take(self._read(self._unread[0][0]))
+
+    def _take(self, stamps: list[Interval]) -> None:
+        """Of the first step that is unread: verify's, and draft's if the step has a half in it."""
+        step, is_first = self._unread.popleft()
+        verify, *drafts = stamps
+        draft = drafts[0] if drafts else None
+        self._recorder.stamped(step.number, verify, draft)
+        self._observe(time_step(step.kind, None if is_first else self._before, verify, draft))
+        self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 
     def _has_half_in(self, step: Step) -> bool:
         return self._has_draft and step.kind is not StepKind.PLAIN
@@ -134,8 +160,11 @@ class StepTimings:
         """Of verify, and of draft if the step has a half in it."""
         row = step.number % self._ring
         names = list(self._stamps)[: 1 + self._has_half_in(step)]
-        if self._log.is_enabled:
-            for name in names:
-                self._log.access(name, [row], is_write=False, step=step.number)
+        self._log_read(step, names)
         copies = self._device.to_host([self._stamps[name][row] for name in names])
         return [(start, end) for start, end in (copy.tolist() for copy in copies)]
+
+    def _log_read(self, step: Step, names: list[BufferName]) -> None:
+        if self._log.is_enabled:
+            for name in names:
+                self._log.access(name, [step.number % self._ring], is_write=False, step=step.number)

@@ -21,7 +21,7 @@ from slipstream.common.device.word_fence import WordFence
 from slipstream.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.cuda_memory import CudaMemory
@@ -86,7 +86,7 @@ class CudaDevice:
         handle, stride = handle_of(stream), targets.stride(0) * targets.element_size()
         stream.enqueue(lambda: self.kernels.stamp_row(handle, targets.data_ptr(), stride, row.data_ptr()))
 
-    def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> HostCopy:
+    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
         """See `Device.host_copy`."""
         if isinstance(fence, TimelineFence):
             return PinnedCopy(self.driver, fence, sources)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -185,6 +185,6 @@ class Device(Protocol):
         """Small contiguous tensors as the host can read them, now: behind nothing that is enqueued anywhere."""
         ...
 
-    def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> HostCopy:
-        """A private copy stream for rows of `sources` behind `fence`."""
+    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
+        """A private copy stream behind `fence` for buffers given as their rows, the same number of each."""
         ...

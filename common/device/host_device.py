@@ -14,7 +14,7 @@ from slipstream.common.device.host_arena import FENCE_KIND, HostArena
 from slipstream.common.device.host_stream import HostStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from slipstream.common.device.face import Fence, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
@@ -62,7 +62,7 @@ class HostDevice:
         """They are there already."""
         return tensors
 
-    def host_copy(self, fence: Fence, sources: list[torch.Tensor]) -> PlainCopy:
+    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> PlainCopy:
         """The rows are in host memory already: what is left is to wait for them."""
         return PlainCopy(fence, sources)
 
@@ -70,7 +70,7 @@ class HostDevice:
 class PlainCopy:
     """Implements `HostCopy` where the arena is host memory."""
 
-    def __init__(self, fence: Fence, sources: list[torch.Tensor]) -> None:
+    def __init__(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
         self._fence = fence
         self._sources = sources
 

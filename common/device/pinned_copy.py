@@ -15,6 +15,8 @@ from slipstream.common.device.cuda_side import MemoryCopy
 from slipstream.common.device.naps import Naps, Rhythm, sleep_precisely
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.common.device.cuda_driver import CudaDriver
     from slipstream.common.device.cuda_side import SideStream
     from slipstream.common.device.timeline_fence import TimelineFence
@@ -30,17 +32,17 @@ _given_up: list[PinnedCopy] = []
 class PinnedRows:
     """Rows of shared buffers, and their mirrors in pinned memory."""
 
-    def __init__(self, sources: list[torch.Tensor]) -> None:
-        """`sources`: contiguous, of the device, the same number of rows each."""
+    def __init__(self, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        """`sources`: the rows of each buffer, contiguous, of the device."""
         self._sources = sources
-        mirrors = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
-        self.mirrors = [list(row) for row in zip(*(mirror.unbind() for mirror in mirrors), strict=True)]
+        mirrors = [
+            torch.zeros((len(rows), *rows[0].shape), dtype=rows[0].dtype, pin_memory=True).unbind() for rows in sources
+        ]
+        self.mirrors = [list(row) for row in zip(*mirrors, strict=True)]
         """By row."""
         self.copies = [
             [MemoryCopy(s.data_ptr(), m.data_ptr(), s.nbytes) for s, m in zip(row, mirror, strict=True)]
-            for row, mirror in zip(
-                zip(*(source.unbind() for source in sources), strict=True), self.mirrors, strict=True
-            )
+            for row, mirror in zip(zip(*sources, strict=True), self.mirrors, strict=True)
         ]
         """By row: what brings it to its mirror."""
 
@@ -52,8 +54,8 @@ class PinnedCopy:
     the rhythm of the steps so far lets it be expected: an interrupt would come later.
     """
 
-    def __init__(self, driver: CudaDriver, fence: TimelineFence, sources: list[torch.Tensor]) -> None:
-        """`sources`: contiguous, of the device, the same number of rows each."""
+    def __init__(self, driver: CudaDriver, fence: TimelineFence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        """`sources`: the rows of each buffer, contiguous, of the device."""
         self._driver = driver
         self._fence = fence
         self._stream = driver.create_stream()
@@ -109,7 +111,7 @@ class PinnedCopy:
 class LatePinnedCopy:
     """Implements `HostCopy` behind an event fence: no stream waits for it, so that a dead producer holds up none."""
 
-    def __init__(self, side: SideStream, fence: WordFence, sources: list[torch.Tensor]) -> None:
+    def __init__(self, side: SideStream, fence: WordFence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
         self._side = side
         self._fence = fence
         self._rows = PinnedRows(sources)

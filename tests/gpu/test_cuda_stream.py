@@ -142,7 +142,7 @@ def test_results_come_to_the_host_past_everything_else(
 
 def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
-    copy = device_of_kind.host_copy(fence, [arena_of_kind.tensor("lengths")])
+    copy = device_of_kind.host_copy(fence, [arena_of_kind.tensor("lengths").unbind()])
     with OtherProcess.running(arena_of_kind) as producer:
         producer.do("spin 60000000", f"signal {DONE} 2")
         for step in (1, 2):
@@ -150,7 +150,9 @@ def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDev
         producer.kill()
     assert copy.finish(1, 1, 0.05) is None
     copy.close()
-    fresh = device_of_kind.host_copy(arena_of_kind.fence(FenceName.VERIFY_STASH), [arena_of_kind.tensor("lengths")])
+    fresh = device_of_kind.host_copy(
+        arena_of_kind.fence(FenceName.VERIFY_STASH), [arena_of_kind.tensor("lengths").unbind()]
+    )
     fresh.start(1, 0)
     arena_of_kind.fence(FenceName.VERIFY_STASH).release(1)
     assert fresh.finish(1, 0, 10.0) is not None

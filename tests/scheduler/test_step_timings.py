@@ -80,6 +80,11 @@ SHAPE = FutureMapShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_token
 LEASE = SlotLease(1, 1)
 
 
+def made_step(number: int, kind: StepKind = DECODE) -> Step:
+    """A step of one slot."""
+    return Step(number=number, kind=kind, members=(LEASE,), yielding=(LEASE,))
+
+
 class Stamps:
     """An arena with stamps in place of workers, and what the scheduler makes of them."""
 
@@ -92,7 +97,7 @@ class Stamps:
 
     def send(self, number: int, kind: StepKind = DECODE) -> None:
         """A step is sent."""
-        self.collector.sent(Step(number=number, kind=kind, members=(LEASE,), yielding=(LEASE,)))
+        self.collector.sent(made_step(number, kind))
 
     def work(self, role: Role, number: int, start: int, end: int) -> None:
         """A worker does its part."""
@@ -126,6 +131,25 @@ class TestStepTimings:
         stamps.collector.collect(1)
         stamps.collector.collect(1)
         assert [(timing.draft_ns, timing.verify_ns, timing.wall_ns) for timing in stamps.timings] == [(10, 30, None)]
+
+    def test_stamps_come_with_the_next_result(self, stamps: Stamps) -> None:
+        """Nobody looks at a fence, which stand at zero here."""
+        stamps.send(1)
+        stamps.collector.came(made_step(1), ((0, 0), (0, 0)))
+        stamps.send(2)
+        stamps.collector.came(made_step(2), ((30, 60), (10, 20)))
+        assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30)]
+
+    def test_a_draft_that_nobody_waited_for_is_looked_at(self, stamps: Stamps) -> None:
+        stamps.send(1, PREFILL)
+        stamps.send(2, PREFILL)
+        stamps.work(Role.VERIFY, 1, 30, 60)
+        stamps.collector.came(made_step(2, PREFILL), ((30, 60), (10, 0)))
+        assert stamps.timings == []
+        stamps.work(Role.DRAFT, 1, 10, 20)
+        stamps.send(3)
+        stamps.collector.came(made_step(3), ((70, 80), (21, 30)))
+        assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30), (9, 10)]
 
     def test_a_step_waits_for_those_before_it(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
