@@ -9,14 +9,24 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.clock import ClockSample
 
+MOST_DRIFT = 1e-4
+"""Of two clocks of a host, as a part of the time; quartzes differ by less."""
+
 
 class StampClock:
-    """Maps by samples of both clocks, between which they drift evenly apart."""
+    """Maps by samples of both clocks, between which they drift evenly apart.
+
+    Where the samples tell less of the drift than is known of it anyhow, the better one counts alone.
+    """
 
     def __init__(self, samples: Sequence[ClockSample]) -> None:
         """At least one; of more, the first and the last count."""
-        self._first, self._last = samples[0], samples[-1]
-        self.uncertainty_ns = max(self._first.uncertainty_ns, self._last.uncertainty_ns)
+        first, last = samples[0], samples[-1]
+        elapsed_ns = last.device_ns - first.device_ns
+        if first.uncertainty_ns + last.uncertainty_ns >= MOST_DRIFT * elapsed_ns:
+            first = last = min(first, last, key=lambda sample: sample.uncertainty_ns)
+        self._first, self._last = first, last
+        self.uncertainty_ns = max(first.uncertainty_ns, last.uncertainty_ns)
         """How far a mapped time may be off."""
 
     def host_ns(self, device_ns: int) -> int:

@@ -303,6 +303,11 @@ class TestClocks:
         assert clock.host_ns(1_001_000) == 1_501_300
         assert clock.uncertainty_ns == 90
 
+    def test_of_samples_that_tell_nothing_of_the_drift_the_better_one_counts(self) -> None:
+        clock = StampClock([ClockSample(1_000, 501_000, 90), ClockSample(2_001_000, 2_901_000, 400_000)])
+        assert clock.host_ns(2_001_000) == 2_501_000
+        assert clock.uncertainty_ns == 90
+
     def test_one_sample_is_a_distance(self) -> None:
         assert StampClock([ClockSample(100, 50)]).host_ns(1_000_000_000) == 999_999_950
 
