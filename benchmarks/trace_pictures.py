@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,15 +21,17 @@ import typer
 
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.mps_stack import mps_stack
-from slipstream.benchmarks.observed_stack import busy
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.mps import MpsMode
 from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
+from slipstream.client import AsyncClient
 from slipstream.common.trace import TraceRequest
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from slipstream.benchmarks.stack import Stack
     from slipstream.cli.trace_events import TraceFile
 
@@ -38,6 +41,7 @@ NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_STEPS = 100
+PROMPT = "def main():\n"
 LOG_DIR = Path("build/benchmarks")
 
 logger = logging.getLogger(__name__)
@@ -96,11 +100,26 @@ async def _trace(stack: Stack, device: str, run_ahead: int, steps: int) -> Trace
     )
     async with (
         stack.scheduler(*arguments, port=port, metrics_port=metrics_port) as address,
-        busy(address, num_clients=NUM_CLIENTS, max_new_tokens=CONTEXT_TOKENS // 2),
+        _streaming(address),
     ):
         # Nobody needs to see these: prompts, and first uses of everything.
         await fetch_trace(address, TraceRequest(steps=WARM_UP_STEPS))
         return trace_json(await fetch_trace(address, TraceRequest(steps=steps)))
+
+
+@asynccontextmanager
+async def _streaming(address: str) -> AsyncIterator[None]:
+    """Clients whose requests do not end, until the block does. Raises what one of them raises."""
+
+    async def stream(client: AsyncClient) -> None:
+        async for _ in client.generate(PROMPT, max_new_tokens=CONTEXT_TOKENS // 2, ignore_eos=True):
+            pass
+
+    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(stream(client)) for _ in range(NUM_CLIENTS)]
+        yield
+        for task in tasks:
+            task.cancel()
 
 
 def _draw(path: Path) -> bool:
