@@ -30,10 +30,10 @@ class StepResult:
 
     tokens: list[list[int]]
     """For each slot that the step yields tokens for, in the step's order: accepted draft tokens, then the target's."""
-    stamps_before: tuple[Interval, ...] = ()
-    """Of the step before, as they were when this one was published: verify's, and draft's if there is a draft."""
     logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     """Of these tokens, for each slot whose request asked for them, else none; empty for a step that asked for none."""
+    stamps_before: tuple[Interval, ...] = ()
+    """Of the step before, as they were when this one was published: verify's, and draft's if there is a draft."""
 
 
 class ResultReader:

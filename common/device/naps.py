@@ -20,7 +20,8 @@ LONG_S = 0.001
 GROWTH = 0.04
 """The next nap as a part of the time waited so far: what took long may be seen a little later."""
 RHYTHM = 4
-MARGIN = 0.12
+MARGIN = 0.04
+"""Of an interval: how long before the end that is expected the looks begin. Each takes 10 us of a core."""
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None)
