@@ -86,7 +86,8 @@ class Batch:
         self.sizes = sizes
         self.pages = PageAllocator(sizes.num_pages)
         self.slots = SlotAllocator(sizes.num_slots)
-        self._running: dict[SlotLease, Request] = {}
+        self._running: dict[int, Request] = {}
+        """By slot, in the order of their start."""
         self._new: list[Request] = []
         self.last_step = 0
         """Number of the last step that was made."""
@@ -100,10 +101,12 @@ class Batch:
     def admit(self, queue: JobQueue) -> None:
         """Starts waiting jobs, oldest first, while a slot and the pages of the whole request are free."""
         while (job := queue.take_next(self._has_room_for)) is not None:
-            request = Request(job, self.slots.allocate(), self.pages.allocate(self._num_pages(job)))
+            request = Request(
+                job, self.slots.allocate(), self.pages.allocate(self._num_pages(job)), self._num_drafted(job)
+            )
             job.counts.admitted_at = time.monotonic()
             job.counts.accepted_per_position = [0] * self.sizes.num_draft_tokens
-            self._running[request.lease] = request
+            self._running[request.lease.slot] = request
             self._new.append(request)
 
     def next_step(self) -> Step | None:
@@ -123,15 +126,16 @@ class Batch:
         """
         self._check(step, result)
         deliveries = []
+        now, is_drafted = time.monotonic(), step.kind is StepKind.DECODE
         logprobs = result.logprobs or [()] * len(result.tokens)
         for lease, tokens, likely in zip(step.yielding, result.tokens, logprobs, strict=True):
             if not self.slots.is_current(lease):
                 continue
-            request = self._running[lease]
-            num_drafted = self._num_drafted(request, step.kind)
+            request = self._running[lease.slot]
+            num_drafted = request.num_drafted if is_drafted else 0
             if num_drafted:
                 request.job.counts.add_draft(num_drafted, len(tokens) - 1)
-            progress = request.end_output(tokens, num_drafted + 1, likely)
+            progress = request.end_output(tokens, num_drafted + 1, likely, now)
             if progress.is_last:
                 self._end(request)
             deliveries.append((request.job, progress))
@@ -141,7 +145,7 @@ class Batch:
         # Of all rows before any is taken in: no job may have come to its end with a step that fails.
         for lease, tokens in zip(step.yielding, result.tokens, strict=True):
             if self.slots.is_current(lease):
-                most = self._num_drafted(self._running[lease], step.kind)
+                most = self._running[lease.slot].num_drafted if step.kind is StepKind.DECODE else 0
                 if len(tokens) - 1 > most:
                     raise FutureMapError(
                         f"step {step.number}, slot {lease.slot}: {len(tokens) - 1} tokens accepted of {most} at most"
@@ -149,10 +153,11 @@ class Batch:
 
     def drafts(self, step: Step, result: StepResult) -> list[DraftCount]:
         """What became of the drafts of a step, of requests that still run and speculate; the others are nobody's."""
+        if step.kind is not StepKind.DECODE:
+            return []
         rows = zip(step.yielding, result.tokens, strict=True)
-        kept = [(self._running[lease], tokens) for lease, tokens in rows if self.slots.is_current(lease)]
-        counts = [DraftCount(self._num_drafted(request, step.kind), len(tokens) - 1) for request, tokens in kept]
-        return [count for count in counts if count.num_drafted]
+        kept = [(self._running[lease.slot], tokens) for lease, tokens in rows if self.slots.is_current(lease)]
+        return [DraftCount(request.num_drafted, len(tokens) - 1) for request, tokens in kept if request.num_drafted]
 
     def cancel(self, jobs: list[Job]) -> list[Delivery]:
         """Ends jobs, running or not yet; those that are over stay as they are."""
@@ -172,7 +177,7 @@ class Batch:
         return job, progress
 
     def _end(self, request: Request) -> None:
-        del self._running[request.lease]
+        del self._running[request.lease.slot]
         if request in self._new:
             self._new.remove(request)
         self.slots.release(request.lease)
@@ -180,6 +185,10 @@ class Batch:
 
     def _has_room_for(self, job: Job) -> bool:
         return self.slots.num_free > 0 and self.pages.num_free >= self._num_pages(job)
+
+    def _num_drafted(self, job: Job) -> int:
+        most, num_draft_tokens = job.spec.max_draft_tokens, self.sizes.num_draft_tokens
+        return num_draft_tokens if most is None else min(num_draft_tokens, most)
 
     def _num_pages(self, job: Job) -> int:
         return self.sizes.pages_for(len(job.spec.prompt) + job.spec.max_new_tokens)
@@ -209,10 +218,10 @@ class Batch:
         )
 
     def _decode_step(self, decoding: list[Request]) -> Step:
-        is_drafted = any(self._num_drafted(request, StepKind.DECODE) for request in decoding)
+        is_drafted = any(request.num_drafted for request in decoding)
         kind = StepKind.DECODE if is_drafted else StepKind.PLAIN
         for request in decoding:
-            request.begin_output(self._num_drafted(request, kind) + 1)
+            request.begin_output(1 + (request.num_drafted if is_drafted else 0))
         members = tuple(request.lease for request in decoding)
         return Step(
             number=self.last_step,
@@ -221,9 +230,6 @@ class Batch:
             yielding=members,
             top_logprobs=_top_logprobs(decoding),
         )
-
-    def _num_drafted(self, request: Request, kind: StepKind) -> int:
-        return request.num_drafted(self.sizes.num_draft_tokens) if kind is StepKind.DECODE else 0
 
 
 def _top_logprobs(requests: list[Request]) -> tuple[int | None, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,8 @@ class Request:
     job: Job
     lease: SlotLease
     pages: tuple[int, ...]
+    num_drafted: int
+    """How many of the tokens drafted in a step are for this request."""
     num_prefilled: int = 0
     """Tokens of the prompt that were sent to the workers."""
     num_output: Length = 0
@@ -51,11 +52,6 @@ class Request:
             max_draft_tokens=spec.max_draft_tokens,
         )
 
-    def num_drafted(self, num_draft_tokens: int) -> int:
-        """How many of the tokens drafted in a step are for this request."""
-        most = self.job.spec.max_draft_tokens
-        return num_draft_tokens if most is None else min(num_draft_tokens, most)
-
     def next_chunk(self, max_tokens: int) -> PromptChunk:
         """Takes the next tokens of the prompt, `max_tokens` at most."""
         start = self.num_prefilled
@@ -69,8 +65,10 @@ class Request:
         """A step was sent that brings 1 to `most_more` tokens."""
         self.num_output = extend(self.num_output, 1, most_more)
 
-    def end_output(self, tokens: list[int], most_more: int, logprobs: tuple[TokenLogprobs, ...] = ()) -> Progress:
-        """The oldest of those steps has brought `tokens`; truncates them where the output ends.
+    def end_output(
+        self, tokens: list[int], most_more: int, logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> Progress:
+        """The oldest of those steps has brought `tokens`, `now`; truncates them where the output ends.
 
         `logprobs`: for each of them, or empty.
         """
@@ -78,16 +76,14 @@ class Request:
         self.num_output = resolve(self.num_output, len(tokens), 1, most_more)
         room = spec.max_new_tokens - counts.num_output_tokens
         kept, reason = tokens[:room], FinishReason.LENGTH if len(tokens) >= room else None
-        for number, token in enumerate(kept, start=1):
-            if token in spec.stop_token_ids:
-                kept, reason = kept[:number], FinishReason.STOP
-                break
-        now = time.monotonic()
+        if not spec.stop_token_ids.isdisjoint(kept):
+            end = next(number for number, token in enumerate(kept, start=1) if token in spec.stop_token_ids)
+            kept, reason = kept[:end], FinishReason.STOP
         counts.first_token_at = counts.first_token_at or now
         counts.last_token_at = now
         counts.num_output_tokens += len(kept)
         if reason is not None:
             counts.finished_at = now
         # All but the last token of a step were the draft's; the last is the target's own.
-        is_draft = tuple(number < len(tokens) - 1 for number in range(len(kept)))
+        is_draft = ((True,) * (len(tokens) - 1) + (False,))[: len(kept)]
         return Progress(token_ids=tuple(kept), is_draft=is_draft, logprobs=logprobs[: len(kept)], finish_reason=reason)

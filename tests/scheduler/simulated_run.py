@@ -146,7 +146,7 @@ class Run:
         self._check_pages()
         step = self.batch.next_step()
         if step is not None:
-            running = {lease.slot for lease in self.batch._running}
+            running = set(self.batch._running)
             assert {update.slot for update in step.updates} <= running, "nothing is told of requests that are over"
             self.in_flight.append((step, self.device.run(step)))
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
