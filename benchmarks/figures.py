@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from slipstream.benchmarks.figures_gpu import decode_rows, overlap_rows, peers_rows
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -26,6 +28,7 @@ LONG_PROMPT_CHUNKS = (64, 512, 4096)
 ATTENTION = ((1, 8192), (32, 1024), (32, 8192))
 """Batch and context of what the table shows."""
 STEP_CHECKS = ("step_check_cpu", "step_check_h200")
+GPU_ROWS = {"overlap": overlap_rows, "decode": decode_rows, "peers": peers_rows}
 DRAFTS = {"none": "no draft", "standalone": "standalone draft", "eagle3": "EAGLE-3 head"}
 
 
@@ -49,6 +52,10 @@ def table() -> str:
     rows += [_step_check(name) for name in STEP_CHECKS if (RESULTS / f"{name}.json").is_file()]
     rows.append(_measuring(_load("metrics_cost_cpu")))
     rows.append(_attention(_load("attention_h200")))
+    for script, rows_of in GPU_ROWS.items():
+        if (RESULTS / f"{script}_h200.json").is_file():
+            found = rows_of(_load(f"{script}_h200"))
+            rows += [(what, measured, _source(script, f"{script}_h200")) for what, measured in found]
     if (RESULTS / "near_ties_h200.json").exists():
         rows.append(_near_ties(_load("near_ties_h200")))
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -88,6 +88,8 @@ def main(
     with TemporaryDirectory() as folder:
         for name in case or CASES:
             results += _measure(_case(name, Path(folder)), device)
+            if json_file is not None:
+                json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     for result in results:
         ours = next(other for other in results if other.case == result.case and other.way == "slipstream, drafting")
         print(
@@ -95,8 +97,6 @@ def main(
             f"{result.mean_accept_length:.2f}; slipstream with drafting is "
             f"{ours.tokens_per_second / result.tokens_per_second:.2f} times as fast"
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 
 
 def _case(name: str, folder: Path) -> Case:
@@ -168,8 +168,10 @@ async def _slipstream(case: Case, device: str, prompt: Sequence[int]) -> list[Pe
     simulated = () if case.mean_accept_length is None else ("--simulate-accept-length", str(case.mean_accept_length))
     head = ("--algorithm", case.algorithm, "--target", str(case.target))
     async with Stack(LOG_DIR) as stack:
-        await stack.worker("verify", "--model", str(case.target), *weights, *simulated)
-        await stack.worker("draft", "--model", str(case.draft), *head, *weights)
+        await asyncio.gather(
+            stack.worker("verify", "--model", str(case.target), *weights, *simulated),
+            stack.worker("draft", "--model", str(case.draft), *head, *weights),
+        )
         draft = ("--draft", stack.socket("draft"), "--num-draft-tokens", str(NUM_DRAFT_TOKENS))
         return [
             await _serve(stack, way, prompt, arguments)

@@ -1,0 +1,94 @@
+"""Rows of the README's table that a GPU's results make: those whose files are in the repository."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from slipstream.benchmarks.decode_report import ONE, THREE
+from slipstream.benchmarks.overlap_policies import Policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Row = tuple[str, str]
+"""What was measured, and what came out."""
+
+
+def overlap_rows(measurements: list[dict[str, Any]]) -> list[Row]:
+    """One for each pair of stand-ins: every policy under MPS, and the best of them without."""
+    rows = []
+    gpu = _gpu(measurements[0])
+    for pair in sorted({(m["draft_ms"], m["verify_ms"]) for m in measurements}, reverse=True):
+        groups: dict[tuple[bool, str], list[float]] = {}
+        for m in measurements:
+            if (m["draft_ms"], m["verify_ms"]) == pair:
+                policy = Policy(name=m["policy"], run_ahead=m["run_ahead"], fence=m["fence"])
+                groups.setdefault((m["mps"], policy.title), []).append(m["ratio"])
+        under, without = (
+            _listed((title, r) for (has, title), r in groups.items() if has is mps) for mps in (True, False)
+        )
+        what = (
+            f"step over the sum of its kernels on an {gpu}, stand-ins of {pair[0]:g} + {pair[1]:g} ms, "
+            f"{measurements[0]['num_clients']} streaming clients"
+        )
+        rows.append((what, f"under MPS: {under}" + (f"; without: {without}" if without else "")))
+    return rows
+
+
+def _listed(groups: Iterable[tuple[str, list[float]]]) -> str:
+    return ", ".join(f"{title} {median(ratios):.3f}" for title, ratios in groups)
+
+
+def decode_rows(measurements: list[dict[str, Any]]) -> list[Row]:
+    """One for each shape."""
+    rows = []
+    for shape in dict.fromkeys(m["shape"] for m in measurements):
+        parts = []
+        for batch in dict.fromkeys(m["batch"] for m in measurements if m["shape"] == shape):
+            three, one = (
+                [m for m in measurements if (m["shape"], m["batch"], m["mode"]) == (shape, batch, mode)]
+                for mode in (THREE, ONE)
+            )
+            if three and one:
+                parts.append(_batch(batch, three, one))
+        lengths = [m["mean_accept_length"] for m in measurements if m["shape"] == shape]
+        what = (
+            f"decoding with random weights of the shape {shape} on an {_gpu(measurements[0])}, EAGLE-3 head, accept "
+            f"length {min(lengths):.2f} to {max(lengths):.2f} by chance, contexts of 1,024 to 1,400 tokens"
+        )
+        rows.append((what, "; ".join(parts)))
+    return rows
+
+
+def _batch(batch: int, three: list[dict[str, Any]], one: list[dict[str, Any]]) -> str:
+    def middle(name: str, group: list[dict[str, Any]] = three) -> float:
+        return median(m[name] for m in group)
+
+    step = middle("step_ms")
+    busy = median(m["draft_ms"] + m["verify_ms"] for m in three)
+    said = (
+        f"batch {batch}: {step:.2f} ms a step, {middle('tokens_per_second'):,.0f} tokens/s, {step / busy:.3f} of its "
+        f"kernels and {step / middle('step_ms', one):.3f} of one process"
+    )
+    if batch == 1 and three[0]["verify_floor_ms"]:
+        verify = median(m["verify_ms"] / m["verify_floor_ms"] for m in three)
+        draft = median(m["draft_ms"] / m["draft_floor_ms"] for m in three)
+        said += f", verify {verify:.2f} and draft {draft:.2f} of what reading their bytes takes"
+    return said
+
+
+def peers_rows(results: list[dict[str, Any]]) -> list[Row]:
+    """One for each pair of models."""
+    rows = []
+    for case in dict.fromkeys(result["case"] for result in results):
+        mine = [result for result in results if result["case"] == case]
+        parts = [f"{r['way']} {r['tokens_per_second']:.0f} (accept length {r['mean_accept_length']:.2f})" for r in mine]
+        rows.append(
+            (f"tokens/s of one request on an {mine[0]['hardware']}, {case}, {mine[0]['dtype']}", "; ".join(parts))
+        )
+    return rows
+
+
+def _gpu(measurement: dict[str, Any]) -> str:
+    return str(measurement["host"]).partition(",")[0]
