@@ -41,11 +41,11 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.config import EAGLE3, WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 NUM_DRAFT_TOKENS = 4
 ACCEPT_LENGTH = 3.5
-LEAST_STEPS = 100
+LEAST_STEPS = 80
 """In a repeat, which is as many batches as that takes."""
 SHAPES_DIR = Path("build/shapes")
 LOG_DIR = Path("build/benchmarks")
@@ -110,12 +110,16 @@ def main(
     """Measures decode steps."""
     sizes = [int(batch) for batch in batches.split(",")]
     bandwidth = copy_bandwidth() if device == "cuda" else None
-    measurements = []
-    for name in shapes.split(","):
-        bench = DecodeBenchmark(Setup.named(name), device, sizes, repeats, run_ahead, bandwidth)
-        measurements += asyncio.run(bench.measure())
+    measurements: list[Measurement] = []
+
+    def keep(batch: Sequence[Measurement]) -> None:
+        measurements.extend(batch)
         if json_file is not None:
             json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
+
+    for name in shapes.split(","):
+        bench = DecodeBenchmark(Setup.named(name), device, sizes, repeats, run_ahead, bandwidth)
+        asyncio.run(bench.measure(keep))
     if picture is not None:
         from slipstream.benchmarks.decode_picture import draw
 
@@ -141,9 +145,8 @@ class DecodeBenchmark:
             setup.target, setup.draft, algorithm=EAGLE3, num_draft_tokens=NUM_DRAFT_TOKENS, dtype=dtype
         )
 
-    async def measure(self) -> list[Measurement]:
-        """Both modes live side by side; one at a time works."""
-        measurements = []
+    async def measure(self, keep: Callable[[Sequence[Measurement]], None]) -> None:
+        """Both modes live side by side; one at a time works. `keep` gets each batch's measurements."""
         async with AsyncExitStack() as held:
             three, one = await asyncio.gather(
                 held.enter_async_context(self._three_processes()), held.enter_async_context(self._one_process())
@@ -151,11 +154,12 @@ class DecodeBenchmark:
             for batch in self._batches:
                 for served, mode in ((three, THREE), (one, ONE)):
                     await self._window(served, mode, batch, -1)
+                measurements = []
                 for repeat in range(self._repeats):
                     for served, mode in ((three, THREE), (one, ONE)):
                         measurements.append(await self._window(served, mode, batch, repeat))
                         print(line(measurements[-1]), flush=True)
-        return measurements
+                keep(measurements)
 
     @asynccontextmanager
     async def _three_processes(self) -> AsyncIterator[Served]:

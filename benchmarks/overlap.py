@@ -14,7 +14,6 @@ import hashlib
 import json
 import sys
 import time
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,16 +24,14 @@ from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.overlap_policies import Policy, policies_of
 from slipstream.benchmarks.serving_stack import free_ports
-from slipstream.benchmarks.stack import SCHEDULER
+from slipstream.benchmarks.stack import Primed, Stack
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.scrape import Scrape, scrape
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from slipstream.benchmarks.stack import Stack
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
@@ -44,7 +41,7 @@ STAND_INS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7
 MEASURE_S = {"cpu": 4.0, "cuda": 1.5}
 REPEATS = {"cpu": 5, "cuda": 1}
 """How often the policies take turns."""
-WINDOWS = {"cpu": 1, "cuda": 3}
+WINDOWS = {"cpu": 1, "cuda": 2}
 """How often each is measured at its turn: to start a scheduler on a GPU takes longer than to measure it."""
 PROMPT = "def main():\n"
 LOG_DIR = Path("build/benchmarks")
@@ -89,9 +86,14 @@ def main(
     """Measures the price of a step under each policy."""
     if device not in STAND_INS_MS:
         raise typer.BadParameter(" or ".join(STAND_INS_MS), param_hint="--device")
-    measurements = asyncio.run(_measure_all(device, repeats or REPEATS[device]))
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
+    measurements: list[Measurement] = []
+
+    def keep(group: Sequence[Measurement]) -> None:
+        measurements.extend(group)
+        if json_file is not None:
+            json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
+
+    asyncio.run(_measure_all(device, repeats or REPEATS[device], keep))
     if picture is not None:
         from slipstream.benchmarks.overlap_picture import draw
 
@@ -102,39 +104,63 @@ def main(
         raise SystemExit("the tokens are not the same under every policy")
 
 
-async def _measure_all(device: str, repeats: int) -> list[Measurement]:
-    measurements = []
+async def _measure_all(device: str, repeats: int, keep: Callable[[Sequence[Measurement]], None]) -> None:
+    """`keep` gets the measurements of each group, also of one that failed."""
     policies = policies_of(device)
     for stand_ins in STAND_INS_MS[device]:
         for has_mps in sorted({policy.has_mps for policy in policies}, reverse=True):
             mine = [policy for policy in policies if policy.has_mps == has_mps]
-            async with _workers(device, *stand_ins, has_mps=has_mps) as stack:
-                for repeat in range(repeats):
-                    for policy in mine:
-                        measured = await _measure_policy(stack, device, *stand_ins, policy, repeat)
-                        measurements += measured
-                        print(*map(_line, measured), sep="\n", flush=True)
-    return measurements
+            group: list[Measurement] = []
+            try:
+                async for measured in _measure_group(device, *stand_ins, mine * repeats):
+                    group += measured
+                    print(*map(_line, measured), sep="\n", flush=True)
+            finally:
+                keep(group)
 
 
-@asynccontextmanager
-async def _workers(device: str, draft_ms: float, verify_ms: float, *, has_mps: bool) -> AsyncIterator[Stack]:
-    """Both workers, and once more those that acknowledge what is done."""
-    async with mps_stack(MpsMode.ON if has_mps else MpsMode.OFF, LOG_DIR) as stack:
-        for blocking in (False, True):
-            await _start_workers(stack, device, draft_ms, verify_ms, is_blocking=blocking)
-        yield stack
+async def _measure_group(
+    device: str, draft_ms: float, verify_ms: float, turns: Sequence[Policy]
+) -> AsyncIterator[list[Measurement]]:
+    """Everything that is only imported at first is so before the first measurement."""
+    async with mps_stack(MpsMode.ON if turns[0].has_mps else MpsMode.OFF, LOG_DIR) as stack:
+        async with asyncio.TaskGroup() as starts:
+            for blocking in (False, True):
+                _start_workers(starts, stack, device, draft_ms, verify_ms, is_blocking=blocking)
+            programs = [starts.create_task(PROGRAMS[device](stack, _module(policy))) for policy in turns]
+        for number, (policy, program) in enumerate(zip(turns, programs, strict=True)):
+            repeat = turns[:number].count(policy)
+            yield await _measure_policy(stack, device, draft_ms, verify_ms, policy, repeat, program.result())
 
 
-async def _start_workers(stack: Stack, device: str, draft_ms: float, verify_ms: float, *, is_blocking: bool) -> None:
+def _start_workers(
+    starts: asyncio.TaskGroup, stack: Stack, device: str, draft_ms: float, verify_ms: float, *, is_blocking: bool
+) -> None:
+    """Both workers, or those that acknowledge what is done."""
     for role, model, length_ms in (("draft", standalone_dir(), draft_ms), ("verify", target_dir(), verify_ms)):
         acknowledge = ("--acknowledge-done",) if is_blocking else ()
         stand_in = ("--stand-in-ms", str(length_ms), "--device", device)
-        await stack.worker(role, "--model", str(model), *stand_in, *acknowledge, name=_worker(role, is_blocking))
+        options = ("--model", str(model), *stand_in, *acknowledge)
+        starts.create_task(stack.worker(role, *options, name=_worker(role, is_blocking)))
 
 
-def _scheduler(stack: Stack, device: str, policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The program that orders steps so, and its options."""
+async def _command(_: Stack, module: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", module)
+
+
+PROGRAMS: dict[str, Callable[[Stack, str], Coroutine[None, None, tuple[str, ...] | Primed]]] = {
+    "cpu": _command,
+    "cuda": Stack.primed,
+}
+"""How schedulers start: on a GPU there are few, and what they import takes longer than a measurement."""
+
+
+def _module(policy: Policy) -> str:
+    """Whose entry point orders steps so."""
+    return "slipstream.scheduler.main" if policy.is_served_with else "slipstream.benchmarks.policy_scheduler"
+
+
+def _arguments(stack: Stack, device: str, policy: Policy) -> tuple[str, ...]:
     blocking = policy.is_blocking
     arguments = (
         *("--verify", stack.socket(_worker("verify", blocking)), "--draft", stack.socket(_worker("draft", blocking))),
@@ -142,16 +168,22 @@ def _scheduler(stack: Stack, device: str, policy: Policy) -> tuple[tuple[str, ..
         *("--slots", str(NUM_CLIENTS), "--context-tokens", str(CONTEXT_TOKENS)),
     )
     if not policy.is_served_with:
-        return (sys.executable, "-m", "slipstream.benchmarks.policy_scheduler", policy.name), arguments
+        return (*arguments, policy.name)
     order = ("--dispatch", "acknowledged" if blocking else "together")
-    return SCHEDULER, (*arguments, *order, "--device", device, "--fence", policy.fence)
+    return (*arguments, *order, "--device", device, "--fence", policy.fence)
 
 
 async def _measure_policy(
-    stack: Stack, device: str, draft_ms: float, verify_ms: float, policy: Policy, repeat: int
+    stack: Stack,
+    device: str,
+    draft_ms: float,
+    verify_ms: float,
+    policy: Policy,
+    repeat: int,
+    program: tuple[str, ...] | Primed,
 ) -> list[Measurement]:
     port, metrics_port = free_ports(2)
-    program, arguments = _scheduler(stack, device, policy)
+    arguments = _arguments(stack, device, policy)
     async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port, program=program) as address:
         windows = [await _window(address, metrics_port, MEASURE_S[device]) for _ in range(WINDOWS[device])]
     return [

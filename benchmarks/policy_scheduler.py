@@ -13,7 +13,12 @@ from slipstream.common.logs import CONSOLE, configure_logging
 from slipstream.scheduler.config import SchedulerConfig
 
 
-def main(
+def main() -> None:
+    """Entry point."""
+    typer.run(scheduler)
+
+
+def scheduler(
     policy: Annotated[str, typer.Argument(help="whole_step or main_stream.")],
     verify: Annotated[str, typer.Option()],
     draft: Annotated[str, typer.Option()],
@@ -43,4 +48,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +16,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.benchmarks.child_process import end
+from slipstream.benchmarks.primed_scheduler import PRIMED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 SCRIPTS = Path(sys.executable).parent
 SCHEDULER = (str(SCRIPTS / "slipstream-scheduler"),)
@@ -24,6 +27,20 @@ START_TIMEOUT_S = 120.0
 RETRY_S = 0.05
 CONNECT_OFTEN = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 """As it is, gRPC's pauses grow to seconds while a service starts."""
+
+
+class Primed:
+    """A process that has imported what a scheduler needs, and waits for its arguments. Serves once."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        """Use `Stack.primed`. Its standard input is a pipe."""
+        self.process = process
+
+    async def start(self, arguments: Sequence[str]) -> None:
+        """Lets it run."""
+        assert self.process.stdin is not None, "a pipe"
+        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        await self.process.stdin.drain()
 
 
 class Stack:
@@ -71,35 +88,81 @@ class Stack:
         service = self._service(name, self.socket(name), *command, environment=self._worker_environment)
         await self._held.enter_async_context(service)
 
+    async def primed(self, module: str) -> Primed:
+        """Starts a process that lives as long as the stack, at most; returns it when it has imported everything.
+
+        `module`: whose entry point is a scheduler's, with the same options. See `primed_scheduler`.
+        """
+        return await self._held.enter_async_context(self._primed(module))
+
     @asynccontextmanager
     async def scheduler(
-        self, *arguments: str, port: int, metrics_port: int, program: tuple[str, ...] = SCHEDULER
+        self, *arguments: str, port: int, metrics_port: int, program: tuple[str, ...] | Primed = SCHEDULER
     ) -> AsyncIterator[str]:
         """A scheduler for as long as the context; yields its address when it serves.
 
         `program`: another one that takes the same options.
         """
         address = f"127.0.0.1:{port}"
-        listen = ("--listen", address, "--metrics-port", str(metrics_port))
-        command = (*program, *listen, *arguments)
-        async with self._service("scheduler", address, *command, environment=self._scheduler_environment):
+        options = ("--listen", address, "--metrics-port", str(metrics_port), *arguments)
+        if isinstance(program, Primed):
+            service = _started(program, address, options)
+        else:
+            service = self._service("scheduler", address, *program, *options, environment=self._scheduler_environment)
+        async with service:
             yield address
+
+    @asynccontextmanager
+    async def _primed(self, module: str) -> AsyncIterator[Primed]:
+        command = (sys.executable, "-P", "-m", "slipstream.benchmarks.primed_scheduler", module)
+        process = self._process("scheduler", *command, environment=self._scheduler_environment, is_primed=True)
+        async with process as primed:
+            await _until_primed(primed)
+            yield Primed(primed)
 
     @asynccontextmanager
     async def _service(
         self, name: str, address: str, *command: str, environment: Mapping[str, str]
     ) -> AsyncIterator[None]:
-        log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=log, stderr=log, env={**os.environ, **environment}
-        )
-        try:
+        async with self._process(name, *command, environment=environment) as process:
             await _until_serving(name, process, address)
             yield
+
+    @asynccontextmanager
+    async def _process(
+        self, name: str, *command: str, environment: Mapping[str, str], is_primed: bool = False
+    ) -> AsyncIterator[asyncio.subprocess.Process]:
+        """`is_primed`: its standard input and output are pipes."""
+        log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
+        pipes = (PIPE, PIPE) if is_primed else (None, log)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipes[0], stdout=pipes[1], stderr=log, env={**os.environ, **environment}
+        )
+        try:
+            yield process
         finally:
             await end(process)
             if log is not None:
                 log.close()
+
+
+@asynccontextmanager
+async def _started(primed: Primed, address: str, arguments: Sequence[str]) -> AsyncIterator[None]:
+    try:
+        await primed.start(arguments)
+        await _until_serving("scheduler", primed.process, address)
+        yield
+    finally:
+        await end(primed.process)
+
+
+async def _until_primed(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None, "a pipe"
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while line := await process.stdout.readline():
+            if line.decode().strip() == PRIMED:
+                return
+        raise RuntimeError(f"a scheduler ended with status {await process.wait()} before it was primed")
 
 
 async def _until_serving(name: str, process: asyncio.subprocess.Process, address: str) -> None:
