@@ -63,7 +63,7 @@ def decode_rows(measurements: list[dict[str, Any]]) -> list[Row]:
 
 def _batch(batch: int, three: list[dict[str, Any]], one: list[dict[str, Any]]) -> str:
     def middle(name: str, group: list[dict[str, Any]] = three) -> float:
-        return median(m[name] for m in group)
+        return float(median(m[name] for m in group))
 
     step = middle("step_ms")
     busy = median(m["draft_ms"] + m["verify_ms"] for m in three)
