@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,16 +14,16 @@ if TYPE_CHECKING:
 
 
 MESSAGE_S = 0.001
-"""Between messages, of all streams together. One costs 0.1 to 0.2 ms of the interpreter's time, which the step loop
-needs, too."""
+"""Between messages on average, of all streams together. One costs 0.1 to 0.2 ms of the interpreter's time, which the
+step loop needs, too."""
 
 
 class DeliveryBox:
-    """Hands over what came for one job after the other, in turns.
+    """Hands over at once, but not more often than every interval: steps may be faster than messages should be.
 
-    Steps may be faster than messages should be: a message to each of dozens of streams costs more than a short step. So
-    each job has its turn once an interval, or less often where there are many. What somebody waits for, the first
-    tokens of a job and its end, is handed over at once.
+    The more jobs a bundle is for, the longer until the next: a message to each of dozens of streams costs more than a
+    short step. Steps that are longer than that are handed over one by one, without delay. What somebody waits for,
+    the first tokens of a job and its end, is never kept back.
     """
 
     def __init__(
@@ -39,9 +38,7 @@ class DeliveryBox:
         self._urgent: dict[Job, None] = {}
         self._is_woken = False
         self._timer: asyncio.TimerHandle | None = None
-        self._turns: dict[Job, float] = {}
-        """When each job had its last one."""
-        self._last_turn = -inf
+        self._next_at = 0.0
 
     def put(self, deliveries: list[Delivery]) -> None:
         """Adds deliveries, from the thread that counts the jobs' tokens; the order of each job's stays."""
@@ -63,32 +60,15 @@ class DeliveryBox:
             self._is_woken = False
             urgent = [delivery for job in self._urgent for delivery in self._box.pop(job)]
             self._urgent.clear()
-            self._plan_turn()
-        for job, progress in urgent:
-            if progress.is_last:
-                self._turns.pop(job, None)
+            if self._box and self._timer is None:
+                self._timer = self._loop.call_at(self._next_at, self._hand_over)
         if urgent:
             self._receive(urgent)
 
-    def _turn(self) -> None:
-        """For the job that waits longest."""
-        now = self._loop.time()
+    def _hand_over(self) -> None:
         with self._lock:
+            box, self._box = self._box, {}
+            self._urgent.clear()
             self._timer = None
-            if not self._box:
-                return
-            job = next(iter(self._box))
-            deliveries = self._box.pop(job)
-            self._urgent.pop(job, None)
-            self._last_turn = now
-            self._plan_turn()
-        if deliveries[-1][1].is_last:
-            self._turns.pop(job, None)
-        else:
-            self._turns[job] = now
-        self._receive(deliveries)
-
-    def _plan_turn(self) -> None:
-        if self._box and self._timer is None:
-            own = self._turns.get(next(iter(self._box)), -inf) + self._interval_s
-            self._timer = self._loop.call_at(max(self._last_turn + MESSAGE_S, own), self._turn)
+        self._next_at = self._loop.time() + max(self._interval_s, MESSAGE_S * len(box))
+        self._receive([delivery for deliveries in box.values() for delivery in deliveries])

@@ -21,7 +21,8 @@ GROWTH = 0.04
 """The next nap as a part of the time waited so far: what took long may be seen a little later."""
 RHYTHM = 4
 MARGIN = 0.04
-"""Of an interval: how long before the end that is expected the looks begin. Each takes 10 us of a core."""
+LEAST_MARGIN_S = 0.0001
+"""Of an interval, and at least: how long before its expected end the looks begin. Each takes 10 us of a core."""
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None)
@@ -70,4 +71,5 @@ class Rhythm:
         """No look is worth while before this time: a bit before the shortest of the last intervals is over."""
         if self._last is None or not self._intervals:
             return now
-        return max(now, self._last + (1 - MARGIN) * min(self._intervals))
+        interval = min(self._intervals)
+        return max(now, self._last + interval - max(MARGIN * interval, LEAST_MARGIN_S))
