@@ -64,26 +64,32 @@ def table() -> str:
 
 def _step_check(name: str) -> tuple[str, str, str]:
     found = _load(name)
-    parts = []
-    for part in found["parts"]:
-        if not part["delays"]:
-            continue
-        clock, delay_us = part["clocks"][0], found["delay_us"]
-        own = [check["median"]["bubble_us"][check["delay"]["edge"]] for check in part["delays"]]
+    parts = [_checked_part(part) for part in found["parts"] if part["delays"]]
+    gpu = "" if found["device"] == "cpu" else f" on an {found['host'].partition(',')[0]}"
+    what = (
+        f"step metrics against the host's clock, and {found['delay_us']:g} us put at each edge in turn{gpu}: what "
+        "shows there, and the most that shows at another"
+    )
+    return what, "; ".join(parts), _source("step_check", name)
+
+
+def _checked_part(part: dict[str, Any]) -> str:
+    clock = part["clocks"][0]
+    said = (
+        f"{part['name']}: sum over {clock['num_steps']:,} steps {clock['step_s'] / clock['clock_s']:.5f} of the clock's"
+    )
+    for run_ahead, where in ((1, "between streams"), (0, "a host that sends late, run-ahead 0")):
+        checks = [check for check in part["delays"] if check["delay"]["run_ahead"] == run_ahead]
+        own = [check["median"]["bubble_us"][check["delay"]["edge"]] for check in checks]
         others = [
             abs(grown)
-            for check in part["delays"]
+            for check in checks
             for edge, grown in check["median"]["bubble_us"].items()
             if edge != check["delay"]["edge"]
         ]
-        parts.append(
-            f"{part['name']}: sum over {clock['num_steps']:,} steps {clock['step_s'] / clock['clock_s']:.5f} of the "
-            f"clock's; {delay_us:g} us put at an edge show there as {min(own):.0f} to {max(own):.0f} us, at any other "
-            f"as {max(others):.0f} at most"
-        )
-    gpu = "" if found["device"] == "cpu" else f" on an {found['host'].partition(',')[0]}"
-    what = f"step metrics against the host's clock, and a delay at each edge in turn{gpu}"
-    return what, "; ".join(parts), _source("step_check", name)
+        if checks:
+            said += f", {where} {min(own):.0f} to {max(own):.0f} us and {max(others):.0f}"
+    return said
 
 
 def _measuring(cost: dict[str, Any]) -> tuple[str, str, str]:
