@@ -18,21 +18,18 @@ import torch
 from slipstream.common.access_log import LogOp
 from slipstream.common.buffers import BufferName
 from slipstream.common.captured_step import CapturedStep
-from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import (
-    ConfigError,
     DeadlineExceededError,
     DeviceError,
     FailedPreconditionError,
     InvalidArgumentError,
-    MismatchError,
     OutOfMemoryError,
     StaleEpochError,
 )
 from slipstream.common.flight_recorder import FlightRecorder, Site
 from slipstream.common.future_map import FutureMap
 from slipstream.common.step import FenceName, Role
-from slipstream.common.worker_contract import PROTOCOL_VERSION
+from slipstream.services.attachment_check import check_attachment
 from slipstream.services.graphed_step import GraphedStep
 from slipstream.services.graphs import CudaCapture, HostCapture
 from slipstream.services.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
 
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Arena, Device, Fence, Stream
-    from slipstream.common.future_map import FutureMapShape
     from slipstream.common.step import FencePoint, SlotUpdate, StepCommand
     from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.staging import Staging
@@ -164,7 +160,7 @@ class Engine:
     def _attach(self, attachment: Attachment) -> None:
         if self._state is not None:
             raise FailedPreconditionError(f"attached in epoch {self._state.attachment.epoch}: drain it first")
-        self._check_fit(attachment)
+        check_attachment(attachment, self.description, self.last_epoch)
         arena = self._device.open_arena(attachment.manifest)
         try:
             fences = {name: arena.fence(name) for name in FenceName}
@@ -353,29 +349,6 @@ class Engine:
             stamp_start=partial(self._device.stamp_row, self._stream, start, staging.ring_row),
             stamp_end=partial(self._device.stamp_row, self._stream, end, staging.ring_row),
         )
-
-    def _check_fit(self, attachment: Attachment) -> None:
-        if attachment.protocol_version != PROTOCOL_VERSION:
-            given = attachment.protocol_version
-            raise MismatchError([f"protocol version: scheduler has {given}, this worker has {PROTOCOL_VERSION}"])
-        if attachment.epoch <= self.last_epoch:
-            raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {self.last_epoch} before")
-        if attachment.peer is not None:
-            self.description.check_fits(attachment.peer)
-        if self.description.role is Role.DRAFT and not attachment.shape.num_draft_tokens:
-            raise ConfigError("attach.num_draft_tokens", 0, "at least 1, for a draft")
-        self._check_hidden(attachment.shape)
-        longest = self.description.max_context_tokens
-        if attachment.context_tokens > longest:
-            given = attachment.context_tokens
-            raise MismatchError([f"context: scheduler has {given} tokens, this model was made for {longest}"])
-
-    def _check_hidden(self, shape: FutureMapShape) -> None:
-        own, width = self.description, shape.hidden_width
-        if own.role is Role.DRAFT and width != own.hidden_width:
-            raise MismatchError([f"width of the hidden states: arena has {width}, draft reads {own.hidden_width}"])
-        if width and shape.hidden_dtype is not DTYPES.get(own.dtype):
-            raise MismatchError([f"dtype of the hidden states: arena has {shape.hidden_dtype}, model has {own.dtype}"])
 
     def _epoch_of(self, command: StepCommand) -> EpochState:
         if self._stream.failure is not None:
