@@ -135,7 +135,10 @@ def up(
         int, typer.Option(metavar="N", help="Prompt tokens in one prefill step at most.")
     ] = UpConfig.chunk_tokens,
     stream_interval_ms: Annotated[
-        float, typer.Option(metavar="MS", help="A client gets a message at most this often.")
+        float,
+        typer.Option(
+            metavar="MS", help="A client gets a message at most this often, and all together one a millisecond."
+        ),
     ] = UpConfig.stream_interval_ms,
     kept_jobs: Annotated[
         int, typer.Option(metavar="N", help="Jobs that are kept after their end, to be watched and asked after.")

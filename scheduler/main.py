@@ -50,7 +50,7 @@ def scheduler(
     ] = SchedulerConfig.chunk_tokens,
     queue: Annotated[int, typer.Option(help="Requests that may wait for a slot.")] = SchedulerConfig.queue,
     stream_interval_ms: Annotated[
-        float, typer.Option(help="A client gets a message at most this often.")
+        float, typer.Option(help="A client gets a message at most this often, and all together one a millisecond.")
     ] = SchedulerConfig.stream_interval_ms,
     kept_jobs: Annotated[
         int, typer.Option(help="Jobs that are kept after their end, to be watched and asked after.")
