@@ -82,5 +82,5 @@ class LanguageModel:
 def warm_up_widths(state: EpochState, device: torch.device) -> list[int]:
     """Of steps and prompts, as far as different code runs for them."""
     shape = state.attachment.shape
-    prompts = (16,) if device.type == "cpu" else (16, 64, 300, shape.chunk_tokens)
+    prompts = (16,) if device.type == "cpu" else (16, 32, 64, 300, shape.chunk_tokens)
     return sorted({1, shape.num_draft_tokens + 1, *(min(width, shape.chunk_tokens) for width in prompts)})
