@@ -14,10 +14,11 @@ from slipstream.common.unknown_fields import reject_unknown_fields
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from slipstream.common.device.clock import ClockSample
-    from slipstream.common.trace import HostRecords
+    from slipstream.common.flight_recorder import Record
+    from slipstream.common.trace import HostRecords, TracedStep
     from slipstream.common.worker_contract import WorkerDescription
     from slipstream.scheduler.epoch import Epoch
     from slipstream.scheduler.step_recorder import StepRecorder
@@ -49,10 +50,14 @@ async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
     first = recorder.last_sent + 1
     last = first + asked.steps - 1
     await _until_complete(recorder, last, asked.wait_ms / 1000)
-    if not recorder.steps(first, last):
+    steps = recorder.steps(first, last)
+    if not steps:
         raise DeadlineExceededError(f"no step was complete within {asked.wait_ms / 1000:g} s: ask while requests run")
+    # Now, as the workers take their time to answer, and the rings go on.
+    host = recorder.host_records(first)
+    streams = {role: recorder.stream_records(role, first) for role in _attached(epoch)}
     after = await asyncio.to_thread(_Look.take, epoch, first)
-    return _put_together(epoch, first, last, after.answers, (before.clock, after.clock))
+    return _put_together(epoch, steps, host, streams, after.answers, (before.clock, after.clock))
 
 
 async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
@@ -80,19 +85,24 @@ async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> N
 
 
 def _put_together(
-    epoch: Epoch, first: int, last: int, answers: dict[Role, HostRecords | None], samples: tuple[ClockSample, ...]
+    epoch: Epoch,
+    steps: list[TracedStep],
+    host: list[Record],
+    streams: dict[Role, list[Record]],
+    answers: dict[Role, HostRecords | None],
+    samples: tuple[ClockSample, ...],
 ) -> Trace:
-    recorder, workers = epoch.recorder, epoch.workers
-    steps = recorder.steps(first, last)
+    workers = epoch.workers
     numbers = {step.step for step in steps}
-    host = [record for record in recorder.host_records(first) if record.step in numbers]
-    processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=tuple(host))]
+
+    def traced(records: Iterable[Record]) -> tuple[Record, ...]:
+        return tuple(record for record in records if record.step in numbers)
+
+    processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=traced(host))]
     for role, worker in _attached(epoch).items():
         answer = answers[role]
-        records = [*recorder.stream_records(role, first), *(() if answer is None else answer.records)]
-        records = [record for record in records if record.step in numbers]
-        process = TracedProcess(name=role.value, pid=worker.pid, model=worker.model, records=tuple(records))
-        processes.append(process)
+        records = traced([*streams[role], *(() if answer is None else answer.records)])
+        processes.append(TracedProcess(name=role.value, pid=worker.pid, model=worker.model, records=records))
     return Trace(
         epoch=epoch.number,
         device=workers.verify.device,

@@ -141,6 +141,12 @@ class WorkerLink:
             # A drafter need not have any; and without those of one worker a trace is worth having.
             logger.info("no records of the %s service: %s", self.role.value, error_from_rpc(error))
             return None
+        except asyncio.CancelledError:
+            # A channel that is closed meanwhile says so, too.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return None
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:

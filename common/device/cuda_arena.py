@@ -135,6 +135,8 @@ def _exported(ring: EventRing) -> tuple[bytes, ...]:
     try:
         return ring.export()
     except DeviceError as error:
+        if error.is_lasting:
+            raise
         accepted = f"timeline, or device cpu: this driver cannot share events between processes ({error})"
         raise ConfigError("fence", event_fence.KIND, accepted) from error
 

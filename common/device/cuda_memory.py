@@ -75,6 +75,8 @@ class CudaMemory:
         try:
             handle = bytes(driver.call(cu.cuIpcGetMemHandle, self.address).reserved)
         except DeviceError as error:
+            if error.is_lasting:
+                raise
             raise ConfigError(
                 "device", "cuda", f"cpu here: this driver cannot share memory between processes ({error})"
             ) from error

@@ -34,7 +34,9 @@ class Running:
     def __init__(self, *arguments: str) -> None:
         """Starts it; its output goes to files, so that it never waits for us to read."""
         self._files = (TemporaryFile(), TemporaryFile())  # noqa: SIM115 — closed by `end`
-        self._process = subprocess.Popen((*COMMAND, *arguments), stdout=self._files[0], stderr=self._files[1])
+        # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
+        command = ("env", "--default-signal=INT", *COMMAND, *arguments)
+        self._process = subprocess.Popen(command, stdout=self._files[0], stderr=self._files[1])
 
     @property
     def has_ended(self) -> bool:

@@ -175,7 +175,8 @@ def attend_kernel(
 
     own_pages = page_table + row * table_width
     rows = key_rows(own_pages, begin + tl.arange(0, BLOCK_N), stop, num_pages, PAGE_SIZE)
-    # So far nothing was read that the kernel before writes: it keeps the batch's keys, and rotates its queries.
+    # So far nothing was read that an overlapping kernel writes: what says who is where is there before the first of
+    # a forward, which follows a kernel that does not overlap.
     wait_for_previous(OVERLAPS)
 
     d = tl.arange(0, BLOCK_D)

@@ -24,8 +24,9 @@ def num_multiprocessors(device: torch.device) -> int:
 def overlapping(device: torch.device) -> Mapping[str, Any]:
     """Options of a launch whose kernel waits by itself for the one before it (programmatic dependent launch).
 
-    Such a kernel may be launched while the one before it still runs, which hides the cost of the launch. It must
-    call `wait_for_previous` in every program before it touches memory that another kernel writes or reads.
+    Such a kernel may be launched while those before it still run, back to the last that does not overlap, which hides
+    the cost of the launch. It must call `wait_for_previous` in every program before it touches memory that one of
+    those writes, and before it writes what one of them reads.
     """
     return _overlapping(device.index) if device.type == "cuda" else {"OVERLAPS": False}
 

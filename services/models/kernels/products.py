@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 64
 """With more rows cuBLAS is faster."""
-_ELEMENT_SIZES = (2,)
-"""In bytes. Products in float32 stay with cuBLAS, which is as exact as the CPU's."""
+_DTYPES = (torch.bfloat16,)
+"""Float32 stays with cuBLAS, which is as exact as the CPU; in float16 a row times a norm's weight may overflow."""
+_LEAST_SHARED_MEMORY = 200 << 10
+"""Bytes of a program that the largest tiles take."""
 _MULTIPROCESSORS = 132
 """Of the GPU that the tiles were measured on; the same tiles everywhere, so that results are."""
 _WARPS = 4
@@ -36,14 +39,22 @@ class Scaled:
 
 def has_few_rows(x: torch.Tensor) -> bool:
     """Whether `product` is the fastest way for [N, size]."""
-    return 0 < len(x) <= MOST_ROWS and x.element_size() in _ELEMENT_SIZES
+    return 0 < len(x) <= MOST_ROWS and x.dtype in _DTYPES and _has_room_for_tiles(x.device)
+
+
+@cache
+def _has_room_for_tiles(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= _LEAST_SHARED_MEMORY
 
 
 def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
     """`layer(x)` of [..., size] by whichever way is fastest."""
     rows = x.reshape(-1, x.shape[-1])
     result: torch.Tensor = product(rows.contiguous(), layer) if has_few_rows(rows) else layer(rows)
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def product(x: torch.Tensor | Scaled, layer: Linear, *, is_gated: bool = False) -> torch.Tensor:

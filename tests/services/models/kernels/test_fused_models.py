@@ -73,7 +73,7 @@ def _unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[True, False], ids=["few rows", "many rows"])
 def has_few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Either way of multiplying, in float32, where numbers tell."""
-    monkeypatch.setattr(products, "_ELEMENT_SIZES", (4,) if request.param else ())
+    monkeypatch.setattr(products, "_DTYPES", (torch.float32,) if request.param else ())
 
 
 @pytest.mark.usefixtures("has_few_rows")

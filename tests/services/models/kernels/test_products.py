@@ -82,6 +82,7 @@ def test_what_is_more_or_exact_is_not_for_it() -> None:
     few = torch.zeros(MOST_ROWS, 8, dtype=torch.bfloat16)
     assert has_few_rows(few)
     assert not has_few_rows(few.float())
+    assert not has_few_rows(few.half())
     assert not has_few_rows(torch.zeros(MOST_ROWS + 1, 8, dtype=torch.bfloat16))
     assert not has_few_rows(few[:0])
 
