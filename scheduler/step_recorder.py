@@ -1,6 +1,6 @@
 """What the scheduler knows of the last steps: how they were ordered, what its loop did, what the workers stamped.
 
-Kept all the time, for a few hundred nanoseconds a step: whoever wants to see steps need not switch anything on, and
+Kept all the time, as a handful of tuples a step: whoever wants to see steps need not switch anything on, and
 sees those that nobody slowed down by looking.
 """
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.step import FenceOps, StepKind
     from slipstream.scheduler.batch import Step
-
-Interval = tuple[int, int]
+    from slipstream.scheduler.step_timings import Interval
 
 _KEPT_STEPS = MAX_STEPS + 64
 

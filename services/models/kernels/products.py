@@ -143,8 +143,8 @@ def _tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
         tile = {16: _Tile(16, 32, 128, 5, 512), 32: _Tile(32, 64, 128, 3), 64: _Tile(64, 64, 64, 4, 256)}[block_m]
     elif is_narrow:
         block_n = 32 if columns > 16 * _MULTIPROCESSORS else 16
-        deep = block_m == 16 and size >= 8192
-        tile = _Tile(block_m, block_n, 512 if deep else 256, 4 if deep or block_m == 64 else 5)
+        is_deep = block_m == 16 and size >= 8192
+        tile = _Tile(block_m, block_n, 512 if is_deep else 256, 4 if is_deep or block_m == 64 else 5)
     else:
         tile = _Tile(block_m, 64, 128, 5)
     block_k = min(tile.block_k, max(16, 1 << (size - 1).bit_length()))
