@@ -23,6 +23,6 @@ attention. With more, cuBLAS has them.
 
 Tried on an H200 with the shapes of an 8B model, 5 tokens a row: a forward takes less than with cuBLAS's products, a
 little for one row and more for eight. It takes less, too, when a kernel lets the one behind it be launched before it
-waits for the one ahead. Asking for a whole weight during attention gains nothing, as attention's tiles leave no room for
-the product's programs. torch.compile makes norms and SwiGLU as fast as these and not faster.
+waits for the one ahead. Asking for a whole weight during attention gains nothing, as attention's tiles leave no room
+for the product's programs. torch.compile makes norms and SwiGLU as fast as these and not faster.
 """
