@@ -1,7 +1,7 @@
 """A process that uses another one's arena as it is told on its standard input, line by line.
 
     open MANIFEST           the manifest in hex; answers "opened" or the error
-    close                   views are kept with `keep NAME`
+    close                   answers "unmapped", or "mapped" while views are kept with `keep NAME`
     keep NAME
     fill NAME VALUE         stream work, like all up to `stamp`
     copy NAME INDEX         the first element of NAME into "seen" at INDEX
@@ -19,6 +19,7 @@ Each line is answered when it is enqueued, or done.
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,8 +52,7 @@ class GpuUser:
                 self.arena = self.device.open_arena(manifest_from_pb(pb.Manifest.FromString(bytes.fromhex(manifest))))
                 return "opened"
             case ["close"]:
-                self._arena.close()
-                self.arena = None
+                return self._close()
             case ["keep", name]:
                 self.kept.append(self._arena.tensor(name))
             case ["fill", name, value]:
@@ -85,6 +85,13 @@ class GpuUser:
     def _arena(self) -> CudaArena:
         assert self.arena is not None, "open comes first"
         return self.arena
+
+    def _close(self) -> str:
+        assert self._arena.memory is not None, "it is open"
+        memory = weakref.ref(self._arena.memory)
+        self._arena.close()
+        self.arena = None
+        return "unmapped" if memory() is None else "mapped"
 
     def _fill(self, name: str, value: float) -> None:
         tensor = self._arena.tensor(name)

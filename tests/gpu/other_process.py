@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Pair: TypeAlias = "tuple[OtherProcess, OtherProcess]"
 
+GONE_TIMEOUT_S = 20.0
+
 _SCRIPT = Path(__file__).with_name("gpu_user.py")
 
 
@@ -69,15 +71,9 @@ class OtherProcess:
         return [float(number) for number in self.tell(f"read {name}").split()]
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """SIGKILL; returns when it is gone, and raises if it stays."""
         self._process.kill()
-        self._process.wait()
-
-    def end(self, timeout_s: float) -> int:
-        """Ends its input; returns its status when it is gone."""
-        assert self._process.stdin is not None, "a pipe was asked for"
-        self._process.stdin.close()
-        return self._process.wait(timeout_s)
+        self._process.wait(GONE_TIMEOUT_S)
 
     def _answer(self) -> str:
         assert self._process.stdout is not None, "a pipe was asked for"
