@@ -122,6 +122,8 @@ def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> S
 
 def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits) -> frozenset[int]:
     field = "sampling_params.stop_token_ids"
+    if len(params.stop_token_ids) > MAX_LISTED_IDS:
+        raise InvalidArgumentError(field, f"{len(params.stop_token_ids)} token ids", f"at most {MAX_LISTED_IDS}")
     check_ids(params.stop_token_ids, limits.vocab_size, field)
     given = frozenset(params.stop_token_ids)
     if not params.ignore_eos:

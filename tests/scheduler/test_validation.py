@@ -252,7 +252,9 @@ def test_samples_differ_in_their_seeds() -> None:
         ("stop[0]", {"stop": ["a" * 257]}),
         ("min_new_tokens", {"min_new_tokens": 257}),
         ("min_new_tokens", {"min_new_tokens": 3, "max_new_tokens": 2}),
-        ("min_new_tokens", {"min_new_tokens": 1, "stop_token_ids": list(range(300))}),
+        ("min_new_tokens", {"min_new_tokens": 1, "stop_token_ids": list(range(3, 259))}),
+        ("stop_token_ids", {"stop_token_ids": list(range(257))}),
+        ("stop_token_ids", {"stop_token_ids": [9] * 257}),
         ("top_logprobs", {"top_logprobs": 1}),
         ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
         ("repetition_penalty", {"repetition_penalty": 0}),
@@ -267,6 +269,10 @@ def test_samples_differ_in_their_seeds() -> None:
 )
 def test_more_that_cannot_be_honoured(field: str, params: dict[str, Any]) -> None:
     assert refusal(request_of(**params)) == f"sampling_params.{field}"
+
+
+def test_as_many_stop_tokens_as_may_be_listed() -> None:
+    assert len(parse_all(request_of(ignore_eos=True, stop_token_ids=range(3, 259))).samples[0].stop_token_ids) == 256
 
 
 def test_the_longest_stop_string_is_counted_in_characters() -> None:
