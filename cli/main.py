@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.cli import request_options as of_request  # noqa: TC001 — as above
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
 from slipstream.cli.up_config import DEFAULT_SERVER, METRICS_PORT, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
@@ -198,52 +199,23 @@ def up(
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
     server: ServerOption = DEFAULT_SERVER,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="PROMPT is what a user says: apply the model's chat template.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens to generate at most.  [default: the server's]")
-    ] = None,
-    min_new_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens before which nothing else ends the output.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="0 takes the likeliest token; above, tokens are sampled.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="S", help="The same seed gives the same tokens.  [default: drawn]")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens that sum to P.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Sample from tokens P times as likely as the likeliest.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(metavar="P", help="Above 1, tokens that are there already become less likely.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(metavar="P", help="Less likely by this for each time that the output has a token.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(metavar="P", help="Less likely by this, once, if the output has a token.")
-    ] = None,
-    n: Annotated[
-        int | None, typer.Option("--n", metavar="N", help="Outputs for the prompt, each with a seed of its own.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="A text that ends the output; may be repeated.")
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="A token that ends the output; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.")] = False,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Use no drafts.")] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="With --json: each token's log-probability, and those of the N likeliest."),
-    ] = None,
+    chat: of_request.Chat = False,
+    max_new_tokens: of_request.MaxNewTokens = None,
+    min_new_tokens: of_request.MinNewTokens = None,
+    temperature: of_request.Temperature = None,
+    seed: of_request.Seed = None,
+    top_k: of_request.TopK = None,
+    top_p: of_request.TopP = None,
+    min_p: of_request.MinP = None,
+    repetition_penalty: of_request.RepetitionPenalty = None,
+    frequency_penalty: of_request.FrequencyPenalty = None,
+    presence_penalty: of_request.PresencePenalty = None,
+    n: of_request.Samples = None,
+    stop: of_request.Stop = None,
+    stop_token_id: of_request.StopTokenId = None,
+    ignore_eos: of_request.IgnoreEos = False,
+    no_speculation: of_request.NoSpeculation = False,
+    logprobs: of_request.Logprobs = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON line for each output at the end: text, token ids, a report.")
     ] = False,
