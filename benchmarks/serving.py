@@ -161,6 +161,13 @@ async def _run(
     )
 
 
+def _beyond_warm_up(seconds: float) -> float:
+    """Raises BadParameter, to which typer adds the option's name."""
+    if not seconds > Plan.warm_up_s:
+        raise typer.BadParameter(f"more than {Plan.warm_up_s:g}, which are for warming up and do not count")
+    return seconds
+
+
 def main(
     device: DeviceOption = "cpu",
     target: TargetOption = None,
@@ -168,8 +175,12 @@ def main(
     eagle3: Eagle3Option = None,
     algorithms: Annotated[str, typer.Option(help="What drafts: some of none,standalone,eagle3.")] = "none,standalone",
     fractions: Annotated[str, typer.Option(help="Rates, as fractions of the capacity.")] = "0.2,0.4,0.6,0.8,1.0,1.25",
-    seconds: Annotated[float, typer.Option(help="In which requests come, at each rate.")] = Plan.seconds,
-    capacity_seconds: Annotated[float, typer.Option(help="For the capacity of each.")] = Plan.capacity_seconds,
+    seconds: Annotated[
+        float, typer.Option(help="In which requests come, at each rate.", callback=_beyond_warm_up)
+    ] = Plan.seconds,
+    capacity_seconds: Annotated[
+        float, typer.Option(help="For the capacity of each.", callback=_beyond_warm_up)
+    ] = Plan.capacity_seconds,
     length_scale: Annotated[float, typer.Option(help="Times ShareGPT's mean lengths.")] = 0.25,
     context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Lengths.context_tokens,
     slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = Plan.slots,
