@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.scheduler.batch import Delivery
-    from slipstream.scheduler.jobs import Job
+    from slipstream.scheduler.jobs import Job, Progress
 
+Bundle = dict["Job", list["Progress"]]
+"""What steps brought each job, in order."""
 
 MESSAGE_S = 0.001
 """Between messages on average, of all streams together. One costs 0.1 to 0.2 ms of the interpreter's time, which the
@@ -26,15 +28,13 @@ class DeliveryBox:
     the first tokens of a job and its end, is never kept back.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, interval_s: float, receive: Callable[[list[Delivery]], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float, receive: Callable[[Bundle], None]) -> None:
         """`receive` is called on `loop`."""
         self._loop = loop
         self._interval_s = interval_s
         self._receive = receive
         self._lock = threading.Lock()
-        self._box: dict[Job, list[Delivery]] = {}
+        self._box: Bundle = {}
         self._urgent: dict[Job, None] = {}
         self._is_woken = False
         self._timer: asyncio.TimerHandle | None = None
@@ -45,10 +45,15 @@ class DeliveryBox:
         if not deliveries:
             return
         with self._lock:
-            for delivery in deliveries:
-                job, progress = delivery
-                self._box.setdefault(job, []).append(delivery)
-                if progress.is_last or job.counts.num_output_tokens == len(progress.token_ids):
+            box = self._box
+            for job, progress in deliveries:
+                if job in box:
+                    box[job].append(progress)
+                    is_urgent = progress.is_last
+                else:
+                    box[job] = [progress]
+                    is_urgent = progress.is_last or job.counts.num_output_tokens == len(progress.token_ids)
+                if is_urgent:
                     self._urgent[job] = None
             if self._is_woken or (self._timer is not None and not self._urgent):
                 return
@@ -58,10 +63,14 @@ class DeliveryBox:
     def _wake(self) -> None:
         with self._lock:
             self._is_woken = False
-            urgent = [delivery for job in self._urgent for delivery in self._box.pop(job)]
+            urgent = {job: self._box.pop(job) for job in self._urgent}
             self._urgent.clear()
             if self._box and self._timer is None:
                 self._timer = self._loop.call_at(self._next_at, self._hand_over)
+            elif not self._box and self._timer is not None:
+                # Nobody's turn would be an interval that somebody has to wait.
+                self._timer.cancel()
+                self._timer = None
         if urgent:
             self._receive(urgent)
 
@@ -71,4 +80,4 @@ class DeliveryBox:
             self._urgent.clear()
             self._timer = None
         self._next_at = self._loop.time() + max(self._interval_s, MESSAGE_S * len(box))
-        self._receive([delivery for deliveries in box.values() for delivery in deliveries])
+        self._receive(box)

@@ -37,8 +37,33 @@ class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; empty for a special token."""
 
+    def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text that became certain with these tokens, and how many code points of it with each of them."""
+
     def finish(self) -> str:
         """The rest, U+FFFD in place of bytes that are no character."""
+
+
+class KnownTexts(dict[int, str | None]):
+    """What each token adds to a text, whatever is before and behind it; None if that depends. Fills up as it is asked.
+
+    `add` looks many tokens up at the price of one: nothing in it is a step of the interpreter's for each.
+    """
+
+    def __init__(self, text_of: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._text_of = text_of
+
+    def __missing__(self, token_id: int) -> str | None:
+        return self.setdefault(token_id, self._text_of(token_id))
+
+    def join(self, token_ids: Sequence[int]) -> tuple[str, list[int]] | None:
+        """The text of tokens, and each one's length; None if one of them is not known."""
+        texts: list[Any] = list(map(self.__getitem__, token_ids))
+        try:
+            return "".join(texts), list(map(len, texts))
+        except TypeError:
+            return None
 
 
 class Vocabulary:
@@ -52,6 +77,10 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str | None] = {}
         self._texts: dict[int, tuple[str, str]] = {}
+        self.whole_characters = KnownTexts(self._whole_characters)
+        """Of a byte-level vocabulary: tokens that neither begin nor end within a character."""
+        self.inner_pieces = KnownTexts(self._inner_piece)
+        """Of a vocabulary of pieces: what is no single byte, behind the first piece."""
 
     def new_detokenizer(self) -> Detokenizer:
         """For a job that begins."""
@@ -103,6 +132,18 @@ class Vocabulary:
         """The text that pieces add to what was before them."""
         return self.join(["a", *pieces])[len(self.join(["a"])) :]
 
+    def _whole_characters(self, token_id: int) -> str | None:
+        try:
+            return self.bytes_of(token_id).decode()
+        except UnicodeDecodeError:
+            return None
+
+    def _inner_piece(self, token_id: int) -> str | None:
+        piece = self.piece(token_id)
+        if piece is None:
+            return ""
+        return None if _BYTE_PIECE.fullmatch(piece) else self.texts_of(token_id, piece)[1]
+
     def _special_tokens(self) -> frozenset[str]:
         if self._backend is None:
             return frozenset()
@@ -115,11 +156,20 @@ class ByteLevelDetokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes_of = vocabulary.bytes_of
+        self._known = vocabulary.whole_characters
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_within_character = False
 
     def push(self, token_id: int) -> str:
         """See `Detokenizer`."""
-        return self._decoder.decode(self._bytes_of(token_id))
+        text = self._decoder.decode(self._bytes_of(token_id))
+        self._is_within_character = bool(self._decoder.getstate()[0])
+        return text
+
+    def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """See `Detokenizer`."""
+        known = None if self._is_within_character else self._known.join(token_ids)
+        return known or _push_each(self, token_ids)
 
     def finish(self) -> str:
         """See `Detokenizer`."""
@@ -148,6 +198,11 @@ class PieceDetokenizer:
         text = before + (first if self._is_first else behind)
         self._is_first = False
         return text
+
+    def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """See `Detokenizer`."""
+        known = None if self._is_first or self._bytes else self._vocabulary.inner_pieces.join(token_ids)
+        return known or _push_each(self, token_ids)
 
     def finish(self) -> str:
         """See `Detokenizer`."""
@@ -184,9 +239,19 @@ class WindowDetokenizer:
         self._sent = text
         return new
 
+    def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """See `Detokenizer`."""
+        return _push_each(self, token_ids)
+
     def finish(self) -> str:
         """See `Detokenizer`."""
         return self._decode(self._window)[len(self._sent) :]
+
+
+def _push_each(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+    """`Detokenizer.push_all`, token by token."""
+    texts = [detokenizer.push(token) for token in token_ids]
+    return "".join(texts), [len(text) for text in texts]
 
 
 def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:

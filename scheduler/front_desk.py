@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from slipstream.scheduler.kept_job import KeptJob
 from slipstream.scheduler.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 
     from slipstream.common.chunk import Chunk
     from slipstream.common.job_info import JobPage
@@ -134,26 +135,29 @@ class FrontDesk:
         """A stream is given up because its client reads nothing."""
         self._metrics.cut_off()
 
-    def deliver(self, deliveries: Iterable[tuple[Job, Progress]]) -> None:
-        """Takes in what steps brought, for all jobs; for `call_soon_threadsafe`, once a step or less."""
+    def deliver(self, bundle: Mapping[Job, Sequence[Progress]]) -> None:
+        """Takes in what steps brought, for all jobs."""
         changed: dict[KeptJob, None] = {}
-        for job, progress in deliveries:
+        for job, steps in bundle.items():
             if job in self._alive:
                 kept, sample = self._alive[job]
                 changed[kept] = None
-                self._add(kept, sample, job, progress)
+                self._add(kept, sample, job, steps)
+                if sample.usage is not None:
+                    del self._alive[job]
+        num_tokens, now = 0, time.monotonic()
         for kept in changed:
-            for job in kept.settle(self._metrics):
-                del self._alive[job]
+            num_tokens += kept.settle(self._metrics, now)
             if kept.is_over:
                 self._store.end(kept)
                 _log_end(kept)
+        self._metrics.generated(num_tokens)
         if not self._alive:
             self._is_idle.set()
 
-    def _add(self, kept: KeptJob, sample: KeptSample, job: Job, progress: Progress) -> None:
+    def _add(self, kept: KeptJob, sample: KeptSample, job: Job, steps: Sequence[Progress]) -> None:
         try:
-            if sample.add(progress):
+            if sample.add(steps):
                 self._queue.cancel(job)
             elif sample.error is not None:
                 # A job fails with any of its samples.

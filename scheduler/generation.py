@@ -12,6 +12,7 @@ from slipstream.protos import generation_pb2, generation_pb2_grpc
 from slipstream.scheduler.detokenizer import Vocabulary
 from slipstream.scheduler.prompt import check_num_messages
 from slipstream.scheduler.validation import check_job_id, digest_of, parse_request
+from slipstream.scheduler.write_watch import WriteWatch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -145,12 +146,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def _send(self, context: Any, chunks: AsyncGenerator[Chunk, None]) -> None:
         """Sends a stream, and gives up on a client that reads nothing: gRPC holds a few MiB of it by then."""
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                try:
-                    async with asyncio.timeout(self._read_timeout_s):
+        timeout = asyncio.timeout(None)
+        try:
+            async with timeout, aclosing(chunks):
+                with WriteWatch(timeout, self._read_timeout_s) as watch:
+                    async for chunk in chunks:
+                        watch.begin()
                         await context.write(chunk.to_pb())
-                except TimeoutError:
-                    self._desk.cut_off()
-                    message = f"the client read nothing for {self._read_timeout_s:g} s"
-                    raise ResourceExhaustedError(message, retry_after_ms=0) from None
+                        watch.end()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self._desk.cut_off()
+            message = f"the client read nothing for {self._read_timeout_s:g} s"
+            raise ResourceExhaustedError(message, retry_after_ms=0) from None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from array import array
-from itertools import pairwise
+from itertools import accumulate, chain
+from operator import sub
 from typing import TYPE_CHECKING
 
 from slipstream.common.chunk import Chunk, FinishReason
@@ -77,13 +78,18 @@ class JobOutput:
             return None
         return self._stops.matched if self._stops is not None and self.is_cut else self._token_ids[-1]
 
-    def add(self, progress: Progress) -> None:
-        """Adds what a step brought."""
-        if not self.is_cut:
-            self._token_ids.extend(progress.token_ids)
-            self._is_draft.extend(progress.is_draft)
-            if self._logprobs is not None:
-                self._logprobs.extend(progress.logprobs)
+    def add(self, *steps: Progress) -> Progress | None:
+        """Adds what steps brought, one at least. Returns the last of all, if it is one of them."""
+        was_cut = self.is_cut
+        for progress in steps:
+            if not was_cut:
+                self._token_ids.extend(progress.token_ids)
+                self._is_draft.extend(progress.is_draft)
+                if self._logprobs is not None:
+                    self._logprobs.extend(progress.logprobs)
+            if progress.is_last:
+                break
+        if not was_cut:
             self._finish_reason = progress.finish_reason
             self._ends_with_token = bool(progress.token_ids)
             if self._stops is not None:
@@ -91,6 +97,7 @@ class JobOutput:
         if self.is_cut:
             # However the loop comes to the end of what was cut here.
             self._finish_reason = FinishReason.STOP if progress.is_last else None
+        return progress if progress.is_last else None
 
     def finish(self, usage: Usage) -> None:
         """Says what the sample took; the last chunk has it."""
@@ -98,8 +105,9 @@ class JobOutput:
 
     def read(self, offset: int) -> Chunk | None:
         """The tokens from `offset` on, many at most; None if there are none yet, and the sample has not finished."""
-        end = min(self.num_tokens, offset + self._max_chunk_tokens)
-        is_last = self._finish_reason is not None and end == self.num_tokens
+        num_tokens = len(self._token_ids)
+        end = min(num_tokens, offset + self._max_chunk_tokens)
+        is_last = self._finish_reason is not None and end == num_tokens
         if offset == end and not is_last:
             return None
         self.spell(end)
@@ -112,8 +120,8 @@ class JobOutput:
             token_offset=offset,
             token_ids=tuple(self._token_ids[offset:end]),
             text=text + (self._tail or "") if is_last else text,
-            is_draft=tuple(map(bool, self._is_draft[offset:end])),
-            text_lengths=tuple(after - before for before, after in pairwise((start_character, *text_ends))),
+            is_draft=tuple(memoryview(self._is_draft[offset:end]).cast("?")),
+            text_lengths=tuple(map(sub, text_ends, chain((start_character,), text_ends))),
             logprobs=() if self._logprobs is None else self._logprobs.read(offset, end),
             sample_index=self._sample_index,
             finish_reason=self._finish_reason if is_last else None,
@@ -123,24 +131,47 @@ class JobOutput:
 
     def spell(self, end: int) -> None:
         """Turns tokens into text, up to token `end`; those that are text already stay as they are."""
-        self._text.seek(0, io.SEEK_END)
-        for index in range(self.num_spelled, end):
-            text = self._spell_token(index)
-            before = self._text_ends[-1] if self._text_ends else 0
-            self._text.write(text)
-            self._text_ends.append(before + len(text))
+        start = self.num_spelled
+        is_end = self._finish_reason is not None and end == self.num_tokens
+        last = end - (is_end and self._ends_with_token)
+        if start < last:
+            text, lengths = self._detokenizer.push_all(self._token_ids[start:last])
+            if self._stops is None or self._stops.passes(text):
+                self._append(text, lengths)
+            else:
+                self._append_certain(text, lengths, start)
+        if is_end and self._tail is None and not self.is_cut:
+            self._spell_end(end)
+
+    def _append_certain(self, text: str, lengths: list[int], start: int) -> None:
+        """Appends what no stop string takes away of the text of the tokens from `start` on."""
+        character = 0
+        for index, length in enumerate(lengths, start):
+            certain = self._certain(text[character : character + length], index)
+            character += length
+            self._append(certain, [len(certain)])
             if self.is_cut:
                 self._truncate(index + 1)
                 return
-        if self._tail is None and self._finish_reason is not None and end == self.num_tokens:
-            self._tail = "" if self._ends_with_token else self._spell_rest("", self.num_tokens)
 
-    def _spell_token(self, index: int) -> str:
-        is_end = self._finish_reason is not None and self._ends_with_token and index == self.num_tokens - 1
+    def _spell_end(self, end: int) -> None:
+        """Spells the last token, if there is one that the end came with, and what is left."""
+        if not self._ends_with_token:
+            self._tail = self._spell_rest("", end)
+            return
+        self._tail = ""
         # A token that stops the output is no part of the text.
-        is_shown = not (is_end and self._finish_reason is FinishReason.STOP)
-        text = self._detokenizer.push(self._token_ids[index]) if is_shown else ""
-        return self._spell_rest(text, index) if is_end else self._certain(text, index)
+        is_shown = self._finish_reason is not FinishReason.STOP
+        text = self._detokenizer.push(self._token_ids[end - 1]) if is_shown else ""
+        text = self._spell_rest(text, end - 1)
+        self._append(text, [len(text)])
+
+    def _append(self, text: str, lengths: list[int]) -> None:
+        """Appends text of the next tokens."""
+        self._text.seek(0, io.SEEK_END)
+        self._text.write(text)
+        lengths[0] += self._text_ends[-1] if self._text_ends else 0
+        self._text_ends.extend(accumulate(lengths))
 
     def _spell_rest(self, text: str, index: int) -> str:
         """`text` and what was not certain until now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,36 +36,36 @@ class JobReader:
         self._kept = kept
         self._offsets = [*from_tokens, *(0 for _ in samples[len(from_tokens) :])]
         self._unfinished = list(range(len(samples)))
+        self._loop = asyncio.get_running_loop()
+        self._wake: asyncio.Future[None] | None = None
+        self._is_late = False
 
     async def chunks(self, *, timeout_s: float | None = None) -> AsyncGenerator[Chunk, None]:
         """Yields the output as it comes.
 
         Raises DeadlineExceededError when `timeout_s` is over, and the error that ends the job.
         """
-        deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        await self._spell_what_is_known()
-        while self._unfinished:
-            has_read = False
-            for chunk in self._read():
-                has_read = True
-                yield chunk
-            if has_read:
-                continue
-            if self._kept.error is not None:
-                # The same one may end other calls, too.
-                raise self._kept.error.with_traceback(None)
-            await self._wait(deadline)
+        with self._deadline(timeout_s):
+            await self._spell_what_is_known()
+            while self._unfinished:
+                has_read = False
+                for index in tuple(self._unfinished):
+                    chunk = self._read(index)
+                    if chunk is not None:
+                        has_read = True
+                        yield chunk
+                if not has_read:
+                    await self._wait()
 
-    def _read(self) -> Iterator[Chunk]:
-        """The next chunk of each sample that has one."""
-        for index in tuple(self._unfinished):
-            chunk = self._kept.samples[index].output.read(self._offsets[index])
-            if chunk is None:
-                continue
-            self._offsets[index] += len(chunk.token_ids)
-            if chunk.finish_reason is not None:
-                self._unfinished.remove(index)
-            yield chunk if self._unfinished else replace(chunk, job_usage=self._kept.usage)
+    def _read(self, index: int) -> Chunk | None:
+        """The next chunk of a sample, if it has one."""
+        chunk = self._kept.samples[index].output.read(self._offsets[index])
+        if chunk is None:
+            return None
+        self._offsets[index] += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            self._unfinished.remove(index)
+        return chunk if self._unfinished else replace(chunk, job_usage=self._kept.usage)
 
     async def _spell_what_is_known(self) -> None:
         """A job that nobody has watched yet has its text to be made, which takes time."""
@@ -74,9 +75,27 @@ class JobReader:
                 output.spell(min(offset, output.num_spelled + MAX_CHUNK_TOKENS))
                 await asyncio.sleep(0)
 
-    async def _wait(self, deadline: float | None) -> None:
+    async def _wait(self) -> None:
+        kept = self._kept
+        if kept.error is not None:
+            # The same one may end other calls, too.
+            raise kept.error.with_traceback(None)
+        if self._is_late:
+            raise DeadlineExceededError(f"job {kept.job_id!r} had {kept.num_tokens} tokens at the call's deadline")
+        self._wake = self._loop.create_future()
+        await kept.wait_for_change(self._wake)
+
+    @contextmanager
+    def _deadline(self, timeout_s: float | None) -> Iterator[None]:
+        """One timer, however often the reader waits."""
+        timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._be_late)
         try:
-            await self._kept.wait_for_change(deadline)
-        except TimeoutError:
-            message = f"job {self._kept.job_id!r} had {self._kept.num_tokens} tokens at the call's deadline"
-            raise DeadlineExceededError(message) from None
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _be_late(self) -> None:
+        self._is_late = True
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

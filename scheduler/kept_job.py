@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from slipstream.scheduler.kept_sample import KeptSample
 from slipstream.scheduler.request_metrics import FAILED
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from slipstream.common.errors import SlipstreamError
@@ -47,7 +47,7 @@ class KeptJob:
         self._created_at = datetime.now(UTC)
         self._arrived_at = time.monotonic()
         self._has_started = False
-        self._changed = asyncio.Event()
+        self._waiting: set[asyncio.Future[None]] = set()
 
     @property
     def jobs(self) -> tuple[Job, ...]:
@@ -57,7 +57,7 @@ class KeptJob:
     @property
     def is_over(self) -> bool:
         """Whether there will be no more tokens."""
-        return not self.jobs
+        return all(sample.job is None for sample in self.samples)
 
     @property
     def num_tokens(self) -> int:
@@ -86,31 +86,35 @@ class KeptJob:
         usages = [sample.usage for sample in self.samples if sample.usage is not None]
         return Usage.together(usages) if len(usages) == len(self.samples) else None
 
-    async def wait_for_change(self, deadline: float | None) -> None:
-        """Returns when there is more to read. Raises TimeoutError at `deadline`, in the event loop's time."""
-        # Everybody who waits is woken before anybody clears: nobody waits without having read all there is.
-        self._changed.clear()
-        if deadline is None:
-            await self._changed.wait()
-        else:
-            async with asyncio.timeout_at(deadline):
-                await self._changed.wait()
+    async def wait_for_change(self, wake: asyncio.Future[None]) -> None:
+        """Returns when there is more to read than there was at the call, or when somebody else sets `wake`."""
+        self._waiting.add(wake)
+        try:
+            await wake
+        finally:
+            self._waiting.discard(wake)
 
-    def settle(self, metrics: RequestMetrics) -> list[Job]:
-        """Measures what was added since the last time, and wakes those who wait. Returns the loop's jobs now over."""
-        now = time.monotonic()
+    def settle(self, metrics: RequestMetrics, now: float) -> int:
+        """Measures what was added since the last time, so many tokens, and wakes those who wait.
+
+        `now` is in seconds of `time.monotonic`. Called until the job is over, and not after that.
+        """
         if not self._has_started and self.num_tokens:
             self._has_started = True
             self._measure_start(metrics, now)
-        ended = [job for sample in self.samples if (job := sample.settle(metrics, now)) is not None]
+        num_new = 0
+        for sample in self.samples:
+            num_new += sample.settle(metrics, now)
         if self.is_over:
             reason = self.finish_reason
             if self.left_as is None and reason is not None:
                 metrics.finished(reason, now - self._arrived_at)
             else:
                 metrics.lost(self.left_as or FAILED)
-        self._changed.set()
-        return ended
+        for wake in self._waiting:
+            if not wake.done():
+                wake.set_result(None)
+        return num_new
 
     def info(self) -> JobInfo:
         """The job as it is now."""

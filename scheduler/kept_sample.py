@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from slipstream.common.job_info import SampleInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.usage import Usage
     from slipstream.scheduler.job_output import JobOutput
@@ -37,18 +39,18 @@ class KeptSample:
         """What the sample took; None while it goes on."""
         return self._usage
 
-    def add(self, progress: Progress) -> bool:
-        """Adds what a step brought; nothing comes after the end. Returns whether the loop must be told of the end."""
+    def add(self, steps: Sequence[Progress]) -> bool:
+        """Adds what steps brought; nothing comes after the end. Returns whether the loop must be told of the end."""
         if self._usage is not None or self._job is None:
             return False
         was_cut = self.output.is_cut
-        self.output.add(progress)
+        end = self.output.add(*steps)
         if not was_cut:
             self._last_token_at = self._job.counts.last_token_at
-        if not progress.is_last:
+        if end is None:
             return self.output.is_cut and not was_cut
         if not self.output.is_cut:
-            self.error = progress.error
+            self.error = end.error
         self._usage = self._job.usage(self.output.num_tokens, self._last_token_at)
         self.output.finish(self._usage)
         return False
@@ -60,24 +62,23 @@ class KeptSample:
         self._usage = self._job.usage(self.output.num_tokens, self._last_token_at)
         self.output.finish(self._usage)
 
-    def settle(self, metrics: RequestMetrics, now: float) -> Job | None:
-        """Measures what was added since the last time. Returns the loop's job if it is over, which is let go of."""
-        num_new = self.output.num_tokens - self._num_measured
-        if num_new and self._job is not None:
-            metrics.generated(num_new)
+    def settle(self, metrics: RequestMetrics, now: float) -> int:
+        """Measures what was added since the last time: so many tokens. Lets go of the loop's job if it is over."""
+        job, num_tokens = self._job, self.output.num_tokens
+        if job is None:
+            return 0
+        num_new = num_tokens - self._num_measured
+        if num_new:
             if self._num_measured == 0:
-                first_token_at = self._job.counts.first_token_at
+                first_token_at = job.counts.first_token_at
                 self._measured_at = now if first_token_at is None else first_token_at
-                num_new -= 1
-            if num_new:
-                metrics.went_on(num_new, now - self._measured_at)
+            metrics.went_on(num_new - (self._num_measured == 0), now - self._measured_at)
             self._measured_at = now
-            self._num_measured = self.output.num_tokens
-        if self._usage is None:
-            return None
-        # The prompt need not be kept.
-        job, self._job = self._job, None
-        return job
+            self._num_measured = num_tokens
+        if self._usage is not None:
+            # The prompt need not be kept.
+            self._job = None
+        return num_new
 
     def info(self) -> SampleInfo:
         """The sample as it is now."""

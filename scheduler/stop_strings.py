@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ class StopMatcher:
         """The stop string that ended the text."""
         self._patterns = [_Pattern(stop) for stop in stops]
         self._held = ""
+        firsts = "".join(re.escape(pattern.text[0]) for pattern in self._patterns)
+        self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
+
+    def passes(self, text: str) -> bool:
+        """Whether no stop string has begun before a text or begins in it; then it need not be pushed."""
+        return not self._held and self.matched is None and self._first.search(text) is None
 
     def push(self, text: str, *, counts: bool = True) -> str:
         """Adds text, and gives what is certain to stay by now; after the end, nothing.
@@ -29,6 +36,8 @@ class StopMatcher:
         """
         if self.matched is not None:
             return ""
+        if self.passes(text):
+            return text
         known = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             # No pattern may be left behind, so all of them go on before one is chosen.

@@ -69,7 +69,8 @@ class FakeLoop:
             if self.may_step.is_set():
                 deliveries += [(job, self._step(job)) for job in tuple(self.running) if not self._is_paused(job)]
             if deliveries:
-                self._loop.call_soon_threadsafe(self._desk.deliver, deliveries)
+                bundle = {job: [progress] for job, progress in deliveries}
+                self._loop.call_soon_threadsafe(self._desk.deliver, bundle)
             if not deliveries:
                 self._queue.wait_for_change(0.002 if self.running else 0.5)
 

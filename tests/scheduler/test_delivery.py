@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,38 +10,20 @@ from slipstream.common.chunk import FinishReason
 from slipstream.common.sampling import SamplingParams
 from slipstream.scheduler.delivery import MESSAGE_S, DeliveryBox
 from slipstream.scheduler.jobs import Job, JobSpec, Progress
+from tests.scheduler.hand_clock import HandClockLoop
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.delivery import Bundle
 
 INTERVAL_S = 0.005
-
-
-class Loop(asyncio.SelectorEventLoop):
-    """What is due runs when the test says what time it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 100.0
-
-    def time(self) -> float:
-        """The test's clock."""
-        return self.now
-
-    def advance(self, seconds: float = 0.0) -> None:
-        """Time goes by, and what is due by then runs."""
-        self.now += seconds
-        for _ in range(3):
-            self.call_soon(self.stop)
-            self.run_forever()
 
 
 class Case:
     """A box, and the bundles that came out of it."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: HandClockLoop) -> None:
         self.loop = loop
-        self.bundles: list[list[Delivery]] = []
+        self.bundles: list[Bundle] = []
         self.box = DeliveryBox(loop, INTERVAL_S, self.bundles.append)
 
     def put(self, *jobs: Job, finish_reason: FinishReason | None = None) -> None:
@@ -55,7 +36,10 @@ class Case:
 
     def take(self) -> list[list[tuple[Job, tuple[int, ...]]]]:
         """The bundles since the last time."""
-        taken = [[(job, progress.token_ids) for job, progress in bundle] for bundle in self.bundles]
+        taken = [
+            [(job, progress.token_ids) for job, steps in bundle.items() for progress in steps]
+            for bundle in self.bundles
+        ]
         self.bundles.clear()
         return taken
 
@@ -63,7 +47,7 @@ class Case:
 @pytest.fixture
 def case() -> Any:
     """A box at rest."""
-    loop = Loop()
+    loop = HandClockLoop()
     yield Case(loop)
     loop.close()
 
@@ -131,3 +115,15 @@ def test_first_tokens_and_ends_are_never_kept_back(case: Case, end: FinishReason
     case.loop.advance(INTERVAL_S * 1.01)
     waiting = others if end is not None else [old, *others]
     assert case.take() == [[(job, (3,)) for job in waiting]]
+
+
+def test_what_was_urgent_leaves_no_empty_turn(case: Case) -> None:
+    (job,) = started(case, 1)
+    case.put(job)
+    case.put(job)
+    case.put(job, finish_reason=FinishReason.LENGTH)
+    case.loop.advance(INTERVAL_S * 1.01)
+    assert case.take() == [[(job, (2,))], [(job, (3,)), (job, (4,))]]
+    (other,) = started(case, 1)
+    case.put(other)
+    assert case.take() == [[(other, (2,))]]

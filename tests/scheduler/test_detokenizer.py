@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,6 +47,30 @@ def test_random_tokens_are_sent_as_the_whole_would_be(kind: str) -> None:
     @given(st.lists(st.integers(0, MAX_ID), max_size=20))
     def check(ids: list[int]) -> None:
         assert "".join(parts(vocabulary, ids)) == whole(tokenizer, ids)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_come_together_are_spelled_as_those_that_come_alone(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+    # Whole characters, as most tokens are, and halves among them.
+    words = st.sampled_from([TEXT, "a b", "Hello", "你", "é"]).map(tokenizer.encode)
+    groups = st.lists(st.one_of(words, st.lists(st.integers(0, MAX_ID), max_size=6)), max_size=6)
+
+    @settings(max_examples=100, deadline=None)
+    @given(groups)
+    def check(groups: list[list[int]]) -> None:
+        detokenizer = vocabulary.new_detokenizer()
+        texts: list[str] = []
+        for group in groups:
+            text, lengths = detokenizer.push_all(group)
+            assert len(lengths) == len(group)
+            assert sum(lengths) == len(text)
+            ends = list(accumulate(lengths))
+            texts += [text[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        assert [*texts, detokenizer.finish()] == parts(vocabulary, [token for group in groups for token in group])
 
     check()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +62,16 @@ def test_nothing_is_held_back_for_longer_than_it_must(parts: list[str], stops: l
         assert came + held == seen
 
 
+@settings(max_examples=500, deadline=None)
+@given(st.lists(TEXTS, max_size=8), STOPS)
+def test_text_that_passes_need_not_be_pushed(parts: list[str], stops: list[str]) -> None:
+    matcher, text = StopMatcher(stops), ""
+    for part in parts:
+        text += part if matcher.passes(part) else matcher.push(part)
+    text += matcher.finish()
+    assert (text, matcher.matched) == reference("".join(parts), stops)
+
+
 def test_the_end_is_the_first_to_be_complete_and_then_the_longest() -> None:
     assert sent(["abcd"], ["abcd", "bc"]) == (["a", ""], "bc")
     assert sent(["a", "b", "c", "d"], ["abcd", "bc"]) == (["", "", "a", "", ""], "bc")
@@ -69,6 +80,11 @@ def test_the_end_is_the_first_to_be_complete_and_then_the_longest() -> None:
 
 def test_nothing_comes_after_the_end() -> None:
     assert sent(["ab", "STOP and", "more"], ["STOP"]) == (["ab", "", "", ""], "STOP")
+
+
+@pytest.mark.parametrize("stop", ["]", "^", "\\", "-", ".", "[a"])
+def test_punctuation_stands_for_itself(stop: str) -> None:
+    assert sent(["ab", f"c{stop}d"], ["z", stop, "!"]) == (["ab", "c", ""], stop)
 
 
 def test_without_stop_strings_text_passes() -> None:
