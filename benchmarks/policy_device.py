@@ -91,7 +91,7 @@ class MainStreamCopy:
             for source, mirror in zip(self._sources, self._mirrors, strict=True):
                 size = mirror.numel() * mirror.element_size()
                 self._driver.call(cu.cuMemcpyDtoHAsync, mirror.data_ptr(), source[row].data_ptr(), size, self._stream)
-            timeline_fence.write(self._driver, self._stream, self._landed_word.data_ptr(), value)
+            self._driver.streams.write(self._stream, self._landed_word.data_ptr(), value)
         deadline = time.monotonic() + timeout_s
         naps = Naps()
         while self._landed.value < value:

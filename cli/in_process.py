@@ -19,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.cli.service_command import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
@@ -161,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
             here = dialled(listener.address)
             draft = None if config.draft is None else here
             served = replace(config, scheduler=replace(config.scheduler, verify=here, draft=draft))
-            sys.exit(asyncio.run(run_in_process(served, listener, int(metrics_port))))
+            sys.exit(uvloop.run(run_in_process(served, listener, int(metrics_port))))
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

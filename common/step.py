@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from slipstream.common.sampling import SamplingParams
@@ -43,16 +43,14 @@ class StepKind(enum.IntEnum):
     """Decode one token a slot without a draft."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FencePoint:
+class FencePoint(NamedTuple):
     """A fence and the value it is signalled with, or waited for (`>= value`)."""
 
     fence: FenceName
     value: int
 
 
-@dataclass(frozen=True, slots=True)
-class FenceOps:
+class FenceOps(NamedTuple):
     """What one command waits for before its work, and signals during it, each at its own place."""
 
     waits: tuple[FencePoint, ...] = ()

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.chunk import FinishReason
 from slipstream.common.errors import FutureMapError
 from slipstream.common.step import PromptChunk, SlotUpdate, StepKind
+from slipstream.scheduler.draft_tally import DraftTally
 from slipstream.scheduler.jobs import Progress
 from slipstream.scheduler.pages import PageAllocator
 from slipstream.scheduler.request import Request
 from slipstream.scheduler.slots import SlotAllocator
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.logprobs import TokenLogprobs
     from slipstream.scheduler.future_map import StepResult
     from slipstream.scheduler.job_queue import JobQueue
     from slipstream.scheduler.jobs import Job
@@ -45,7 +51,7 @@ class BatchSizes:
         return -(-(num_tokens + slack) // self.page_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """A step as it is sent: who takes part, and what the workers must know for it."""
 
@@ -60,10 +66,10 @@ class Step:
     chunks: tuple[PromptChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
 
-    @property
+    @cached_property
     def slots(self) -> tuple[int, ...]:
         """The slots that take part."""
-        return tuple(lease.slot for lease in self.members)
+        return tuple([lease.slot for lease in self.members])
 
     @property
     def most_top_logprobs(self) -> int | None:
@@ -71,12 +77,32 @@ class Step:
         return max((asked for asked in self.top_logprobs if asked is not None), default=None)
 
 
-class DraftCount(NamedTuple):
-    """What became of a draft."""
+class Applied(NamedTuple):
+    """What a step's result came to, of requests that still run."""
 
-    num_drafted: int
-    """Its tokens that could be accepted, at least one."""
-    num_accepted: int
+    deliveries: list[Delivery]
+    """What it brings each job."""
+    drafts: DraftTally
+    """Of those that speculate; the others' are nobody's."""
+
+
+class _Decoding(NamedTuple):
+    """The requests that decode, the same from step to step until one comes or goes."""
+
+    requests: tuple[Request, ...]
+    members: tuple[SlotLease, ...]
+    is_drafted: bool
+    top_logprobs: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, running: Iterable[Request]) -> _Decoding:
+        requests = tuple([request for request in running if request.wants_decode])
+        return cls(
+            requests=requests,
+            members=tuple([request.lease for request in requests]),
+            is_drafted=any(request.num_drafted for request in requests),
+            top_logprobs=_top_logprobs(requests),
+        )
 
 
 class Batch:
@@ -88,6 +114,10 @@ class Batch:
         self.slots = SlotAllocator(sizes.num_slots)
         self._running: dict[int, Request] = {}
         """By slot, in the order of their start."""
+        self._prefilling: list[Request] = []
+        """Those of them whose prompt was not sent in full, in the same order."""
+        self._decoding: _Decoding | None = None
+        """None where somebody came or went since."""
         self._new: list[Request] = []
         self.last_step = 0
         """Number of the last step that was made."""
@@ -107,57 +137,55 @@ class Batch:
             job.counts.admitted_at = time.monotonic()
             job.counts.accepted_per_position = [0] * self.sizes.num_draft_tokens
             self._running[request.lease.slot] = request
+            self._prefilling.append(request)
             self._new.append(request)
 
     def next_step(self) -> Step | None:
         """What to do next, or None if there is nothing: prompts and decoding take turns."""
-        waiting = [request for request in self._running.values() if not request.is_prefilled]
-        decoding = [request for request in self._running.values() if request.wants_decode]
-        if not waiting and not decoding:
+        decoding = self._decoding = self._decoding or _Decoding.of(self._running.values())
+        if not self._prefilling and not decoding.requests:
             return None
-        self._was_prefill = bool(waiting) and not (decoding and self._was_prefill)
+        self._was_prefill = bool(self._prefilling) and not (decoding.requests and self._was_prefill)
         self.last_step += 1
-        return self._prefill_step(waiting) if self._was_prefill else self._decode_step(decoding)
+        return self._prefill_step() if self._was_prefill else self._decode_step(decoding)
 
-    def apply(self, step: Step, result: StepResult) -> list[Delivery]:
-        """Takes in the result of a step: what it brings each job. Rows of requests that are over are dropped.
+    def apply(self, step: Step, result: StepResult) -> Applied:
+        """Takes in the result of a step. Rows of requests that are over are dropped.
 
         Raises FutureMapError, and takes in nothing, if it has more tokens of a request than there can be.
         """
-        self._check(step, result)
-        deliveries = []
-        now, is_drafted = time.monotonic(), step.kind is StepKind.DECODE
-        logprobs = result.logprobs or [()] * len(result.tokens)
-        for lease, tokens, likely in zip(step.yielding, result.tokens, logprobs, strict=True):
+        is_drafted = step.kind is StepKind.DECODE
+        deliveries, drafts = [], DraftTally(self.sizes.num_draft_tokens)
+        now = time.monotonic()
+        for request, tokens, likely in self._rows(step, result, is_drafted=is_drafted):
+            job, num_drafted = request.job, request.num_drafted if is_drafted else 0
+            if num_drafted:
+                job.counts.add_draft(num_drafted, len(tokens) - 1)
+                drafts.add(num_drafted, len(tokens) - 1)
+            progress = request.end_output(tokens, num_drafted + 1, likely, now)
+            if progress.finish_reason is not None:
+                self._end(request)
+            elif not request.wants_decode:
+                self._decoding = None
+            deliveries.append((job, progress))
+        return Applied(deliveries, drafts)
+
+    def _rows(
+        self, step: Step, result: StepResult, *, is_drafted: bool
+    ) -> list[tuple[Request, list[int], tuple[TokenLogprobs, ...]]]:
+        """Of requests that still run. All are checked: no job may have come to its end with a step that fails."""
+        rows = []
+        for lease, tokens, likely in zip(step.yielding, result.tokens, result.logprobs or repeat(()), strict=False):
             if not self.slots.is_current(lease):
                 continue
             request = self._running[lease.slot]
-            num_drafted = request.num_drafted if is_drafted else 0
-            if num_drafted:
-                request.job.counts.add_draft(num_drafted, len(tokens) - 1)
-            progress = request.end_output(tokens, num_drafted + 1, likely, now)
-            if progress.is_last:
-                self._end(request)
-            deliveries.append((request.job, progress))
-        return deliveries
-
-    def _check(self, step: Step, result: StepResult) -> None:
-        # Of all rows before any is taken in: no job may have come to its end with a step that fails.
-        for lease, tokens in zip(step.yielding, result.tokens, strict=True):
-            if self.slots.is_current(lease):
-                most = self._running[lease.slot].num_drafted if step.kind is StepKind.DECODE else 0
-                if len(tokens) - 1 > most:
-                    raise FutureMapError(
-                        f"step {step.number}, slot {lease.slot}: {len(tokens) - 1} tokens accepted of {most} at most"
-                    )
-
-    def drafts(self, step: Step, result: StepResult) -> list[DraftCount]:
-        """What became of the drafts of a step, of requests that still run and speculate; the others are nobody's."""
-        if step.kind is not StepKind.DECODE:
-            return []
-        rows = zip(step.yielding, result.tokens, strict=True)
-        kept = [(self._running[lease.slot], tokens) for lease, tokens in rows if self.slots.is_current(lease)]
-        return [DraftCount(request.num_drafted, len(tokens) - 1) for request, tokens in kept if request.num_drafted]
+            most = request.num_drafted if is_drafted else 0
+            if len(tokens) - 1 > most:
+                raise FutureMapError(
+                    f"step {step.number}, slot {lease.slot}: {len(tokens) - 1} tokens accepted of {most} at most"
+                )
+            rows.append((request, tokens, likely))
+        return rows
 
     def cancel(self, jobs: list[Job]) -> list[Delivery]:
         """Ends jobs, running or not yet; those that are over stay as they are."""
@@ -178,8 +206,10 @@ class Batch:
 
     def _end(self, request: Request) -> None:
         del self._running[request.lease.slot]
-        if request in self._new:
-            self._new.remove(request)
+        self._decoding = None
+        for waiting in (self._new, self._prefilling):
+            if request in waiting:
+                waiting.remove(request)
         self.slots.release(request.lease)
         self.pages.release(request.pages)
 
@@ -193,10 +223,10 @@ class Batch:
     def _num_pages(self, job: Job) -> int:
         return self.sizes.pages_for(len(job.spec.prompt) + job.spec.max_new_tokens)
 
-    def _prefill_step(self, waiting: list[Request]) -> Step:
+    def _prefill_step(self) -> Step:
         chunks, members, ending = [], [], []
         room = self.sizes.chunk_tokens
-        for request in waiting:
+        for request in self._prefilling:
             if room == 0:
                 break
             chunk = request.next_chunk(room)
@@ -205,6 +235,9 @@ class Batch:
             members.append(request.lease)
             if chunk.is_last:
                 ending.append(request)
+        if ending:
+            self._prefilling = self._prefilling[len(ending) :]
+            self._decoding = None
         updates = tuple(request.slot_update() for request in self._new)
         self._new.clear()
         return Step(
@@ -217,23 +250,23 @@ class Batch:
             updates=updates,
         )
 
-    def _decode_step(self, decoding: list[Request]) -> Step:
-        is_drafted = any(request.num_drafted for request in decoding)
-        kind = StepKind.DECODE if is_drafted else StepKind.PLAIN
-        for request in decoding:
+    def _decode_step(self, decoding: _Decoding) -> Step:
+        is_drafted = decoding.is_drafted
+        for request in decoding.requests:
             request.begin_output(1 + (request.num_drafted if is_drafted else 0))
-        members = tuple(request.lease for request in decoding)
+            if not request.wants_decode:
+                self._decoding = None
         return Step(
             number=self.last_step,
-            kind=kind,
-            members=members,
-            yielding=members,
-            top_logprobs=_top_logprobs(decoding),
+            kind=StepKind.DECODE if is_drafted else StepKind.PLAIN,
+            members=decoding.members,
+            yielding=decoding.members,
+            top_logprobs=decoding.top_logprobs,
         )
 
 
-def _top_logprobs(requests: list[Request]) -> tuple[int | None, ...]:
-    asked = tuple(request.job.spec.top_logprobs for request in requests)
+def _top_logprobs(requests: Iterable[Request]) -> tuple[int | None, ...]:
+    asked = tuple([request.job.spec.top_logprobs for request in requests])
     return asked if any(number is not None for number in asked) else ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from array import array
+from functools import lru_cache
 from itertools import accumulate, chain
 from operator import sub
 from typing import TYPE_CHECKING
@@ -84,10 +85,10 @@ class JobOutput:
         for progress in steps:
             if not was_cut:
                 self._token_ids.extend(progress.token_ids)
-                self._is_draft.extend(progress.is_draft)
+                self._is_draft.extend(_draft_flags(progress.num_draft, len(progress.token_ids)))
                 if self._logprobs is not None:
                     self._logprobs.extend(progress.logprobs)
-            if progress.is_last:
+            if progress.finish_reason is not None or progress.error is not None:
                 break
         if not was_cut:
             self._finish_reason = progress.finish_reason
@@ -189,3 +190,9 @@ class JobOutput:
         if self._logprobs is not None:
             self._logprobs.truncate(num_tokens)
         self._tail = ""
+
+
+@lru_cache(maxsize=256)
+def _draft_flags(num_draft: int, num_tokens: int) -> bytes:
+    """For each of so many tokens, whether it is one of the first `num_draft`."""
+    return b"\1" * num_draft + bytes(num_tokens - num_draft)

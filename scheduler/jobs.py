@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.logprobs import MAX_TOP_LOGPROBS
 from slipstream.common.usage import Usage, mean_accept_length
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.common.chunk import FinishReason
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.logprobs import TokenLogprobs
@@ -42,13 +44,12 @@ class JobSpec:
             raise InvalidArgumentError("speculation.max_draft_tokens", self.max_draft_tokens, "0 to 4294967295")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(NamedTuple):
     """What one step brought a job. Made on the loop's thread, read on the event loop's."""
 
-    token_ids: tuple[int, ...] = ()
-    is_draft: tuple[bool, ...] = ()
-    """For each token, whether the draft proposed it."""
+    token_ids: Sequence[int] = ()
+    num_draft: int = 0
+    """How many of the tokens, from the first on, the draft proposed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each token; empty where the job asked for none."""
     finish_reason: FinishReason | None = None

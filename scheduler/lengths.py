@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NoReturn
 
 from slipstream.common.errors import PendingLengthError
 
 
-@dataclass(frozen=True, slots=True)
 class PendingLength:
-    """What is known of a length while steps that add to it are under way."""
+    """A length that steps under way add to. Never a number; `exactly` is one when no step is under way."""
 
-    known: int
-    """What it was when the last result came in."""
-    least_more: int
-    """What the steps under way add at least."""
-    most_more: int
-    """What they add at most."""
+    __slots__ = ("known", "least_more", "most_more")
+
+    def __init__(self, known: int = 0) -> None:
+        self.known = known
+        """What it was when the last result came in."""
+        self.least_more = 0
+        """What the steps under way add at least."""
+        self.most_more = 0
+        """What they add at most."""
+
+    @property
+    def least(self) -> int:
+        """What it will be at least."""
+        return self.known + self.least_more
+
+    @property
+    def most(self) -> int:
+        """What it will be at most."""
+        return self.known + self.most_more
+
+    @property
+    def exactly(self) -> int:
+        """What it is. Raises PendingLengthError while a step is under way."""
+        if self.most_more:
+            raise PendingLengthError(f"{self} is not known yet")
+        return self.known
+
+    def begin(self, least_more: int, most_more: int) -> None:
+        """One more step is under way, that adds so much."""
+        self.least_more += least_more
+        self.most_more += most_more
+
+    def end(self, found: int, least_more: int, most_more: int) -> None:
+        """The oldest step under way, begun with the same bounds, has added `found`. Raises PendingLengthError."""
+        if self.most_more < most_more:
+            raise PendingLengthError(f"a step added {found} to {self} that no step was to change")
+        if not least_more <= found <= most_more:
+            raise PendingLengthError(f"a step added {found}, not {least_more} to {most_more}")
+        self.known += found
+        self.least_more -= least_more
+        self.most_more -= most_more
+
+    def __repr__(self) -> str:
+        return f"PendingLength(known={self.known}, least_more={self.least_more}, most_more={self.most_more})"
 
     def __int__(self) -> NoReturn:
         raise PendingLengthError(f"{self} was used as a number")
@@ -31,36 +67,8 @@ class PendingLength:
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __add__
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PendingLength):
-            raise PendingLengthError(f"{self} was compared with {other!r}")
-        return (self.known, self.least_more, self.most_more) == (other.known, other.least_more, other.most_more)
+        if self is other:
+            return True
+        raise PendingLengthError(f"{self} was compared with {other!r}")
 
-
-Length = int | PendingLength
-
-
-def least(length: Length) -> int:
-    """What a length is at least."""
-    return length if isinstance(length, int) else length.known + length.least_more
-
-
-def most(length: Length) -> int:
-    """What a length is at most."""
-    return length if isinstance(length, int) else length.known + length.most_more
-
-
-def extend(length: Length, least_more: int, most_more: int) -> Length:
-    """The length when one more step is under way that adds so much."""
-    if isinstance(length, int):
-        return PendingLength(length, least_more, most_more)
-    return PendingLength(length.known, length.least_more + least_more, length.most_more + most_more)
-
-
-def resolve(length: Length, found: int, least_more: int, most_more: int) -> Length:
-    """The length when the oldest step under way, extended by the same bounds, has added `found`."""
-    if isinstance(length, int):
-        raise PendingLengthError(f"a step added {found} to a length of {length} that no step was to change")
-    if not least_more <= found <= most_more:
-        raise PendingLengthError(f"a step added {found}, not {least_more} to {most_more}")
-    left = PendingLength(length.known + found, length.least_more - least_more, length.most_more - most_more)
-    return left if left.most_more else left.known
+    __hash__ = object.__hash__

@@ -14,12 +14,12 @@ from slipstream.scheduler.ordering.plan import OrderedStep, consume, initial_sta
 from slipstream.scheduler.step_metrics import DRAFT_BACKLOG, RESULT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from slipstream.common.access_log import AccessLog
     from slipstream.common.device.face import Fence
     from slipstream.common.step import FenceOps
-    from slipstream.scheduler.batch import Batch, Delivery, Step
+    from slipstream.scheduler.batch import Applied, Batch, Delivery, Step
     from slipstream.scheduler.dispatch import Dispatch
     from slipstream.scheduler.future_map import ResultReader, StepResult
     from slipstream.scheduler.job_queue import JobQueue
@@ -83,17 +83,23 @@ class StepLoop:
         self._in_flight: deque[Step] = deque()
         self._sent_ns: deque[int] = deque()
         self._draft_steps: deque[int] = deque()
+        self._taken_in: Applied | None = None
+        """What the last result came to, before anybody was told of it."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
         while not self._queue.is_stopped:
-            self._hand_out(self._batch.cancel(self._queue.take_cancelled()))
+            cancelled = self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
             step = self._batch.next_step()
-            if step is not None:
-                self._send(step)
+            try:
+                if step is not None:
+                    self._send(step)
+            finally:
+                # Behind the commands, which the workers wait for.
+                self._hand_out(cancelled)
             if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
-                self._hand_out(self._consume())
+                self._consume()
             elif step is None:
                 self._sleep()
 
@@ -104,12 +110,21 @@ class StepLoop:
 
     def finish(self) -> None:
         """Takes in the steps that are still under way."""
+        self._hand_out()
         while self._in_flight:
-            self._hand_out(self._consume())
+            self._consume()
+            self._hand_out()
 
-    def _hand_out(self, deliveries: list[Delivery]) -> None:
+    def _hand_out(self, cancelled: Sequence[Delivery] = ()) -> None:
+        """What came of the last result, and the end of jobs since then."""
+        deliveries = [*cancelled]
+        if self._taken_in is not None:
+            (before, drafts), self._taken_in = self._taken_in, None
+            self._metrics.drafted(drafts)
+            deliveries = before + deliveries
         if deliveries:
             self._deliver(deliveries)
+        self._timings.report()
 
     def _send(self, step: Step) -> None:
         self._bound_draft(step)
@@ -133,7 +148,7 @@ class StepLoop:
         self._sent_ns.append(sent_ns)
         self._timings.sent(step)
 
-    def _consume(self) -> list[Delivery]:
+    def _consume(self) -> None:
         step = self._in_flight.popleft()
         copy_ns, wait_ns = self._sent_ns.popleft(), time.monotonic_ns()
         result = self._await_result(step)
@@ -141,15 +156,13 @@ class StepLoop:
         self._recorder.add(Site.WAIT, step.number, wait_ns, landed_ns)
         self._recorder.add(Site.COPY, step.number, copy_ns, landed_ns)
         self._plan = consume(self._plan, step.number)
-        self._timings.came(step, result.stamps_before)
         if step.kind is StepKind.DECODE:
             # Verify waited for draft in this step, so nobody needs to look whether it is as far.
             while self._draft_steps and self._draft_steps[0] <= step.number:
                 self._draft_steps.popleft()
-        self._metrics.drafted(self._batch.drafts(step, result))
-        deliveries = self._batch.apply(step, result)
+        self._timings.came(step, result.stamps_before)
+        self._taken_in = self._batch.apply(step, result)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
-        return deliveries
 
     def _sleep(self) -> None:
         self._timings.idle()

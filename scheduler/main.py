@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
@@ -111,9 +110,11 @@ def scheduler(
 
 
 def _run(config: SchedulerConfig, listener: Listener, metrics_port: int) -> int:
+    import uvloop
+
     from slipstream.scheduler.process import run_scheduler
 
-    return asyncio.run(run_scheduler(config, listener, metrics_port))
+    return uvloop.run(run_scheduler(config, listener, metrics_port))
 
 
 if __name__ == "__main__":

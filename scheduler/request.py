@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.common.chunk import FinishReason
 from slipstream.common.step import PromptChunk, SlotUpdate
 from slipstream.scheduler.jobs import Progress
-from slipstream.scheduler.lengths import Length, extend, least, resolve
+from slipstream.scheduler.lengths import PendingLength
 
 if TYPE_CHECKING:
     from slipstream.common.logprobs import TokenLogprobs
@@ -27,7 +27,7 @@ class Request:
     """How many of the tokens drafted in a step are for this request."""
     num_prefilled: int = 0
     """Tokens of the prompt that were sent to the workers."""
-    num_output: Length = 0
+    num_output: PendingLength = field(default_factory=PendingLength)
     """Tokens generated, those of steps under way included as far as they are known."""
 
     @property
@@ -38,7 +38,8 @@ class Request:
     @property
     def wants_decode(self) -> bool:
         """Whether another decode step may bring tokens: not if those under way are sure to reach the end."""
-        return self.is_prefilled and least(self.num_output) < self.job.spec.max_new_tokens
+        length = self.num_output
+        return length.known + length.least_more < self.job.spec.max_new_tokens and self.is_prefilled
 
     def slot_update(self) -> SlotUpdate:
         """What the workers must know of this request before its first step."""
@@ -63,7 +64,7 @@ class Request:
 
     def begin_output(self, most_more: int) -> None:
         """A step was sent that brings 1 to `most_more` tokens."""
-        self.num_output = extend(self.num_output, 1, most_more)
+        self.num_output.begin(1, most_more)
 
     def end_output(
         self, tokens: list[int], most_more: int, logprobs: tuple[TokenLogprobs, ...], now: float
@@ -73,17 +74,20 @@ class Request:
         `logprobs`: for each of them, or empty.
         """
         counts, spec = self.job.counts, self.job.spec
-        self.num_output = resolve(self.num_output, len(tokens), 1, most_more)
+        self.num_output.end(len(tokens), 1, most_more)
+        # All but the last token of a step were the draft's; the last is the target's own.
+        num_accepted = len(tokens) - 1
         room = spec.max_new_tokens - counts.num_output_tokens
-        kept, reason = tokens[:room], FinishReason.LENGTH if len(tokens) >= room else None
-        if not spec.stop_token_ids.isdisjoint(kept):
-            end = next(number for number, token in enumerate(kept, start=1) if token in spec.stop_token_ids)
-            kept, reason = kept[:end], FinishReason.STOP
-        counts.first_token_at = counts.first_token_at or now
+        reason = None
+        if len(tokens) >= room:
+            tokens, reason = tokens[:room], FinishReason.LENGTH
+        if not spec.stop_token_ids.isdisjoint(tokens):
+            end = next(number for number, token in enumerate(tokens, start=1) if token in spec.stop_token_ids)
+            tokens, reason = tokens[:end], FinishReason.STOP
+        if counts.first_token_at is None:
+            counts.first_token_at = now
         counts.last_token_at = now
-        counts.num_output_tokens += len(kept)
+        counts.num_output_tokens += len(tokens)
         if reason is not None:
             counts.finished_at = now
-        # All but the last token of a step were the draft's; the last is the target's own.
-        is_draft = ((True,) * (len(tokens) - 1) + (False,))[: len(kept)]
-        return Progress(token_ids=tuple(kept), is_draft=is_draft, logprobs=logprobs[: len(kept)], finish_reason=reason)
+        return Progress(tokens, min(num_accepted, len(tokens)), logprobs[: len(tokens)], reason)

@@ -15,7 +15,7 @@ from slipstream.scheduler.step_timings import EDGES
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter
 
-    from slipstream.scheduler.batch import DraftCount
+    from slipstream.scheduler.draft_tally import DraftTally
     from slipstream.scheduler.step_timings import StepTiming
 
 WINDOW_S = 10.0
@@ -128,17 +128,18 @@ class StepMetrics:
         """The loop's thread was blocked at `site`, one of SITES."""
         self._stall[site].inc(seconds)
 
-    def drafted(self, drafts: list[DraftCount]) -> None:
+    def drafted(self, drafts: DraftTally) -> None:
         """Takes in what became of the drafts of a step."""
-        if not drafts:
+        if not drafts.num_drafts:
             return
-        accepted = [draft.num_accepted for draft in drafts]
-        self._drafts.inc(len(drafts))
-        self._draft_tokens.inc(sum(draft.num_drafted for draft in drafts))
+        accepted = drafts.accepted_per_position()
+        self._drafts.inc(drafts.num_drafts)
+        self._draft_tokens.inc(drafts.num_draft_tokens)
         self._accepted.inc(sum(accepted))
-        self._add_positions(max(draft.num_drafted for draft in drafts))
-        for position, count_here in enumerate(self._accepted_at[: max(accepted)]):
-            count_here.inc(sum(count > position for count in accepted))
+        self._add_positions(drafts.most_drafted)
+        for count_here, count in zip(self._accepted_at, accepted, strict=False):
+            if count:
+                count_here.inc(count)
 
     def _add_positions(self, num_drafted: int) -> None:
         """A position is there from the first draft on that reaches it."""

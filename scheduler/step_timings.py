@@ -87,7 +87,7 @@ class StepTimings:
         observe: Callable[[StepTiming], None],
         recorder: StepRecorder,
     ) -> None:
-        """`observe` is called once for each step, in order; `recorder` gets the stamps themselves."""
+        """`observe` is called by `report`, once for each step, in order; `recorder` gets the stamps themselves."""
         self._device = device
         self._ring = shape.ring
         self._has_draft = shape.num_draft_tokens > 0
@@ -99,6 +99,7 @@ class StepTimings:
         names = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * self._has_draft
         self._stamps = {name: arena.tensor(name) for name in names}
         self._unread: deque[tuple[Step, bool]] = deque()
+        self._unreported: deque[StepTiming] = deque()
         self._is_idle = True
         self._before: Interval = (0, 0)
 
@@ -128,6 +129,11 @@ class StepTimings:
         self._log_read(before, names)
         self._take(list(stamps_before[: len(names)]))
 
+    def report(self) -> None:
+        """Has the steps observed whose stamps came in: when nobody waits for this thread."""
+        while self._unreported:
+            self._observe(self._unreported.popleft())
+
     def collect(self, up_to_step: int) -> None:
         """Reads the stamps of steps up to this one that are there by now."""
         while self._unread and self._unread[0][0].number <= up_to_step and self._is_there(self._unread[0][0]):
@@ -139,7 +145,7 @@ class StepTimings:
         verify, *drafts = stamps
         draft = drafts[0] if drafts else None
         self._recorder.stamped(step.number, verify, draft)
-        self._observe(time_step(step.kind, None if is_first else self._before, verify, draft))
+        self._unreported.append(time_step(step.kind, None if is_first else self._before, verify, draft))
         self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 
     def _has_half_in(self, step: Step) -> bool:

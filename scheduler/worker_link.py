@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
+import uvloop
 
 from slipstream.common.errors import CancelledError, SlipstreamError, UnavailableError
 from slipstream.common.keepalive import SAME_HOST
@@ -42,7 +43,7 @@ class LinkThread:
     """The event loop of all links."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
         self._thread.start()
 

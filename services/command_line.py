@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +69,10 @@ def serve(role: Role, options: ServeOptions, make_config: Callable[[], WorkerCon
 
 
 def _run(role: Role, options: ServeOptions, config: WorkerConfig, listener: Listener) -> int:
+    import uvloop
+
     from slipstream.services.process import run_worker
     from slipstream.services.roles import make_draft, make_verify
 
     make_role = make_draft if role is Role.DRAFT else make_verify
-    return asyncio.run(run_worker(role, config, listener, options.metrics_port, make_role))
+    return uvloop.run(run_worker(role, config, listener, options.metrics_port, make_role))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from cuda.bindings import driver as cu
 
+from slipstream.common.device.stream_calls import StreamCalls
 from slipstream.common.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -31,6 +33,16 @@ class CudaDriver:
         self.gpu = _value(cu.cuDeviceGet, cu.cuDeviceGet(ordinal))
         self._context = _value(cu.cuDevicePrimaryCtxRetain, cu.cuDevicePrimaryCtxRetain(self.gpu))
         self._bound = threading.local()
+
+    @property
+    def streams(self) -> StreamCalls:
+        """What every step does to a stream, with the context current on this thread."""
+        self._bind()
+        return self._stream_calls
+
+    @cached_property
+    def _stream_calls(self) -> StreamCalls:
+        return StreamCalls(_check)
 
     def call(self, function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
         """Calls a function of the driver and returns what it gives. Raises DeviceError."""
@@ -64,9 +76,15 @@ class CudaDriver:
 
 
 def _value(function: Callable[..., object], answer: tuple[Any, ...]) -> Any:
-    status = answer[0]
-    if status != _SUCCESS:
-        _, text = cu.cuGetErrorString(status)
-        message = f"{function.__name__}: {status.name}: {text.decode() if text else 'unknown to the driver'}"
-        raise DeviceError(message, status.name)
+    if answer[0] != _SUCCESS:
+        _check(function.__name__, answer[0])
     return answer[1] if len(answer) > 1 else None
+
+
+def _check(name: str, status: int) -> None:
+    """Raises DeviceError unless the function succeeded."""
+    result = cu.CUresult(status)
+    if result != _SUCCESS:
+        _, text = cu.cuGetErrorString(result)
+        message = f"{name}: {result.name}: {text.decode() if text else 'unknown to the driver'}"
+        raise DeviceError(message, result.name)

@@ -21,8 +21,11 @@ GROWTH = 0.04
 """The next nap as a part of the time waited so far: what took long may be seen a little later."""
 RHYTHM = 4
 MARGIN = 0.04
-LEAST_MARGIN_S = 0.0001
-"""Of an interval, and at least: how long before its expected end the looks begin. Each takes 10 us of a core."""
+LEAST_MARGIN_S = 0.00006
+"""Of an interval, and at least: how long before its expected end the looks begin. Each takes 6 us of a core, and the
+interpreter from the thread that has it."""
+SHORT_PART = 0.01
+"""Of an interval: between looks at its end, at least."""
 
 _PR_SET_TIMERSLACK = 29
 _libc = ctypes.CDLL(None)
@@ -41,16 +44,22 @@ class Naps:
     """Sleeps between looks at something that should come soon."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = sleep_precisely
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = sleep_precisely,
+        *,
+        shortest_s: float = SHORT_S,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
+        self.shortest_s = shortest_s
+        """Of the first nap."""
         self._started = clock()
 
     def take(self, deadline: float) -> None:
         """Sleeps for a bit, at most until `deadline` of the clock."""
         now = self._clock()
-        nap = min(LONG_S, SHORT_S + GROWTH * (now - self._started))
+        nap = min(LONG_S, self.shortest_s + GROWTH * (now - self._started))
         self._sleep(max(0.0, min(nap, deadline - now)))
 
 
@@ -73,3 +82,8 @@ class Rhythm:
             return now
         interval = min(self._intervals)
         return max(now, self._last + interval - max(MARGIN * interval, LEAST_MARGIN_S))
+
+    def naps(self) -> Naps:
+        """Between looks at what is expected: the longer the intervals, the less a late look matters."""
+        interval = min(self._intervals, default=0.0)
+        return Naps(shortest_s=min(LONG_S, max(SHORT_S, SHORT_PART * interval)))

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.face import Stream
 
 KIND = TIMELINE
-_AT_LEAST = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-_PLAIN = cu.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
 
 
 class TimelineFence(WordFence):
@@ -30,7 +28,7 @@ class TimelineFence(WordFence):
 
     def signal(self, stream: Stream, value: int) -> None:
         """See `Fence.signal`."""
-        stream.enqueue(lambda: write(self._driver, handle_of(stream), self.address, value))
+        stream.enqueue(lambda: self._driver.streams.write(handle_of(stream), self.address, value))
 
     def wait(self, stream: Stream, value: int) -> None:
         """See `Fence.wait`."""
@@ -43,12 +41,7 @@ class TimelineFence(WordFence):
 
     def hold(self, stream: int, value: int) -> None:
         """The same for a stream given by its handle."""
-        self._driver.call(cu.cuStreamWaitValue64, stream, self.address, value, _AT_LEAST)
-
-
-def write(driver: CudaDriver, stream: int, address: int, value: int) -> None:
-    """Sets a word when the stream gets there: of the device, or of pinned host memory."""
-    driver.call(cu.cuStreamWriteValue64, stream, address, value, _PLAIN)
+        self._driver.streams.wait_at_least(stream, self.address, value)
 
 
 def works(driver: CudaDriver, side: SideStream) -> bool:
@@ -56,8 +49,8 @@ def works(driver: CudaDriver, side: SideStream) -> bool:
     word = driver.call(cu.cuMemAlloc, 8)
     try:
         side.zero(int(word), 8)
-        write(driver, side.handle, int(word), 1)
-        driver.call(cu.cuStreamWaitValue64, side.handle, word, 1, _AT_LEAST)
+        driver.streams.write(side.handle, int(word), 1)
+        driver.streams.wait_at_least(side.handle, int(word), 1)
         side.finish()
         return side.read_word(int(word)) == 1
     except DeviceError:

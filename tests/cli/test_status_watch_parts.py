@@ -21,7 +21,7 @@ from slipstream.common.metrics import make_registry
 from slipstream.common.scrape import Scrape
 from slipstream.common.server_state import ServerState, ServiceState
 from slipstream.common.step import StepKind
-from slipstream.scheduler.batch import DraftCount
+from slipstream.scheduler.draft_tally import DraftTally
 from slipstream.scheduler.request_metrics import RequestMetrics
 from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
@@ -57,7 +57,10 @@ class Server:
                     kind=StepKind.DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
                 )
             )
-            self.steps.drafted([DraftCount(num_drafted=2, num_accepted=n) for n in (0, 2, 1, 1)])
+            tally = DraftTally(2)
+            for num_accepted in (0, 2, 1, 1):
+                tally.add(2, num_accepted)
+            self.steps.drafted(tally)
         self.steps.observe(
             StepTiming(
                 kind=StepKind.PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}

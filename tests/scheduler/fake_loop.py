@@ -97,9 +97,9 @@ class FakeLoop:
         if reason is not None:
             counts.finished_at = time.monotonic()
             self.running.remove(job)
-        is_draft = tuple(number < TOKENS_PER_STEP - 1 for number in range(len(tokens)))
+        num_draft = min(TOKENS_PER_STEP - 1, len(tokens))
         logprobs = () if spec.top_logprobs is None else tuple(logprobs_of(token, spec.top_logprobs) for token in tokens)
-        return Progress(token_ids=tuple(tokens), is_draft=is_draft, logprobs=logprobs, finish_reason=reason)
+        return Progress(token_ids=tuple(tokens), num_draft=num_draft, logprobs=logprobs, finish_reason=reason)
 
 
 def logprobs_of(token: int, num_top: int) -> TokenLogprobs:

@@ -17,7 +17,8 @@ from slipstream.scheduler.jobs import Job, JobSpec
 if TYPE_CHECKING:
     from random import Random
 
-    from slipstream.scheduler.batch import Delivery, DraftCount
+    from slipstream.scheduler.batch import Delivery
+    from slipstream.scheduler.draft_tally import DraftTally
 
 STOP = 7
 """A token that some jobs end at."""
@@ -135,7 +136,7 @@ class Run:
         self.batch = Batch(sizes)
         self.device = Device(sizes, random)
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
-        self.drafts: list[DraftCount] = []
+        self.drafts: list[DraftTally] = []
         self.outputs: dict[Job, list[int]] = {}
         self.ends: dict[Job, FinishReason | None] = {}
 
@@ -151,15 +152,16 @@ class Run:
             self.in_flight.append((step, self.device.run(step)))
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
-            self.drafts += self.batch.drafts(step, result)
-            self.take(self.batch.apply(step, result))
+            deliveries, drafts = self.batch.apply(step, result)
+            self.drafts.append(drafts)
+            self.take(deliveries)
         return step is not None or bool(self.in_flight)
 
     def take(self, deliveries: list[Delivery]) -> None:
         """What the clients' side would get."""
         for job, progress in deliveries:
             assert job not in self.ends, "nothing comes after the end"
-            assert len(progress.is_draft) == len(progress.token_ids)
+            assert 0 <= progress.num_draft <= len(progress.token_ids)
             self.outputs.setdefault(job, []).extend(progress.token_ids)
             if progress.is_last:
                 self.ends[job] = progress.finish_reason

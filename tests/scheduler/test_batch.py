@@ -16,7 +16,7 @@ from slipstream.common.logprobs import TokenLogprobs
 from slipstream.common.step import StepKind
 from slipstream.scheduler.batch import BatchSizes
 from slipstream.scheduler.future_map import StepResult
-from slipstream.scheduler.jobs import Job
+from slipstream.scheduler.jobs import Job, Progress
 from tests.scheduler.simulated_run import Run, make_job, reference
 
 if TYPE_CHECKING:
@@ -99,9 +99,13 @@ def test_every_job_gets_its_own_tokens(
         assert sum(job.counts.accepted_per_position) == job.counts.total_accepted_tokens
         bound = sizes.num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
         assert job.counts.total_draft_tokens == job.counts.num_verify_steps * min(bound, sizes.num_draft_tokens)
-    assert len(run.drafts) == sum(job.counts.num_verify_steps for job in made)
-    assert sum(draft.num_drafted for draft in run.drafts) == sum(job.counts.total_draft_tokens for job in made)
-    assert sum(draft.num_accepted for draft in run.drafts) == sum(job.counts.total_accepted_tokens for job in made)
+    assert sum(drafts.num_drafts for drafts in run.drafts) == sum(job.counts.num_verify_steps for job in made)
+    assert sum(drafts.num_draft_tokens for drafts in run.drafts) == sum(job.counts.total_draft_tokens for job in made)
+    accepted = [drafts.accepted_per_position() for drafts in run.drafts]
+    assert sum(map(sum, accepted)) == sum(job.counts.total_accepted_tokens for job in made)
+    for position in range(sizes.num_draft_tokens):
+        counted = sum(job.counts.accepted_per_position[position] for job in made if job.counts.accepted_per_position)
+        assert sum(counts[position] for counts in accepted) == counted
     assert run.batch.num_running == 0
     assert run.batch.pages.num_free == sizes.num_pages - 1
     assert run.batch.slots.num_free == sizes.num_slots - 1
@@ -215,7 +219,7 @@ def test_logprobs_end_where_the_output_does() -> None:
             tuple(TokenLogprobs(-float(token)) for token in tokens) if asked is not None else ()
             for tokens, asked in zip(result.tokens, step.top_logprobs, strict=True)
         ]
-        for job, progress in run.batch.apply(step, StepResult(result.tokens, likely)):
+        for job, progress in run.batch.apply(step, StepResult(result.tokens, likely)).deliveries:
             if job is asked:
                 assert len(progress.logprobs) == len(progress.token_ids)
                 got += progress.logprobs
@@ -235,14 +239,18 @@ def test_draft_tokens_are_told_from_the_targets_own() -> None:
     job = make_job("job", (1,), 6)
     run.queue.submit(job)
     while (deliveries := _turn(run)) is not None:
-        flags += [flag for _, progress in deliveries for flag in progress.is_draft]
+        flags += [flag for _, progress in deliveries for flag in _flags(progress)]
     assert flags == [False, True, True, False, True, True]
+
+
+def _flags(progress: Progress) -> list[bool]:
+    return [number < progress.num_draft for number in range(len(progress.token_ids))]
 
 
 def _turn(run: Run) -> list[Delivery] | None:
     run.batch.admit(run.queue)
     step = run.batch.next_step()
-    return None if step is None else run.batch.apply(step, run.device.run(step))
+    return None if step is None else run.batch.apply(step, run.device.run(step)).deliveries
 
 
 def test_jobs_that_cannot_go_on_end_with_the_error_wherever_they_are() -> None:
@@ -280,7 +288,7 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
     run.queue.submit(short, bounded)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None and step.kind is StepKind.PREFILL:
-        run.take(run.batch.apply(step, run.device.run(step)))
+        run.take(run.batch.apply(step, run.device.run(step)).deliveries)
     assert step is not None
     with pytest.raises(FutureMapError, match="2 tokens accepted of 1 at most"):
         run.batch.apply(step, StepResult([[1, 1], [1, 1, 1]]))
@@ -294,6 +302,6 @@ def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None
-    run.take(run.batch.apply(step, run.device.run(step)))
+    run.take(run.batch.apply(step, run.device.run(step)).deliveries)
     with pytest.raises(PendingLengthError, match="no step was to change"):
         run.batch.apply(step, StepResult([[1]]))

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.step import StepKind
-from slipstream.scheduler.batch import DraftCount
+from slipstream.scheduler.draft_tally import DraftTally
 from slipstream.scheduler.step_metrics import RESULT, StepMetricFamilies, StepMetrics
 from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
@@ -60,9 +60,12 @@ def test_phases_are_apart(measured: Measured) -> None:
 
 
 def test_drafts_by_position(measured: Measured) -> None:
-    measured.metrics.drafted([])
+    measured.metrics.drafted(DraftTally(3))
     assert measured.drafting("accepted_tokens_per_position_total", position="1") is None
-    measured.metrics.drafted([DraftCount(3, 2), DraftCount(3, 0), DraftCount(1, 1)])
+    tally = DraftTally(3)
+    for num_drafted, num_accepted in ((3, 2), (3, 0), (1, 1)):
+        tally.add(num_drafted, num_accepted)
+    measured.metrics.drafted(tally)
     assert measured.drafting("drafts_total") == 3
     assert measured.drafting("draft_tokens_total") == 7
     assert measured.drafting("accepted_tokens_total") == 3

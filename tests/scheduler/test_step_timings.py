@@ -89,11 +89,17 @@ class Stamps:
     """An arena with stamps in place of workers, and what the scheduler makes of them."""
 
     def __init__(self) -> None:
-        self.timings: list[StepTiming] = []
+        self._timings: list[StepTiming] = []
         self.arena = HostArena.create(SHAPE.specs(), list(FenceName))
         self.collector = StepTimings(
-            HostDevice(), self.arena, SHAPE, NullAccessLog(), self.timings.append, StepRecorder()
+            HostDevice(), self.arena, SHAPE, NullAccessLog(), self._timings.append, StepRecorder()
         )
+
+    @property
+    def timings(self) -> list[StepTiming]:
+        """Of the steps whose stamps came in so far."""
+        self.collector.report()
+        return self._timings
 
     def send(self, number: int, kind: StepKind = DECODE) -> None:
         """A step is sent."""

@@ -132,7 +132,6 @@ def progress(ids: list[int], reason: FinishReason | None) -> Progress:
     """What a step brought."""
     return Progress(
         token_ids=tuple(ids),
-        is_draft=tuple(False for _ in ids),
         logprobs=tuple(TokenLogprobs(-token) for token in ids),
         finish_reason=reason,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import importlib
 import itertools
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX = "slipstream.common.device"
+OTHER_MODULES = ("cuda_kernels", "cuda_side", "pinned_copy", "stream_calls")
 MODULES = ("cuda_driver", "cuda_memory", "cuda_stream", "cuda_arena", "event_fence", "timeline_fence", "cuda_device")
 
 
@@ -77,14 +79,31 @@ class FakeCuda(ModuleType):
         return function
 
 
+class FakeLibrary:
+    """The driver's library, as `ctypes` has it: functions give a status, the same as the module's."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        """A function, by its name with a version."""
+
+        def function(*arguments: object) -> int:
+            return int(getattr(self._cuda, name.removesuffix("_v2"))(*arguments)[0])
+
+        return function
+
+
 @contextmanager
 def installed() -> Iterator[FakeCuda]:
     """In place of the real one, which the modules that use it forget again."""
     fake = FakeCuda()
     packages = {"cuda": ModuleType("cuda"), "cuda.bindings": SimpleNamespace(driver=fake), fake.__name__: fake}
-    names = [*packages, *(f"{PREFIX}.{module}" for module in (*MODULES, "cuda_kernels", "cuda_side", "pinned_copy"))]
+    names = [*packages, *(f"{PREFIX}.{module}" for module in (*MODULES, *OTHER_MODULES))]
     before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules.update(packages)  # type: ignore[arg-type]
+    stream_calls: Any = importlib.import_module(f"{PREFIX}.stream_calls")
+    stream_calls.ctypes = SimpleNamespace(**vars(ctypes) | {"PyDLL": lambda _: FakeLibrary(fake)})
     try:
         yield fake
     finally:

@@ -56,3 +56,16 @@ def test_an_idle_time_and_a_fast_time_are_forgotten() -> None:
     now += 0.01
     rhythm.came(now)
     assert now + 0.005 < rhythm.not_before(now) < now + 0.01
+
+
+def test_looks_are_as_far_apart_as_the_intervals_allow() -> None:
+    rhythm, now = Rhythm(), 0.0
+    assert rhythm.naps().shortest_s == SHORT_S
+    for _ in range(RHYTHM):
+        rhythm.came(now)
+        now += 0.01
+    assert SHORT_S < rhythm.naps().shortest_s <= 0.0002
+    for _ in range(RHYTHM + 1):
+        rhythm.came(now)
+        now += 100.0
+    assert rhythm.naps().shortest_s == LONG_S
