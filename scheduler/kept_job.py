@@ -44,6 +44,8 @@ class KeptJob:
         """Whether the job goes on without a caller."""
         self.left_as: str | None = None
         """How its last caller went, if that ends the job: an outcome of `RequestMetrics`."""
+        self.is_over = False
+        """Whether there will be no more tokens."""
         self._created_at = datetime.now(UTC)
         self._arrived_at = time.monotonic()
         self._has_started = False
@@ -55,11 +57,6 @@ class KeptJob:
         return tuple(sample.job for sample in self.samples if sample.job is not None)
 
     @property
-    def is_over(self) -> bool:
-        """Whether there will be no more tokens."""
-        return all(sample.job is None for sample in self.samples)
-
-    @property
     def num_tokens(self) -> int:
         """Tokens so far, of all samples together."""
         return sum(sample.output.num_tokens for sample in self.samples)
@@ -67,7 +64,10 @@ class KeptJob:
     @property
     def error(self) -> SlipstreamError | None:
         """Why the job could not go on."""
-        return next((sample.error for sample in self.samples if sample.error is not None), None)
+        for sample in self.samples:
+            if sample.error is not None:
+                return sample.error
+        return None
 
     @property
     def can_be_repeated(self) -> bool:
@@ -102,10 +102,12 @@ class KeptJob:
         if not self._has_started and self.num_tokens:
             self._has_started = True
             self._measure_start(metrics, now)
-        num_new = 0
+        num_new, is_over = 0, True
         for sample in self.samples:
             num_new += sample.settle(metrics, now)
-        if self.is_over:
+            is_over = is_over and sample.job is None
+        self.is_over = is_over
+        if is_over:
             reason = self.finish_reason
             if self.left_as is None and reason is not None:
                 metrics.finished(reason, now - self._arrived_at)
