@@ -1,4 +1,4 @@
-"""Clients that come, go and cancel leave nothing behind: 20 seconds of `benchmarks/soak.py`."""
+"""Clients that come, go and cancel leave nothing behind: 10 seconds of `benchmarks/soak.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.benchmarks.soak import soak
 if TYPE_CHECKING:
     from pathlib import Path
 
-SECONDS = 20.0
+SECONDS = 10.0
 
 
 @pytest.mark.timeout(180)

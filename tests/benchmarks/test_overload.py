@@ -22,9 +22,9 @@ async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     plan = Plan(
-        seconds=3.0,
+        seconds=2.5,
         warm_up_s=1.0,
-        capacity_seconds=2.0,
+        capacity_seconds=1.5,
         capacity_warm_up_s=0.5,
         slots=4,
         queue=4,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.cli.in_process_settings import InProcessSettings
+from slipstream.client import Client
 from slipstream.common.errors import ConfigError
 from slipstream.common.scrape import scrape
 from slipstream.scheduler.config import SchedulerConfig
@@ -21,22 +22,23 @@ from tests.cli.trace_format import check, slices_by_thread
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from slipstream.client.requests import RequestOptions
+
 pytestmark = pytest.mark.timeout(90)
 
-REQUESTS = (
-    ("--temperature", "0", "def add(a, b):\n"),
-    ("--temperature", "0.8", "--seed", "7", "class Queue:\n"),
-    ("--temperature", "1.0", "--seed", "8", "--top-p", "0.9", "import os\n"),
+NUM_TOKENS = 24
+REQUESTS: tuple[tuple[str, RequestOptions], ...] = (
+    ("def add(a, b):\n", {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}),
+    ("class Queue:\n", {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 7}),
+    ("import os\n", {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1, "seed": 8, "top_p": 0.9}),
 )
 
 
 def outputs(state_dir: Path) -> Iterator[list[int]]:
     """The tokens of each request."""
-    server = (state_dir / "server").read_text()
-    for options in REQUESTS:
-        found = slipstream("generate", "--server", server, "--max-new-tokens", "24", "--ignore-eos", "--json", *options)
-        assert found.returncode == 0, found.stderr
-        yield json.loads(found.stdout.splitlines()[-1])["token_ids"]
+    with Client((state_dir / "server").read_text()) as client:
+        for prompt, options in REQUESTS:
+            yield [token for chunk in client.generate(prompt, **options) for token in chunk.token_ids]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """What three processes give."""
     state_dir = tmp_path_factory.mktemp("three")
     with running_up(state_dir):
-        return list(outputs(state_dir))
+        found = list(outputs(state_dir))
+    assert all(len(tokens) == NUM_TOKENS for tokens in found)
+    return found
 
 
 @pytest.mark.parametrize("algorithm", ["none", "standalone", "eagle3"])

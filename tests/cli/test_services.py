@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(60)
 
 
+def three_ports() -> int:
+    """The first of three that follow each other and that nobody serves at."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
+            port: int = first.getsockname()[1]
+            with suppress(OSError, OverflowError):
+                for number in (1, 2):
+                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
+                return port
+
+
 @pytest.fixture(scope="module")
 def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the `up` that most tests share."""
@@ -30,9 +41,15 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def up(state_dir: Path) -> Iterator[Running]:
+def metrics_port() -> int:
+    """The first of its three."""
+    return three_ports()
+
+
+@pytest.fixture(scope="module")
+def up(state_dir: Path, metrics_port: int) -> Iterator[Running]:
     """The bundled pair, ready."""
-    with running_up(state_dir) as up:
+    with running_up(state_dir, "--metrics-port", str(metrics_port), "--log-format", "json") as up:
         yield up
 
 
@@ -55,25 +72,13 @@ def test_status_shows_every_service(server: str, up: Running) -> None:
     assert "SERVING" in table.stdout
 
 
-def three_ports() -> int:
-    """The first of three that follow each other and that nobody serves at."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
-            port: int = first.getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for number in (1, 2):
-                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
-                return port
-
-
-def test_metrics_and_logs_are_as_an_operator_wants_them(tmp_path: Path) -> None:
-    port = three_ports()
-    with running_up(tmp_path, "--metrics-port", str(port), "--log-format", "json"):
-        ports = {service["name"]: service["metrics_port"] for service in status(tmp_path)["services"]}
-        assert ports == {"scheduler": port, "verify": port + 1, "draft": port + 2}
-        for name in ports:
-            lines = [json.loads(line) for line in (tmp_path / f"{name}.log").read_text().splitlines()]
-            assert {line["service"] for line in lines} == {name}
+@pytest.mark.usefixtures("up")
+def test_metrics_and_logs_are_as_an_operator_wants_them(state_dir: Path, metrics_port: int) -> None:
+    ports = {service["name"]: service["metrics_port"] for service in status(state_dir)["services"]}
+    assert ports == {"scheduler": metrics_port, "verify": metrics_port + 1, "draft": metrics_port + 2}
+    for name in ports:
+        lines = [json.loads(line) for line in (state_dir / f"{name}.log").read_text().splitlines()]
+        assert {line["service"] for line in lines} == {name}
 
 
 def test_generate_streams_text_and_reports(server: str) -> None:

@@ -14,6 +14,7 @@ from tests.cli.trace_format import check, slices_by_thread
 from tests.grpc_server import running_server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
@@ -21,27 +22,33 @@ pytestmark = pytest.mark.timeout(120)
 NOBODY = ("--server", "127.0.0.1:9")
 
 
-def test_a_trace_of_a_running_server(tmp_path: Path) -> None:
-    state_dir, out = tmp_path / "state", tmp_path / "out.json"
-    server = ("--state-dir", str(state_dir))
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of an `up` that is ready, and that ends well after all of its traces."""
+    state_dir = tmp_path_factory.mktemp("state")
     with running_up(state_dir) as up:
-        nothing = slipstream("trace", *server, "--wait", "0.1", str(out))
-        address = (state_dir / "server").read_text()
-        generate = ("generate", "--server", address, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
-        with running("trace", *server, "--steps", "20", "--wait", "30", str(out)) as trace, running(*generate) as ask:
-            assert trace.end() == 0, trace.errors()
-            assert trace.errors().startswith("steps ")
-            assert f"(one clock) are in {out}: open it in " in trace.errors()
-            ask.signal(signal.SIGINT)
-            ask.end()
-        with running("trace", *server, "--steps", "10", "--wait", "30", "-") as to_standard_output:
-            with running(*generate) as ask:
-                assert to_standard_output.end() == 0, to_standard_output.errors()
-                ask.signal(signal.SIGINT)
-                ask.end()
-            piped = json.loads(to_standard_output.output())
+        yield state_dir
         up.signal(signal.SIGINT)
         assert up.end() == 0
+
+
+def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
+    server, out = ("--state-dir", str(state_dir)), tmp_path / "out.json"
+    nothing = slipstream("trace", *server, "--wait", "0.1", str(out))
+    address = (state_dir / "server").read_text()
+    generate = ("generate", "--server", address, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
+    with running("trace", *server, "--steps", "20", "--wait", "30", str(out)) as trace, running(*generate) as ask:
+        assert trace.end() == 0, trace.errors()
+        assert trace.errors().startswith("steps ")
+        assert f"(one clock) are in {out}: open it in " in trace.errors()
+        ask.signal(signal.SIGINT)
+        ask.end()
+    with running("trace", *server, "--steps", "10", "--wait", "30", "-") as to_standard_output:
+        with running(*generate) as ask:
+            assert to_standard_output.end() == 0, to_standard_output.errors()
+            ask.signal(signal.SIGINT)
+            ask.end()
+        piped = json.loads(to_standard_output.output())
     assert (nothing.returncode, nothing.stdout) == (1, "")
     assert nothing.stderr == "slipstream: error: no step was complete within 0.1 s: ask while requests run\n"
     written = json.loads(out.read_text(encoding="utf-8"))
@@ -103,13 +110,10 @@ async def test_a_server_that_cannot_be_traced(tmp_path: Path) -> None:
     assert found.stderr == f"slipstream: error: the server at {server.address} is too old to be traced\n"
 
 
-def test_ctrl_c_ends_the_wait_and_leaves_nothing(tmp_path: Path) -> None:
-    state_dir, out = tmp_path / "state", tmp_path / "traces"
-    out.mkdir()
-    command = ("trace", "--state-dir", str(state_dir), "--wait", "60", str(out / "out.json"))
-    with running_up(state_dir), running(*command) as trace:
-        until(lambda: any(out.iterdir()), trace)
+def test_ctrl_c_ends_the_wait_and_leaves_nothing(state_dir: Path, tmp_path: Path) -> None:
+    with running("trace", "--state-dir", str(state_dir), "--wait", "60", str(tmp_path / "out.json")) as trace:
+        until(lambda: any(tmp_path.iterdir()), trace)
         trace.signal(signal.SIGINT)
         assert trace.end() != 0
         assert "Traceback" not in trace.errors()
-    assert list(out.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

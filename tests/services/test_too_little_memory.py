@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,17 +23,37 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("service", ["verify", "draft"])
-def test_weights_that_do_not_fit_are_one_line(service: str, tmp_path: Path) -> None:
-    """Of a model that no machine holds; random, so that there need be no file of its size."""
-    model = write_checkpoint(tmp_path / "model")
+SERVICES = ("verify", "draft")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that no machine holds; of random weights, so that there need be no file of its size."""
+    model = write_checkpoint(tmp_path_factory.mktemp("models") / "model")
     config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2**42}
     (model / "config.json").write_text(json.dumps(config))
-    listen = f"unix:{tmp_path}/{service}.sock"
-    command = [sys.executable, "-m", f"slipstream.services.{service}.main", "--model", str(model), "--listen", listen]
-    found = subprocess.run(
-        [*command, "--load-format", "dummy", "--device", "cpu"], capture_output=True, text=True, timeout=60, check=False
-    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def ended(model: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """The services that were to load it, side by side."""
+
+    def run(service: str) -> subprocess.CompletedProcess[str]:
+        listen = f"unix:{model.parent}/{service}.sock"
+        command = (sys.executable, "-m", f"slipstream.services.{service}.main", "--model", str(model))
+        options = ("--listen", listen, "--load-format", "dummy", "--device", "cpu")
+        return subprocess.run((*command, *options), capture_output=True, text=True, timeout=60, check=False)
+
+    with ThreadPoolExecutor(len(SERVICES)) as threads:
+        return dict(zip(SERVICES, threads.map(run, SERVICES), strict=True))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_weights_that_do_not_fit_are_one_line(
+    service: str, model: Path, ended: dict[str, subprocess.CompletedProcess[str]]
+) -> None:
+    found, config = ended[service], json.loads((model / "config.json").read_text())
     assert found.returncode == 1
     line = found.stderr.strip().splitlines()[-1]
     layer_mib = 3 * 2**42 * config["hidden_size"] * 4 // 2**20

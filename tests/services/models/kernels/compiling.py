@@ -7,7 +7,9 @@ The interpreter takes what the compiler does not: types that change in a branch,
 
 from __future__ import annotations
 
+import os
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -61,43 +63,48 @@ PRODUCT: dict[str, object] = {
     "SCALES": False,
 }
 SAMPLE = {"BLOCK": 4096, "BLOCK_G": 32, "HAS_IDS": False, "HAS_FILTERS": True, "IS_SECOND": False}
-KERNELS: tuple[tuple[Any, dict[str, object]], ...] = (
-    (attention_kernels.attend_kernel, {**ATTEND, "IS_SPLIT": True}),
-    (attention_kernels.attend_kernel, {**ATTEND, "IS_SPLIT": True, "HAS_TREE": True, "HAS_WINDOW": True}),
-    (
-        attention_kernels.attend_kernel,
-        {**ATTEND, **PROMPT},
-    ),
-    (attention_kernels.combine_kernel, {**HEADS, "BLOCK_S": 16}),
-    (kv_kernels.rotation_kernel, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
-    (kv_kernels.keep_kernel, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
-    (block_kernels.rms_norm_kernel, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
-    (block_kernels.swiglu_kernel, {"SIZE": 14336, "BLOCK": 1024}),
-    (product_kernels.product_kernel, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),
-    (product_kernels.product_kernel, {**PRODUCT, "IS_SCALED": True, "IS_GATED": True}),
-    (sampling_kernels.greatest_kernel, SAMPLE),
-    (filter_kernels.count_kernel, SAMPLE),
-    (sampling_kernels.score_kernel, {**SAMPLE, "HAS_FILTERS": False, "HAS_IDS": True}),
-    (sampling_kernels.score_kernel, {**SAMPLE, "IS_SECOND": True}),
-    (sampling_kernels.mass_kernel, SAMPLE),
-    (sampling_kernels.choose_kernel, {**SAMPLE, "HAS_IDS": True}),
-    (sampling_kernels.choose_kernel, {**SAMPLE, "IS_SECOND": True}),
-    (sampling_kernels.settle_kernel, SAMPLE),
+KERNELS: tuple[tuple[Any, int, dict[str, object]], ...] = (
+    (attention_kernels.attend_kernel, 4, {**ATTEND, **PROMPT}),
+    (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True}),
+    (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True, "HAS_TREE": True, "HAS_WINDOW": True}),
+    (attention_kernels.combine_kernel, 4, {**HEADS, "BLOCK_S": 16}),
+    (kv_kernels.rotation_kernel, 4, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
+    (kv_kernels.keep_kernel, 1, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
+    (block_kernels.rms_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
+    (block_kernels.swiglu_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
+    (product_kernels.product_kernel, 4, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),
+    (product_kernels.product_kernel, 4, {**PRODUCT, "IS_SCALED": True, "IS_GATED": True}),
+    (sampling_kernels.greatest_kernel, 8, SAMPLE),
+    (filter_kernels.count_kernel, 8, SAMPLE),
+    (sampling_kernels.score_kernel, 8, {**SAMPLE, "HAS_FILTERS": False, "HAS_IDS": True}),
+    (sampling_kernels.score_kernel, 8, {**SAMPLE, "IS_SECOND": True}),
+    (sampling_kernels.mass_kernel, 8, SAMPLE),
+    (sampling_kernels.choose_kernel, 1, {**SAMPLE, "HAS_IDS": True}),
+    (sampling_kernels.choose_kernel, 1, {**SAMPLE, "IS_SECOND": True}),
+    (sampling_kernels.settle_kernel, 16, SAMPLE),
 )
+"""Each with the warps that it is launched with; what takes longest comes first."""
 
 
 def main() -> None:
     """Compiles all, and says which."""
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
+        for name in processes.map(compile_kernel, range(len(KERNELS))):
+            print(name, flush=True)
+
+
+def compile_kernel(number: int) -> str:
+    """Compiles one of them; returns its name."""
     warnings.simplefilter("ignore", UserWarning)  # of Triton's own, about the next version's defaults
-    for kernel, constants in KERNELS:
-        values = {**constants, "OVERLAPS": True}
-        names = [parameter.name for parameter in kernel.params]
-        types = {name: NUMBERS.get(name, POINTERS.get(name, "*fp32")) for name in names}
-        types |= {parameter.name: "constexpr" for parameter in kernel.params if parameter.is_constexpr}
-        fixed = {(names.index(name),): values[name] for name in names if types[name] == "constexpr"}
-        source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
-        compile(source, target=HOPPER, options={"num_warps": 4, "launch_pdl": True})
-        print(kernel.__name__, flush=True)
+    kernel, num_warps, constants = KERNELS[number]
+    values = {**constants, "OVERLAPS": True}
+    names = [parameter.name for parameter in kernel.params]
+    types = {name: NUMBERS.get(name, POINTERS.get(name, "*fp32")) for name in names}
+    types |= {parameter.name: "constexpr" for parameter in kernel.params if parameter.is_constexpr}
+    fixed = {(names.index(name),): values[name] for name in names if types[name] == "constexpr"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
+    compile(source, target=HOPPER, options={"num_warps": num_warps, "launch_pdl": True})
+    return str(kernel.__name__)
 
 
 if __name__ == "__main__":
