@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(90)
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a short name: sockets are in a folder in it, and their paths have 107 bytes at most."""
+    return tmp_path_factory.mktemp("demo")
+
+
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
