@@ -326,6 +326,7 @@ class Engine:
             num_bytes=_staged_bytes(attachment),
             depth=attachment.shape.ring,
             device=self._device.torch_device,
+            fetch=partial(self._device.fetch, self._stream),
             blocked=partial(self.stalls.at, STAGING),
         )
 

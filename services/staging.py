@@ -1,8 +1,9 @@
 """How what a command brings gets to the device: packed into pinned memory, and copied at once, without waiting.
 
 A step puts together all that it needs of its command (slots, pages, limits, sampling, prompts), each piece as a host
-tensor for which it gets a device tensor, and flushes: one copy on the worker's stream. The device's side is one buffer,
-used over and over in stream order; the host's is a ring of buffers, each used again when its copy is done.
+tensor for which it gets a device tensor, and flushes: one kernel on the worker's stream fetches it all. The device's
+side is one buffer, used over and over in stream order; the host's is a ring of buffers, each used again when what it
+had is fetched.
 """
 
 from __future__ import annotations
@@ -64,19 +65,21 @@ class PinnedStaging:
         num_bytes: int,
         depth: int,
         device: torch.device,
+        fetch: Callable[[torch.Tensor, torch.Tensor], None],
         blocked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`num_bytes`: of all that is `put` in a step; more takes a copy of its own. `depth`: host buffers.
 
+        `fetch` brings to the first tensor, on the device, what the second has, on the host: whole words of 64 bits.
         `blocked` is entered for as long as the thread waits for the device.
         """
+        self._fetch = fetch
         self._blocked = blocked
         self._num_slots = num_slots
         fixed = _aligned((1 + num_slots) * 8)
-        self._host = [
-            torch.zeros(fixed + num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(depth)
-        ]
-        self._device = torch.zeros(fixed + num_bytes, dtype=torch.uint8, device=device)
+        size = fixed + _aligned(num_bytes)
+        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(depth)]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         # Views that are made once: a step takes no longer than its writes.
         self._bytes = [buffer.numpy() for buffer in self._host]
         self._heads = [buffer[: (1 + num_slots) * 8].view(torch.int64).numpy() for buffer in self._host]
@@ -117,8 +120,7 @@ class PinnedStaging:
 
     def flush(self) -> None:
         """See `Staging.flush`."""
-        used = min(self._used, len(self._device))
-        self._device[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+        self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
         for source, target in self._spilled:
             target.copy_(source, non_blocking=True)
         self._copied[self._turn].record()

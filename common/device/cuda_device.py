@@ -12,7 +12,7 @@ from cuda.bindings import driver as cu
 from slipstream.common.device import event_fence, timeline_fence
 from slipstream.common.device.cuda_arena import CudaArena
 from slipstream.common.device.cuda_driver import CudaDriver
-from slipstream.common.device.cuda_kernels import CudaKernels
+from slipstream.common.device.cuda_kernels import WORD_BYTES, CudaKernels
 from slipstream.common.device.cuda_side import SideStream
 from slipstream.common.device.cuda_stream import CudaStream, handle_of
 from slipstream.common.device.pinned_copy import LatePinnedCopy, PinnedCopy
@@ -85,6 +85,11 @@ class CudaDevice:
         """See `Device.stamp_row`."""
         handle, stride = handle_of(stream), targets.stride(0) * targets.element_size()
         stream.enqueue(lambda: self.kernels.stamp_row(handle, targets.data_ptr(), stride, row.data_ptr()))
+
+    def fetch(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device.fetch`."""
+        num_words = source.nbytes // WORD_BYTES
+        self.kernels.fetch(handle_of(stream), target.data_ptr(), source.data_ptr(), num_words)
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
         """See `Device.host_copy`."""

@@ -66,7 +66,34 @@ LOOK:
     @%p bra LOOK;
     ret;
 }
+
+.visible .entry fetch(.param .u64 target, .param .u64 source, .param .u64 words)
+{
+    .reg .b64 %rd<8>;
+    .reg .b32 %r<4>;
+    .reg .pred %p;
+    ld.param.u64 %rd1, [target];
+    ld.param.u64 %rd2, [source];
+    ld.param.u64 %rd3, [words];
+    cvta.to.global.u64 %rd1, %rd1;
+    cvta.to.global.u64 %rd2, %rd2;
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, %ntid.x;
+    mov.u32 %r3, %tid.x;
+    mad.lo.u32 %r3, %r1, %r2, %r3;
+    cvt.u64.u32 %rd4, %r3;
+    setp.ge.u64 %p, %rd4, %rd3;
+    @%p ret;
+    shl.b64 %rd5, %rd4, 3;
+    add.u64 %rd1, %rd1, %rd5;
+    add.u64 %rd2, %rd2, %rd5;
+    ld.volatile.global.u64 %rd6, [%rd2];
+    st.global.u64 [%rd1], %rd6;
+    ret;
+}
 \0"""
+WORD_BYTES = 8
+_THREADS = 256
 
 
 class CudaKernels:
@@ -76,10 +103,11 @@ class CudaKernels:
         """Loads and runs each once: loading while a stream waits for another process could wait for that, too."""
         self._driver = driver
         module = driver.call(cu.cuModuleLoadData, _PTX)
-        self._stamp = driver.call(cu.cuModuleGetFunction, module, b"stamp")
-        self._stamp_row = driver.call(cu.cuModuleGetFunction, module, b"stamp_row")
-        self._store = driver.call(cu.cuModuleGetFunction, module, b"store")
-        self._spin_until = driver.call(cu.cuModuleGetFunction, module, b"spin_until")
+        self._stamp = self._function(module, b"stamp")
+        self._stamp_row = self._function(module, b"stamp_row")
+        self._store = self._function(module, b"store")
+        self._spin_until = self._function(module, b"spin_until")
+        self._fetch = self._function(module, b"fetch")
         self._warm_up()
 
     def stamp(self, stream: int, target: int) -> None:
@@ -98,8 +126,17 @@ class CudaKernels:
         """Holds the stream until `length_ns` after the stamp at `start`."""
         self._launch(self._spin_until, stream, _arguments(start, length_ns))
 
-    def _launch(self, function: object, stream: int, arguments: _Arguments) -> None:
-        self._driver.call(cu.cuLaunchKernel, function, 1, 1, 1, 1, 1, 1, 0, stream, arguments.address, 0)
+    def fetch(self, stream: int, target: int, source: int, num_words: int) -> None:
+        """Copies words of 64 bits to the device, from pinned host memory."""
+        blocks = -(-num_words // _THREADS)
+        arguments = _arguments(target, source, num_words)
+        self._driver.streams.launch(stream, self._fetch, blocks, _THREADS, arguments.address)
+
+    def _launch(self, function: int, stream: int, arguments: _Arguments) -> None:
+        self._driver.streams.launch(stream, function, 1, 1, arguments.address)
+
+    def _function(self, module: object, name: bytes) -> int:
+        return int(self._driver.call(cu.cuModuleGetFunction, module, name))
 
     def _warm_up(self) -> None:
         scratch = self._driver.call(cu.cuMemAlloc, 8)
@@ -108,6 +145,7 @@ class CudaKernels:
         self.stamp_row(stream, int(scratch), 8, int(scratch))
         self.stamp(stream, int(scratch))
         self.spin_until(stream, int(scratch), 0)
+        self.fetch(stream, int(scratch), int(scratch), 1)
         self._driver.call(cu.cuStreamSynchronize, stream)
         self._driver.call(cu.cuStreamDestroy, stream)
         self._driver.call(cu.cuMemFree, scratch)

@@ -34,6 +34,9 @@ class StreamCalls:
         self._write_value.argtypes = (_STREAM, _ADDRESS, _WORD, ctypes.c_uint)
         self._copy_to_host = library.cuMemcpyDtoHAsync_v2
         self._copy_to_host.argtypes = (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t, _STREAM)
+        self._launch = library.cuLaunchKernel
+        sizes = (ctypes.c_uint,) * 7
+        self._launch.argtypes = (ctypes.c_void_p, *sizes, _STREAM, ctypes.c_void_p, ctypes.c_void_p)
 
     def wait_at_least(self, stream: int, address: int, value: int) -> None:
         """The stream waits until the 64 bits at an address of the device are `value` or more."""
@@ -52,3 +55,9 @@ class StreamCalls:
         status = self._copy_to_host(target, source, size, stream)
         if status:
             self._check("cuMemcpyDtoHAsync", status)
+
+    def launch(self, stream: int, function: int, blocks: int, threads: int, arguments: int) -> None:
+        """The stream runs a kernel: `blocks` of `threads`. `arguments` is where the pointers to its arguments lie."""
+        status = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+        if status:
+            self._check("cuLaunchKernel", status)

@@ -20,7 +20,7 @@ VOCAB_SIZE = 272
 
 def apply(table: SlotTable, updates: tuple[SlotUpdate, ...]) -> None:
     """Through a staging area, as on a GPU."""
-    staging = PinnedStaging(num_slots=4, num_bytes=64, depth=2, device=torch.device("cpu"))
+    staging = PinnedStaging(num_slots=4, num_bytes=64, depth=2, device=torch.device("cpu"), fetch=torch.Tensor.copy_)
     staging.begin(0, ())
     changes = table.changes(updates, staging)
     staging.flush()

@@ -23,7 +23,7 @@ DTYPES = (torch.int64, torch.int32, torch.float32, torch.bool, torch.float16)
 
 def pinned(num_bytes: int = 4096) -> PinnedStaging:
     """On a CPU: all but the copy's being asynchronous is the same."""
-    return PinnedStaging(num_slots=8, num_bytes=num_bytes, depth=3, device=CPU)
+    return PinnedStaging(num_slots=8, num_bytes=num_bytes, depth=3, device=CPU, fetch=torch.Tensor.copy_)
 
 
 TENSORS = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=6)
@@ -115,7 +115,7 @@ def test_who_waits_for_the_device_is_told_of(monkeypatch: pytest.MonkeyPatch) ->
         waits.append(step)
         yield
 
-    staging = PinnedStaging(num_slots=8, num_bytes=64, depth=3, device=CPU, blocked=blocked)
+    staging = PinnedStaging(num_slots=8, num_bytes=64, depth=3, device=CPU, fetch=torch.Tensor.copy_, blocked=blocked)
     for step in range(5):
         staging.begin(step, ())
         staging.flush()
