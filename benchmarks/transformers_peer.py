@@ -51,12 +51,12 @@ class TransformersPeer:
         self._target = target
         self._num_new_tokens = num_new_tokens
         self._num_forwards = 0
-        target.register_forward_hook(self._count)
 
     def compiled(self, prompt: Sequence[int]) -> Peer:
         """Plain decoding with a static cache, which `transformers` compiles by itself on a GPU."""
         settings = {"cache_implementation": "static"}
-        return self._measure("transformers, compiled, static cache", prompt, settings)
+        # Nobody counts: a hook would have the model compiled again, and each of its forwards is a token.
+        return self._measure("transformers, compiled, static cache", prompt, settings, is_counted=False)
 
     def assisted(
         self, prompt: Sequence[int], assistant: Any, *, num_draft_tokens: int, mean_accept_length: float | None
@@ -65,19 +65,19 @@ class TransformersPeer:
         assistant.generation_config.num_assistant_tokens = num_draft_tokens
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
-        undo = []
+        undo = [self._target.register_forward_hook(self._count).remove]
         if mean_accept_length is not None:
             num_positions = len(prompt) + self._num_new_tokens + num_draft_tokens + 2
             rate = acceptance_rate(mean_accept_length, num_draft_tokens)
             script = Script.draw(num_positions, rate, seed=0, device=self._target.device)
-            undo = [follow(self._target, script.tokens), follow(assistant, script.guesses)]
+            undo += [follow(self._target, script.tokens), follow(assistant, script.guesses)]
         try:
-            return self._measure("transformers, assisted", prompt, {"assistant_model": assistant})
+            return self._measure("transformers, assisted", prompt, {"assistant_model": assistant}, is_counted=True)
         finally:
             for remove in undo:
                 remove()
 
-    def _measure(self, way: str, prompt: Sequence[int], settings: dict[str, Any]) -> Peer:
+    def _measure(self, way: str, prompt: Sequence[int], settings: dict[str, Any], *, is_counted: bool) -> Peer:
         rates = []
         num_forwards = 0
         self._generate(prompt, self._num_new_tokens, settings)  # compiles, and warms up
@@ -90,7 +90,7 @@ class TransformersPeer:
             way=way,
             tokens_per_second=median(rates),
             repeats=tuple(rates),
-            mean_accept_length=REPEATS * (self._num_new_tokens - 1) / num_forwards,
+            mean_accept_length=REPEATS * (self._num_new_tokens - 1) / num_forwards if is_counted else 1.0,
         )
 
     def _run(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> tuple[float, int]:
@@ -102,7 +102,6 @@ class TransformersPeer:
         _synchronize(self._target.device)
         return time.perf_counter() - started, self._num_forwards
 
-    @torch.inference_mode()
     def _generate(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> None:
         ids = torch.tensor([list(prompt)], device=self._target.device)
         output = self._target.generate(
