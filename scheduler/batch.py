@@ -165,7 +165,7 @@ class Batch:
             progress = request.end_output(tokens, num_drafted + 1, likely, now)
             if progress.finish_reason is not None:
                 self._end(request)
-            elif not request.wants_decode:
+            elif request.is_sure_to_end:
                 self._decoding = None
             deliveries.append((job, progress))
         return Applied(deliveries, drafts)
@@ -254,7 +254,7 @@ class Batch:
         is_drafted = decoding.is_drafted
         for request in decoding.requests:
             request.begin_output(1 + (request.num_drafted if is_drafted else 0))
-            if not request.wants_decode:
+            if request.is_sure_to_end:
                 self._decoding = None
         return Step(
             number=self.last_step,

@@ -1,9 +1,10 @@
-"""Brings progress from the loop's thread to the clients' event loop, in bundles."""
+"""Brings progress from the loop's thread to the clients' event loop: some jobs' with each step, in turn."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import asyncio
@@ -16,68 +17,123 @@ Bundle = dict["Job", list["Progress"]]
 """What steps brought each job, in order."""
 
 MESSAGE_S = 0.001
-"""Between messages on average, of all streams together. One costs 0.1 to 0.2 ms of the interpreter's time, which the
+"""Between messages on average, of all streams together. One costs about 0.1 ms of the interpreter's time, which the
 step loop needs, too."""
+PATIENCE = 2
+"""Turns that a job waits for when no more steps come that would bring it its own."""
+
+
+class _Waiting(NamedTuple):
+    """What there is to tell of a job."""
+
+    since: float
+    steps: list[Progress]
 
 
 class DeliveryBox:
-    """Hands over at once, but not more often than every interval: steps may be faster than messages should be.
+    """Hands over at once, but no job's more often than every interval, and of all jobs only so many at a time.
 
-    The more jobs a bundle is for, the longer until the next: a message to each of dozens of streams costs more than a
-    short step. Steps that are longer than that are handed over one by one, without delay. What somebody waits for,
-    the first tokens of a job and its end, is never kept back.
+    Steps may be faster than messages should be, and messages to dozens of streams at once would hold up several short
+    steps: so jobs take turns, those first that have waited the longest. Steps that are longer than that are handed
+    over one by one, without delay. What somebody waits for, the first tokens of a job and its end, is never kept back.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float, receive: Callable[[Bundle], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        interval_s: float,
+        receive: Callable[[Bundle], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`receive` is called on `loop`."""
         self._loop = loop
         self._interval_s = interval_s
         self._receive = receive
+        self._clock = clock
         self._lock = threading.Lock()
-        self._box: Bundle = {}
-        self._urgent: dict[Job, None] = {}
+        self._box: dict[Job, _Waiting] = {}
+        """In the order of their turns."""
+        self._told_at: dict[Job, float] = {}
+        self._outgoing: Bundle = {}
+        self._credit = 0.0
+        """Messages that may go out."""
+        self._credited_at = 0.0
         self._is_woken = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._next_at = 0.0
+        self._is_timed = False
 
     def put(self, deliveries: list[Delivery]) -> None:
         """Adds deliveries, from the thread that counts the jobs' tokens; the order of each job's stays."""
         if not deliveries:
             return
+        now = self._clock()
         with self._lock:
-            box = self._box
             for job, progress in deliveries:
-                if job in box:
-                    box[job].append(progress)
-                    is_urgent = progress.is_last
-                else:
-                    box[job] = [progress]
-                    is_urgent = progress.is_last or job.counts.num_output_tokens == len(progress.token_ids)
-                if is_urgent:
-                    self._urgent[job] = None
-            if self._is_woken or (self._timer is not None and not self._urgent):
+                self._add(job, progress, now)
+            self._take_due(now)
+            has_no_timer = bool(self._box) and not self._is_timed
+            if self._is_woken or not (self._outgoing or has_no_timer):
                 return
             self._is_woken = True
         self._loop.call_soon_threadsafe(self._wake)
 
+    def _add(self, job: Job, progress: Progress, now: float) -> None:
+        waiting = self._box.get(job)
+        if waiting is None:
+            waiting = self._box[job] = _Waiting(now, [])
+        waiting.steps.append(progress)
+        if progress.is_last:
+            self._take(job, now)
+            del self._told_at[job]
+        elif job not in self._told_at:
+            self._take(job, now)
+
+    def _take_due(self, now: float) -> None:
+        self._credit = min(self._credit + (now - self._credited_at) / MESSAGE_S, len(self._box))
+        self._credited_at = now
+        if self._credit < 1:
+            return
+        latest = now - self._interval_s
+        due = [job for job in self._box if self._told_at[job] <= latest][: int(self._credit)]
+        self._credit -= len(due)
+        for job in due:
+            self._take(job, now)
+
+    def _take(self, job: Job, now: float) -> None:
+        steps = self._box.pop(job).steps
+        self._told_at[job] = now
+        if job in self._outgoing:
+            self._outgoing[job] += steps
+        else:
+            self._outgoing[job] = steps
+
     def _wake(self) -> None:
         with self._lock:
             self._is_woken = False
-            urgent = {job: self._box.pop(job) for job in self._urgent}
-            self._urgent.clear()
-            if self._box and self._timer is None:
-                self._timer = self._loop.call_at(self._next_at, self._hand_over)
-            elif not self._box and self._timer is not None:
-                # Nobody's turn would be an interval that somebody has to wait.
-                self._timer.cancel()
-                self._timer = None
-        if urgent:
-            self._receive(urgent)
+            bundle, self._outgoing = self._outgoing, {}
+            if self._box and not self._is_timed:
+                self._start_timer()
+        if bundle:
+            self._receive(bundle)
 
-    def _hand_over(self) -> None:
+    def _start_timer(self) -> None:
+        self._is_timed = True
+        self._loop.call_later(self._patience_s, self._look_for_the_late)
+
+    @property
+    def _patience_s(self) -> float:
+        return PATIENCE * max(self._interval_s, MESSAGE_S * len(self._box))
+
+    def _look_for_the_late(self) -> None:
+        """Nobody's last words stay here because others' steps take long, or bring nobody anything."""
+        now = self._clock()
         with self._lock:
-            box, self._box = self._box, {}
-            self._urgent.clear()
-            self._timer = None
-        self._next_at = self._loop.time() + max(self._interval_s, MESSAGE_S * len(box))
-        self._receive(box)
+            self._is_timed = False
+            latest = now - self._patience_s
+            for job in [job for job, waiting in self._box.items() if waiting.since <= latest]:
+                self._take(job, now)
+            bundle, self._outgoing = self._outgoing, {}
+            if self._box:
+                self._start_timer()
+        if bundle:
+            self._receive(bundle)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.step import FenceName, Role
-from slipstream.scheduler.interpreter_turn import InterpreterTurn
 from slipstream.scheduler.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ class DispatchAcknowledged:
 
     def _wait(self, producer: Link, step: int) -> None:
         started = time.monotonic()
-        with InterpreterTurn().given_away():
-            has_come = producer.wait_for_acknowledgement(step, self._timeout_s)
-        if not has_come:
+        if not producer.wait_for_acknowledgement(step, self._timeout_s):
             raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")
         self._metrics.host_stalled(ACKNOWLEDGEMENT, time.monotonic() - started)

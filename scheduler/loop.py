@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.flight_recorder import Site
 from slipstream.common.step import Role, StepCommand, StepKind
-from slipstream.scheduler.interpreter_turn import InterpreterTurn
 from slipstream.scheduler.ordering.plan import OrderedStep, consume, initial_state, mask_of, plan_step
 from slipstream.scheduler.step_metrics import DRAFT_BACKLOG, RESULT
 
@@ -80,7 +79,6 @@ class StepLoop:
         self._draft_done = draft_done
         self._log = log
         self._deliver = deliver
-        self._turn = InterpreterTurn()
         self._plan = initial_state(settings.draft, settings.run_ahead)
         self._in_flight: deque[Step] = deque()
         self._sent_ns: deque[int] = deque()
@@ -91,7 +89,6 @@ class StepLoop:
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
         while not self._queue.is_stopped:
-            self._turn.begin()
             cancelled = self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
             step = self._batch.next_step()
@@ -99,7 +96,6 @@ class StepLoop:
                 if step is not None:
                     self._send(step)
             finally:
-                self._turn.end()
                 # Behind the commands, which the workers wait for.
                 self._hand_out(cancelled)
             if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
@@ -156,7 +152,6 @@ class StepLoop:
         step = self._in_flight.popleft()
         copy_ns, wait_ns = self._sent_ns.popleft(), time.monotonic_ns()
         result = self._await_result(step)
-        self._turn.begin()
         landed_ns = time.monotonic_ns()
         self._recorder.add(Site.WAIT, step.number, wait_ns, landed_ns)
         self._recorder.add(Site.COPY, step.number, copy_ns, landed_ns)
@@ -188,9 +183,8 @@ class StepLoop:
         while self._draft_steps and self._draft_steps[0] <= step.number - self._settings.ring:
             oldest = self._draft_steps.popleft()
             started = time.monotonic()
-            with self._turn.given_away():
-                while not self._draft_done.wait_on_host(oldest, LIVENESS_S):
-                    self._check_progress(oldest, started)
+            while not self._draft_done.wait_on_host(oldest, LIVENESS_S):
+                self._check_progress(oldest, started)
             self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)
         self._timings.collect(step.number - self._settings.ring)
 

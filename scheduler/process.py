@@ -31,7 +31,6 @@ from slipstream.scheduler.conductor import Conductor
 from slipstream.scheduler.delivery import DeliveryBox
 from slipstream.scheduler.front_desk import FrontDesk
 from slipstream.scheduler.generation import SERVICE_NAME, GenerationServicer, ServedModel
-from slipstream.scheduler.interpreter_turn import InterpreterTurn
 from slipstream.scheduler.job_queue import JobQueue
 from slipstream.scheduler.job_store import JobStore
 from slipstream.scheduler.request_metrics import RequestMetrics
@@ -56,6 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+SWITCH_INTERVAL_S = 0.0001
+"""The step loop gives the interpreter away in each call of the driver, and must soon have it back from the clients."""
 
 
 async def run_scheduler(
@@ -71,7 +72,7 @@ async def run_scheduler(
     `device`: one that is there, in place of the one that the configuration asks for. `make_links`: to workers that are
     not services at the addresses of the configuration.
     """
-    InterpreterTurn().end()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = device or choose_device(config.device, config.fence)
     if device.has_stream_threads:
         yield_to_streams()

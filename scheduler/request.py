@@ -37,9 +37,14 @@ class Request:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether another decode step may bring tokens: not if those under way are sure to reach the end."""
+        """Whether another decode step may bring tokens."""
+        return self.is_prefilled and not self.is_sure_to_end
+
+    @property
+    def is_sure_to_end(self) -> bool:
+        """Whether the steps under way reach the end, whatever they bring."""
         length = self.num_output
-        return length.known + length.least_more < self.job.spec.max_new_tokens and self.is_prefilled
+        return length.known + length.least_more >= self.job.spec.max_new_tokens
 
     def slot_update(self) -> SlotUpdate:
         """What the workers must know of this request before its first step."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.common.chunk import FinishReason
 from slipstream.common.sampling import SamplingParams
-from slipstream.scheduler.delivery import MESSAGE_S, DeliveryBox
+from slipstream.scheduler.delivery import MESSAGE_S, PATIENCE, DeliveryBox
 from slipstream.scheduler.jobs import Job, JobSpec, Progress
 from tests.scheduler.hand_clock import HandClockLoop
 
 if TYPE_CHECKING:
+    from random import Random
+
     from slipstream.scheduler.delivery import Bundle
 
 INTERVAL_S = 0.005
@@ -24,14 +28,15 @@ class Case:
     def __init__(self, loop: HandClockLoop) -> None:
         self.loop = loop
         self.bundles: list[Bundle] = []
-        self.box = DeliveryBox(loop, INTERVAL_S, self.bundles.append)
+        self.box = DeliveryBox(loop, INTERVAL_S, self.bundles.append, clock=loop.time)
 
     def put(self, *jobs: Job, finish_reason: FinishReason | None = None) -> None:
         """A step brings each a token."""
         for job in jobs:
             job.counts.num_output_tokens += 1
-        number = jobs[0].counts.num_output_tokens
-        self.box.put([(job, Progress(token_ids=(number,), finish_reason=finish_reason)) for job in jobs])
+        self.box.put(
+            [(job, Progress(token_ids=(job.counts.num_output_tokens,), finish_reason=finish_reason)) for job in jobs]
+        )
         self.loop.advance()
 
     def take(self) -> list[list[tuple[Job, tuple[int, ...]]]]:
@@ -79,22 +84,40 @@ def test_fast_steps_come_in_bundles(case: Case) -> None:
     case.put(job)
     case.take()
     case.put(job)
-    case.put(job)
     case.loop.advance(INTERVAL_S * 0.9)
+    case.put(job)
     assert case.take() == []
     case.loop.advance(INTERVAL_S * 0.2)
-    assert case.take() == [[(job, (3,)), (job, (4,))]]
+    case.put(job)
+    assert case.take() == [[(job, (3,)), (job, (4,)), (job, (5,))]]
 
 
-def test_many_jobs_get_theirs_less_often(case: Case) -> None:
-    jobs = started(case, 64)
-    case.put(*jobs)
-    assert len(case.take()[0]) == 64
-    case.put(*jobs)
-    case.loop.advance(64 * MESSAGE_S * 0.99)
+def test_what_no_step_brings_along_comes_by_itself(case: Case) -> None:
+    (job,) = started(case, 1)
+    case.put(job)
+    case.put(job)
+    case.take()
+    case.loop.advance(PATIENCE * INTERVAL_S * 0.9)
     assert case.take() == []
-    case.loop.advance(64 * MESSAGE_S * 0.02)
-    assert len(case.take()[0]) == 64
+    case.loop.advance(PATIENCE * INTERVAL_S * 0.2)
+    assert case.take() == [[(job, (3,))]]
+    case.loop.advance(1.0)
+    assert case.take() == [], "nor is there an empty turn"
+
+
+def test_many_jobs_take_turns(case: Case) -> None:
+    jobs, step_s = started(case, 64), 2.5 * MESSAGE_S
+    case.put(*jobs)
+    assert len(case.take()[0]) == 64, "nobody has had a message for long"
+    told: list[Job] = []
+    for number in range(1, 57):
+        case.loop.advance(step_s)
+        case.put(*jobs)
+        bundles = case.take()
+        assert sum(len({job for job, _ in bundle}) for bundle in bundles) <= 5, "no burst"
+        told += [job for bundle in bundles for job in dict.fromkeys(job for job, _ in bundle)]
+        assert len(told) <= number * step_s / MESSAGE_S
+    assert told[:128] == [*jobs, *jobs], "one after the other"
 
 
 @pytest.mark.parametrize("end", [None, FinishReason.LENGTH])
@@ -112,18 +135,31 @@ def test_first_tokens_and_ends_are_never_kept_back(case: Case, end: FinishReason
     else:
         case.put(old, finish_reason=end)
         assert case.take() == [[(old, (3,)), (old, (4,))]]
-    case.loop.advance(INTERVAL_S * 1.01)
+    case.loop.advance(PATIENCE * INTERVAL_S * 1.01)
     waiting = others if end is not None else [old, *others]
     assert case.take() == [[(job, (3,)) for job in waiting]]
 
 
-def test_what_was_urgent_leaves_no_empty_turn(case: Case) -> None:
-    (job,) = started(case, 1)
-    case.put(job)
-    case.put(job)
-    case.put(job, finish_reason=FinishReason.LENGTH)
-    case.loop.advance(INTERVAL_S * 1.01)
-    assert case.take() == [[(job, (2,))], [(job, (3,)), (job, (4,))]]
-    (other,) = started(case, 1)
-    case.put(other)
-    assert case.take() == [[(other, (2,))]]
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_everything_comes_once_and_in_order(random: Random) -> None:
+    loop = HandClockLoop()
+    case, jobs = Case(loop), [make_job(str(number)) for number in range(6)]
+    for _ in range(40):
+        some = [job for job in jobs if random.random() < 0.5]
+        if some:
+            case.put(*some)
+        loop.advance(random.choice([0.0001, 0.001, 0.004, 0.02]))
+    running = [job for job in jobs if job.counts.num_output_tokens]
+    num_tokens = {job: job.counts.num_output_tokens for job in running}
+    for job in running[:3]:
+        case.put(job, finish_reason=FinishReason.LENGTH)
+        num_tokens[job] += 1
+    loop.advance(1.0)
+    got: dict[Job, list[int]] = {}
+    for bundle in case.take():
+        for job, tokens in bundle:
+            got.setdefault(job, []).extend(tokens)
+    assert got == {job: list(range(1, count + 1)) for job, count in num_tokens.items()}
+    assert set(case.box._told_at) == set(running[3:]), "of jobs that are over nothing is kept"
+    loop.close()
