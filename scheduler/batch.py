@@ -157,11 +157,12 @@ class Batch:
         is_drafted = step.kind is StepKind.DECODE
         deliveries, drafts = [], DraftTally(self.sizes.num_draft_tokens)
         now = time.monotonic()
-        for request, tokens, likely in self._rows(step, result, is_drafted=is_drafted):
-            job, num_drafted = request.job, request.num_drafted if is_drafted else 0
+        for request, tokens, likely, num_drafted in self._rows(step, result, is_drafted=is_drafted):
+            job = request.job
             if num_drafted:
-                job.counts.add_draft(num_drafted, len(tokens) - 1)
-                drafts.add(num_drafted, len(tokens) - 1)
+                num_accepted = len(tokens) - 1
+                job.counts.add_draft(num_drafted, num_accepted)
+                drafts.add(num_drafted, num_accepted)
             progress = request.end_output(tokens, num_drafted + 1, likely, now)
             if progress.finish_reason is not None:
                 self._end(request)
@@ -172,19 +173,23 @@ class Batch:
 
     def _rows(
         self, step: Step, result: StepResult, *, is_drafted: bool
-    ) -> list[tuple[Request, list[int], tuple[TokenLogprobs, ...]]]:
-        """Of requests that still run. All are checked: no job may have come to its end with a step that fails."""
+    ) -> list[tuple[Request, list[int], tuple[TokenLogprobs, ...], int]]:
+        """Of requests that still run: what the step brings, and how many of it may be the draft's.
+
+        All are checked before any is taken in: no job may have come to its end with a step that fails.
+        """
         rows = []
+        is_current, running = self.slots.is_current, self._running
         for lease, tokens, likely in zip(step.yielding, result.tokens, result.logprobs or repeat(()), strict=False):
-            if not self.slots.is_current(lease):
+            if not is_current(lease):
                 continue
-            request = self._running[lease.slot]
+            request = running[lease.slot]
             most = request.num_drafted if is_drafted else 0
-            if len(tokens) - 1 > most:
+            if len(tokens) > most + 1:
                 raise FutureMapError(
                     f"step {step.number}, slot {lease.slot}: {len(tokens) - 1} tokens accepted of {most} at most"
                 )
-            rows.append((request, tokens, likely))
+            rows.append((request, tokens, likely, most))
         return rows
 
     def cancel(self, jobs: list[Job]) -> list[Delivery]:

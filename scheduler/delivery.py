@@ -67,26 +67,24 @@ class DeliveryBox:
         if not deliveries:
             return
         now = self._clock()
+        box, told_at = self._box, self._told_at
         with self._lock:
             for job, progress in deliveries:
-                self._add(job, progress, now)
+                if job in box:
+                    box[job].steps.append(progress)
+                else:
+                    box[job] = _Waiting(now, [progress])
+                if progress.is_last:
+                    self._take(job, now)
+                    del told_at[job]
+                elif job not in told_at:
+                    self._take(job, now)
             self._take_due(now)
             has_no_timer = bool(self._box) and not self._is_timed
             if self._is_woken or not (self._outgoing or has_no_timer):
                 return
             self._is_woken = True
         self._loop.call_soon_threadsafe(self._wake)
-
-    def _add(self, job: Job, progress: Progress, now: float) -> None:
-        waiting = self._box.get(job)
-        if waiting is None:
-            waiting = self._box[job] = _Waiting(now, [])
-        waiting.steps.append(progress)
-        if progress.is_last:
-            self._take(job, now)
-            del self._told_at[job]
-        elif job not in self._told_at:
-            self._take(job, now)
 
     def _take_due(self, now: float) -> None:
         self._credit = min(self._credit + (now - self._credited_at) / MESSAGE_S, len(self._box))

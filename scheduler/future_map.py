@@ -94,13 +94,17 @@ class ResultReader:
         slots = [lease.slot for lease in step.yielding]
         accepted, lengths = num_accepted.tolist(), seq_lens.tolist()
         rows = output_tokens.tolist()
-        for slot in slots:
-            if lengths[slot] < 0 or not 0 <= accepted[slot] <= most:
-                raise FutureMapError(
-                    f"step {step.number}, slot {slot}: length {lengths[slot]} and {accepted[slot]} accepted tokens "
-                    "were never published"
-                )
-        return [rows[slot][: accepted[slot] + 1] for slot in slots]
+        counts = [accepted[slot] for slot in slots]
+        if slots and (min(counts) < 0 or max(counts) > most or min([lengths[slot] for slot in slots]) < 0):
+            raise FutureMapError(_unpublished(step, lengths, accepted, most))
+        return [rows[slot][: count + 1] for slot, count in zip(slots, counts, strict=True)]
+
+
+def _unpublished(step: Step, lengths: list[int], accepted: list[int], most: int) -> str:
+    slots = (lease.slot for lease in step.yielding)
+    slot = next(slot for slot in slots if lengths[slot] < 0 or not 0 <= accepted[slot] <= most)
+    found = f"length {lengths[slot]} and {accepted[slot]} accepted tokens"
+    return f"step {step.number}, slot {slot}: {found} were never published"
 
 
 def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

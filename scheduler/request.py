@@ -79,20 +79,22 @@ class Request:
         `logprobs`: for each of them, or empty.
         """
         counts, spec = self.job.counts, self.job.spec
-        self.num_output.end(len(tokens), 1, most_more)
+        num_tokens = len(tokens)
+        self.num_output.end(num_tokens, 1, most_more)
         # All but the last token of a step were the draft's; the last is the target's own.
-        num_accepted = len(tokens) - 1
+        num_draft = num_tokens - 1
         room = spec.max_new_tokens - counts.num_output_tokens
         reason = None
-        if len(tokens) >= room:
-            tokens, reason = tokens[:room], FinishReason.LENGTH
-        if not spec.stop_token_ids.isdisjoint(tokens):
-            end = next(number for number, token in enumerate(tokens, start=1) if token in spec.stop_token_ids)
-            tokens, reason = tokens[:end], FinishReason.STOP
+        if num_tokens >= room:
+            tokens, num_tokens, reason = tokens[:room], room, FinishReason.LENGTH
+        if spec.stop_token_ids and not spec.stop_token_ids.isdisjoint(tokens):
+            num_tokens = next(number for number, token in enumerate(tokens, start=1) if token in spec.stop_token_ids)
+            tokens, reason = tokens[:num_tokens], FinishReason.STOP
         if counts.first_token_at is None:
             counts.first_token_at = now
         counts.last_token_at = now
-        counts.num_output_tokens += len(tokens)
+        counts.num_output_tokens += num_tokens
         if reason is not None:
             counts.finished_at = now
-        return Progress(tokens, min(num_accepted, len(tokens)), logprobs[: len(tokens)], reason)
+            num_draft = min(num_draft, num_tokens)
+        return Progress(tokens, num_draft, logprobs[:num_tokens] if logprobs else (), reason)
