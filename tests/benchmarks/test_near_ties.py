@@ -36,10 +36,14 @@ def make_report(**changes: Any) -> Report:
     return Report(**{**settings, **changes})
 
 
-def test_in_float32_nothing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_float32_nothing_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report, path = make_report(), tmp_path / "near_ties_h200.json"
     NearTies(HostDevice(), report, path, drafts=(NONE, EAGLE3), rounds=1).run()
     assert not report.problems
+    told = [line.partition(": ready")[0] for line in capsys.readouterr().out.splitlines() if ": ready" in line]
+    assert told == [f"{mode}, draft {draft}" for draft in (NONE, EAGLE3) for mode in ("usual", "deterministic")]
     assert [(row.deterministic, row.draft, row.at_once) for row in report.rows] == [
         (deterministic, draft, at_once)
         for draft in (NONE, EAGLE3)
@@ -81,5 +85,6 @@ def test_a_part_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
     assert "context_tokens" in report.problems[0]
     assert json.loads((tmp_path / "found.json").read_text())["problems"] == report.problems
     late = make_report()
-    NearTies(HostDevice(), late, None, drafts=(NONE, EAGLE3), limit_s=-1).run()
+    NearTies(HostDevice(), late, tmp_path / "late.json", drafts=(NONE, EAGLE3), limit_s=-1).run()
     assert late.problems == ["draft none: no time left", "draft eagle3: no time left"]
+    assert json.loads((tmp_path / "late.json").read_text())["problems"] == late.problems
