@@ -140,12 +140,14 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
 def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Engine]:
     from slipstream.common.access_log import NullAccessLog
     from slipstream.services.engine import Engine
+    from slipstream.services.process import end_at_once
     from slipstream.services.roles import make_draft, make_verify
 
     roles = [make_verify(config.verify, device, 0)]
     if config.draft is not None:
         roles.append(make_draft(config.draft, device, 0))
-    return [Engine(role, device, stream, NullAccessLog(), refuses_waits=config.verify.debug_sync) for role in roles]
+    make_engine = partial(Engine, refuses_waits=config.verify.debug_sync, on_stuck=end_at_once)
+    return [make_engine(role, device, stream, NullAccessLog()) for role in roles]
 
 
 def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:

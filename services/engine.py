@@ -35,7 +35,8 @@ from slipstream.services.graphs import CudaCapture, HostCapture
 from slipstream.services.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.memory import allocated_bytes, first_line, measured
 from slipstream.services.slot_table import SlotTable
-from slipstream.services.staging import HostStaging, PinnedStaging
+from slipstream.services.staging import HostStaging, PinnedStaging, staged_bytes
+from slipstream.services.waited_fences import WaitedFences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
-HOPELESS_TIMEOUT_S = 5.0
-"""For a stream that may wait for a dead producer with fences that nobody can release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +106,14 @@ class Engine:
         *,
         uses_graphs: bool = True,
         refuses_waits: bool = False,
+        on_stuck: Callable[[Engine], None] = lambda _: None,
     ) -> None:
         """`uses_graphs`: whether steps are captured where the device has graphs; only to find out what they change.
 
         `refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
+
+        `on_stuck` is called, on the device's thread, before anything is freed when the stream does not come to its end:
+        what frees something of a GPU's waits for the stream, so it has to end the process without.
         """
         self._role = role
         self._device = device
@@ -118,6 +121,7 @@ class Engine:
         self._log = log
         self._uses_graphs = uses_graphs
         self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
+        self._on_stuck = on_stuck
         self._state: EpochState | None = None
         self._arena: Arena | None = None
         self._fences: dict[FenceName, Fence] = {}
@@ -132,7 +136,7 @@ class Engine:
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
-        self._waited: dict[FenceName, int] = {}
+        self._waited = WaitedFences()
         self.description = role.describe()
         self._weights = allocated_bytes(device.torch_device)
         self.enqueues_at_once = device.has_stream_threads
@@ -277,18 +281,17 @@ class Engine:
         if self._state is None or self.epoch != epoch:
             return
         self._take_no_more()
-        is_hopeful = all(self._fences[fence].is_releasable for fence in self._waited)
-        deadline = time.monotonic() + (DRAIN_TIMEOUT_S if is_hopeful else HOPELESS_TIMEOUT_S)
+        deadline = time.monotonic() + self._waited.timeout_s
         # What is enqueued on a broken stream is dropped: there is nothing to wait for.
         while self._stream.failure is None and not self._is_released():
             if time.monotonic() > deadline:
+                self._on_stuck(self)
                 self._stream.fail(DeadlineExceededError("what the stream waits for does not come, nor can be released"))
         self._close_epoch()
 
     def _is_released(self) -> bool:
         try:
-            for fence, value in self._waited.items():
-                self._fences[fence].release(value)
+            self._waited.release()
             with self.stalls.at(DRAIN):
                 self._stream.synchronize(RELEASE_INTERVAL_S)
         except DeadlineExceededError:
@@ -323,7 +326,7 @@ class Engine:
             return HostStaging()
         return PinnedStaging(
             num_slots=attachment.shape.num_slots,
-            num_bytes=_staged_bytes(attachment),
+            num_bytes=staged_bytes(attachment),
             depth=attachment.shape.ring,
             device=self._device.torch_device,
             fetch=partial(self._device.fetch, self._stream),
@@ -363,8 +366,9 @@ class Engine:
         return self._state
 
     def _wait(self, point: FencePoint, step: int) -> None:
-        self._waited[point.fence] = max(point.value, self._waited.get(point.fence, 0))
-        self._fences[point.fence].wait(self._stream, point.value)
+        fence = self._fences[point.fence]
+        self._waited.add(fence, point.value)
+        fence.wait(self._stream, point.value)
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.fence(LogOp.WAIT, point.fence, point.value, step=step))
 
@@ -383,13 +387,6 @@ class Engine:
 
 def _do_nothing() -> None:
     """Nothing has changed."""
-
-
-def _staged_bytes(attachment: Attachment) -> int:
-    """What a step's command takes at most, but for chunks of very different lengths side by side."""
-    shape, page_bytes, row_bytes = attachment.shape, 16, 8192
-    token_bytes = 2 * (8 + 8 + 1)
-    return attachment.num_pages * page_bytes + shape.num_slots * row_bytes + shape.chunk_tokens * token_bytes
 
 
 def _check_signals(command: StepCommand, phases: list[Phase]) -> None:

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -74,7 +74,7 @@ async def run_worker(
         device_thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
-        engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync)
+        engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync, on_stuck=end_at_once)
         _describe(registry, device, engine)
         collection = IdleCollection()
         servicer = WorkerServicer(
@@ -98,6 +98,19 @@ async def run_worker(
             logger.error("the %s stream is broken", role.value, exc_info=broken.result(), extra=context)
             return 1
     return 0
+
+
+def end_at_once(engine: Engine) -> NoReturn:
+    """Ends this process, whose stream does not come to its end: whatever frees something would wait for it, too."""
+    context = {"epoch": engine.last_epoch, "step": engine.last_step}
+    logger.error(
+        "the %s stream waits for what does not come, nor can be released, as when the process is gone that was to "
+        "signal it: this process ends at once, freeing nothing, and must be started again",
+        engine.description.role.value,
+        extra=context,
+    )
+    logging.shutdown()
+    os._exit(1)
 
 
 def _describe(registry: CollectorRegistry, device: Device, engine: Engine) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from slipstream.common.worker_contract import Attachment
+
 _ALIGNMENT_BYTES = 16
 
 
@@ -148,6 +150,13 @@ class _Event:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+def staged_bytes(attachment: Attachment) -> int:
+    """What a step's command takes at most, but for chunks of very different lengths side by side."""
+    shape, page_bytes, row_bytes = attachment.shape, 16, 8192
+    token_bytes = 2 * (8 + 8 + 1)
+    return attachment.num_pages * page_bytes + shape.num_slots * row_bytes + shape.chunk_tokens * token_bytes
 
 
 def _event() -> torch.cuda.Event:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.common.access_log import NullAccessLog
+from slipstream.common.device.host_arena import HostArena
+from slipstream.common.device.host_device import HostDevice
 from slipstream.common.device.host_fence import HostFence
 from slipstream.common.errors import (
     DeadlineExceededError,
@@ -19,8 +22,8 @@ from slipstream.common.errors import (
 )
 from slipstream.common.step import Role, StepCommand
 from slipstream.common.worker_contract import PROTOCOL_VERSION
-from slipstream.services import engine
-from slipstream.services.engine import Phase
+from slipstream.services import waited_fences
+from slipstream.services.engine import Engine, Phase
 from slipstream.services.host_stalls import ATTACH, DRAIN
 from tests.leaks import nothing_left
 from tests.services.recording_role import DONE, STASH, Recorder, attached
@@ -109,7 +112,7 @@ def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) ->
 
 def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose fences are events: the process has to end."""
-    monkeypatch.setattr(engine, "HOPELESS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(waited_fences, "HOPELESS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(HostFence, "is_releasable", False)
     with attached(draft) as (worker, _):
         go_on = threading.Event()
@@ -122,6 +125,40 @@ def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypat
             worker.send(decode(2, 1))
         go_on.set()
     assert draft.done == []
+
+
+def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
+    draft: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that would never return, so whoever is told ends the process."""
+
+    class ProcessEnds(BaseException):
+        pass
+
+    told = []
+
+    def end(engine: Engine) -> None:
+        told.append((engine, engine.last_epoch, engine.last_step))
+        raise ProcessEnds
+
+    closed: list[HostArena] = []
+    arena, worker = make_arena(), LocalWorker(draft)
+    worker.engine = Engine(draft, HostDevice(), worker.stream, NullAccessLog(), on_stuck=end)
+    worker.attach(attachment_to(arena, 3))
+    worker.send(decode(7, 1, epoch=3, waits=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(waited_fences, "HOPELESS_TIMEOUT_S", 0.1)
+        patch.setattr(HostFence, "is_releasable", False)
+        patch.setattr(HostFence, "release", lambda *_: None)
+        patch.setattr(HostArena, "close", closed.append)
+        with pytest.raises(ProcessEnds):
+            worker.engine.abandon(3)
+    assert told == [(worker.engine, 3, 7)]
+    assert closed == []
+    assert draft.is_open
+    assert worker.failures == []
+    worker.close()
+    arena.close()
 
 
 def test_a_broken_stream_ends_at_once_and_takes_no_more(draft: Recorder) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.common.device.host_arena import HostArena
+
+
+STUCK_WORKER = Path(__file__).with_name("stuck_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +56,11 @@ def arena() -> Iterator[HostArena]:
     made.close()
 
 
-def attached(processes: WorkerProcesses, role: Role, thread: LinkThread, arena: HostArena) -> WorkerLink:
+def attached(address: str, role: Role, thread: LinkThread, arena: HostArena) -> WorkerLink:
     """A link to the worker, when it is ready."""
     give_up_at = time.monotonic() + 30.0
     while True:
-        link = WorkerLink(role, processes.address(role), thread)
+        link = WorkerLink(role, address, thread)
         try:
             link.describe()
         except UnavailableError:
@@ -68,7 +75,7 @@ def attached(processes: WorkerProcesses, role: Role, thread: LinkThread, arena: 
 def test_it_ends_though_its_stream_waits_for_what_never_comes(
     processes: WorkerProcesses, thread: LinkThread, arena: HostArena
 ) -> None:
-    link = attached(processes, Role.DRAFT, thread, arena)
+    link = attached(processes.address(Role.DRAFT), Role.DRAFT, thread, arena)
     for step in (1, 2, 3):
         link.send(decode(step, 1, waits=1000))
     processes.send_signal(Role.DRAFT, signal.SIGTERM)
@@ -82,10 +89,33 @@ def test_it_ends_though_its_stream_waits_for_what_never_comes(
 def test_it_ends_and_says_so_when_its_stream_is_broken(
     processes: WorkerProcesses, thread: LinkThread, arena: HostArena
 ) -> None:
-    link = attached(processes, Role.VERIFY, thread, arena)
+    link = attached(processes.address(Role.VERIFY), Role.VERIFY, thread, arena)
     arena.tensor(BufferName.SEQ_LENS).fill_(POISON)
     link.send(decode(1, 1, role=Role.VERIFY))
     with pytest.raises(UnavailableError, match="the verify service is lost"):
         link.wait_for_acknowledgement(1, 4.0)
     assert processes.wait(Role.VERIFY) == 1
     link.detach(drain=True)
+
+
+def test_it_ends_at_once_when_its_stream_waits_for_what_nobody_can_release(
+    tmp_path: Path, thread: LinkThread, arena: HostArena
+) -> None:
+    address = f"unix:{tmp_path}/draft.sock"
+    model = write_checkpoint(tmp_path / "model")
+    options = ("--model", str(model), "--listen", address, "--stand-in-ms", "0", "--log-level", "ERROR")
+    process = subprocess.Popen([sys.executable, str(STUCK_WORKER), *options], stderr=subprocess.PIPE, text=True)
+    try:
+        link = attached(address, Role.DRAFT, thread, arena)
+        link.send(replace(decode(1, 1, waits=1000), wants_acknowledgement=True))
+        assert link.wait_for_acknowledgement(1, 10.0)
+        link.detach(drain=False)
+        _, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    (line,) = log.splitlines()
+    assert " ERROR " in line
+    assert "the draft stream waits for what does not come" in line
+    assert line.endswith("must be started again step=1 epoch=1")
