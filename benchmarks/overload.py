@@ -41,6 +41,8 @@ from slipstream.benchmarks.workload import Arrival, Workload
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.benchmarks.health_watch import HealthReport
     from slipstream.benchmarks.held import Held
     from slipstream.benchmarks.load_generator import LoadRun
@@ -237,6 +239,17 @@ def lines(report: OverloadReport) -> list[str]:
     return result
 
 
+def _beyond(warm_up_s: float) -> Callable[[float], float]:
+    """Checks an option's seconds. Raises BadParameter, to which typer adds the option's name."""
+
+    def check(seconds: float) -> float:
+        if not seconds > warm_up_s:
+            raise typer.BadParameter(f"more than {warm_up_s:g}, which are for warming up and do not count")
+        return seconds
+
+    return check
+
+
 def main(
     device: DeviceOption = "cpu",
     target: TargetOption = None,
@@ -244,8 +257,10 @@ def main(
     eagle3: Eagle3Option = None,
     algorithm: Annotated[str, typer.Option(help="none, standalone or eagle3.")] = Plan.algorithm,
     factor: Annotated[float, typer.Option(help="Times the capacity.")] = Plan.factor,
-    seconds: Annotated[float, typer.Option(help="How long.")] = Plan.seconds,
-    capacity_seconds: Annotated[float, typer.Option(help="For the capacity, each time.")] = Plan.capacity_seconds,
+    seconds: Annotated[float, typer.Option(help="How long.", callback=_beyond(Plan.warm_up_s))] = Plan.seconds,
+    capacity_seconds: Annotated[
+        float, typer.Option(help="For the capacity, each time.", callback=_beyond(Plan.capacity_warm_up_s))
+    ] = Plan.capacity_seconds,
     length_scale: Annotated[float, typer.Option(help="Times ShareGPT's mean lengths.")] = 0.25,
     context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Lengths.context_tokens,
     slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = Plan.slots,

@@ -7,14 +7,26 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
 
 from slipstream.benchmarks.lengths import Lengths
-from slipstream.benchmarks.overload import Plan, lines, overload
+from slipstream.benchmarks.overload import Plan, lines, main, overload
 from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
 from slipstream.benchmarks.workload import Workload
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+@pytest.mark.parametrize(("option", "warm_up"), [("--seconds", "5"), ("--capacity-seconds", "3")])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0, float("nan")])
+def test_a_run_that_is_all_warm_up_is_refused(option: str, warm_up: str, share: float) -> None:
+    app = typer.Typer()
+    app.command()(main)
+    with pytest.raises(typer.BadParameter) as found:
+        typer.main.get_command(app).main([option, str(share * float(warm_up))], standalone_mode=False)
+    said = found.value.format_message()
+    assert said.startswith(f"Invalid value for '{option}': more than {warm_up}, which are for warming up")
 
 
 @pytest.mark.timeout(180)
