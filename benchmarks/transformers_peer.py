@@ -8,7 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.utils import logging as transformers_logging
 
 from slipstream.benchmarks.scripted_acceptance import Script, follow
 from slipstream.services.models.acceptance import acceptance_rate
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 REPEATS = 5
+WARM_UP_TOKENS = 32
+"""Of a way that compiles nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,12 @@ class Peer:
     repeats: tuple[float, ...]
     mean_accept_length: float
     """Tokens a forward of the target."""
+
+
+def quiet() -> None:
+    """Neither progress bars nor warnings, such as of arguments that assisted generation itself passes on."""
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def load(directory: Path, *, device: torch.device, dtype: torch.dtype, is_dummy: bool) -> Any:
@@ -53,10 +62,16 @@ class TransformersPeer:
         self._num_forwards = 0
 
     def compiled(self, prompt: Sequence[int]) -> Peer:
-        """Plain decoding with a static cache, which `transformers` compiles by itself on a GPU."""
-        settings = {"cache_implementation": "static"}
-        # Nobody counts: a hook would have the model compiled again, and each of its forwards is a token.
-        return self._measure("transformers, compiled, static cache", prompt, settings, is_counted=False)
+        """Plain decoding with a static cache, which `transformers` compiles by itself on a GPU.
+
+        One cache for all runs: with one for each, graphs would be recorded again where it lies elsewhere.
+        """
+        cache = StaticCache(config=self._target.config, max_cache_len=len(prompt) + self._num_new_tokens)
+        settings = {"past_key_values": cache}
+        # The second run meets what the first one compiled. Nobody counts: a hook would have the model compiled again,
+        # and each of its forwards is a token.
+        warm_up = (self._num_new_tokens, self._num_new_tokens)
+        return self._measure("transformers, compiled, static cache", prompt, settings, warm_up, is_counted=False)
 
     def assisted(
         self, prompt: Sequence[int], assistant: Any, *, num_draft_tokens: int, mean_accept_length: float | None
@@ -72,15 +87,21 @@ class TransformersPeer:
             script = Script.draw(num_positions, rate, seed=0, device=self._target.device)
             undo += [follow(self._target, script.tokens), follow(assistant, script.guesses)]
         try:
-            return self._measure("transformers, assisted", prompt, {"assistant_model": assistant}, is_counted=True)
+            settings = {"assistant_model": assistant}
+            warm_up = (min(WARM_UP_TOKENS, self._num_new_tokens),)
+            return self._measure("transformers, assisted", prompt, settings, warm_up, is_counted=True)
         finally:
             for remove in undo:
                 remove()
 
-    def _measure(self, way: str, prompt: Sequence[int], settings: dict[str, Any], *, is_counted: bool) -> Peer:
+    def _measure(
+        self, way: str, prompt: Sequence[int], settings: dict[str, Any], warm_up: Sequence[int], *, is_counted: bool
+    ) -> Peer:
+        """`warm_up`: how many tokens are generated each time, before those that count."""
         rates = []
         num_forwards = 0
-        self._generate(prompt, self._num_new_tokens, settings)  # compiles, and warms up
+        for num_new_tokens in warm_up:
+            self._run(prompt, num_new_tokens, settings)
         for _ in range(REPEATS):
             first, num_first = self._run(prompt, 1, settings)
             whole, num_whole = self._run(prompt, self._num_new_tokens, settings)
@@ -96,6 +117,8 @@ class TransformersPeer:
     def _run(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> tuple[float, int]:
         """Seconds, and forwards of the target."""
         self._num_forwards = 0
+        if "past_key_values" in settings:
+            settings["past_key_values"].reset()
         _synchronize(self._target.device)
         started = time.perf_counter()
         self._generate(prompt, num_new_tokens, settings)
