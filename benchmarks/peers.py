@@ -5,14 +5,16 @@
 Two pairs of models. The bundled ones, with their real weights: whoever drafts better is faster. And the shape of
 Llama 3.1 8B with random weights, where acceptance is drawn by chance with the same mean on both sides; `transformers`
 is assisted by the shape of Llama 3.2 1B, this system by an EAGLE-3 head. Both count from the first token to the last.
+Each way of generating is in the file as soon as it is measured, and the file keeps the cases that a run leaves out:
+
+    python benchmarks/peers.py --device cuda --case llama-3.1-8b --json benchmarks/results/peers_h200.json
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -24,9 +26,10 @@ from transformers import AutoTokenizer
 
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.model_shapes import write_shape
+from slipstream.benchmarks.peer_results import Result, ResultsFile
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.transformers_peer import REPEATS, Peer, TransformersPeer, load
+from slipstream.benchmarks.transformers_peer import REPEATS, Peer, TransformersPeer, load, quiet
 from slipstream.bundled import prompts, standalone_dir, target_dir
 from slipstream.client import AsyncClient
 
@@ -39,6 +42,7 @@ NUM_NEW_TOKENS = 256
 PROMPT_TOKENS = 128
 LOG_DIR = Path("build/benchmarks")
 CASES = ("bundled", "llama-3.1-8b")
+DRAFTING = "slipstream, drafting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,44 +63,124 @@ class Case:
         return self.mean_accept_length is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """One way of generating, in one case."""
+class Measurement:
+    """All ways of generating, in one case."""
 
-    case: str
-    way: str
-    device: str
-    dtype: str
-    prompt_tokens: int
-    num_new_tokens: int
-    num_draft_tokens: int
-    tokens_per_second: float
-    """Median over the repeats."""
-    repeats: tuple[float, ...]
-    mean_accept_length: float
-    host: str
-    hardware: str
+    def __init__(self, case: Case, device: str, results: ResultsFile) -> None:
+        """`results` gets each way as it is measured."""
+        self._case = case
+        self._device = torch.device(device)
+        self._results = results
+        self._host = host()
+        self._hardware = host(device).partition(",")[0] if device == "cuda" else "no GPU"
+        tokenizer = AutoTokenizer.from_pretrained(case.target)
+        prompt = tokenizer.encode(prompts()[0].text)
+        self._prompt = (prompt * -(-PROMPT_TOKENS // len(prompt)))[:PROMPT_TOKENS]
+        self._since = time.monotonic()
+
+    def run(self) -> None:
+        """One way after the other; no two are in memory together but those that share their models."""
+        asyncio.run(self._slipstream())
+        self._transformers()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._device.type == "cuda" else torch.float32
+
+    async def _slipstream(self) -> None:
+        case = self._case
+        weights = ("--device", self._device.type, *(("--load-format", "dummy") if case.is_dummy else ()))
+        mean = case.mean_accept_length
+        simulated = () if mean is None else ("--simulate-accept-length", str(mean))
+        head = ("--algorithm", case.algorithm, "--target", str(case.target))
+        async with Stack(LOG_DIR) as stack:
+            await asyncio.gather(
+                stack.worker("verify", "--model", str(case.target), *weights, *simulated),
+                stack.worker("draft", "--model", str(case.draft), *head, *weights),
+            )
+            self._tell("slipstream's models are loaded")
+            draft = ("--draft", stack.socket("draft"), "--num-draft-tokens", str(NUM_DRAFT_TOKENS))
+            self._keep(await self._serve(stack, DRAFTING, draft))
+            self._keep(await self._serve(stack, "slipstream, plain", ()))
+
+    async def _serve(self, stack: Stack, way: str, arguments: tuple[str, ...]) -> Peer:
+        (port,) = free_ports(1)
+        sizes = ("--slots", "1", "--context-tokens", str(2 * (PROMPT_TOKENS + NUM_NEW_TOKENS)))
+        async with (
+            stack.scheduler(
+                "--verify", stack.socket("verify"), *sizes, *arguments, port=port, metrics_port=0
+            ) as address,
+            AsyncClient(address) as client,
+        ):
+            await _generate(client, self._prompt)
+            runs = [await _generate(client, self._prompt) for _ in range(REPEATS)]
+        rates = tuple(rate for rate, _ in runs)
+        return Peer(way=way, tokens_per_second=median(rates), repeats=rates, mean_accept_length=runs[-1][1])
+
+    def _transformers(self) -> None:
+        target, assistant = (
+            load(directory, device=self._device, dtype=self._dtype, is_dummy=self._case.is_dummy)
+            for directory in (self._case.target, self._case.assistant)
+        )
+        self._tell("the models of transformers are loaded")
+        peer, mean = TransformersPeer(target, num_new_tokens=NUM_NEW_TOKENS), self._case.mean_accept_length
+        self._keep(peer.assisted(self._prompt, assistant, num_draft_tokens=NUM_DRAFT_TOKENS, mean_accept_length=mean))
+        self._keep(peer.compiled(self._prompt))
+
+    def _keep(self, peer: Peer) -> None:
+        result = Result(
+            case=self._case.name,
+            way=peer.way,
+            device=self._device.type,
+            dtype=str(self._dtype).removeprefix("torch."),
+            prompt_tokens=len(self._prompt),
+            num_new_tokens=NUM_NEW_TOKENS,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
+            tokens_per_second=peer.tokens_per_second,
+            repeats=peer.repeats,
+            mean_accept_length=peer.mean_accept_length,
+            host=self._host,
+            hardware=self._hardware,
+        )
+        self._results.add(result)
+        self._tell(_line(result))
+
+    def _tell(self, what: str) -> None:
+        """And how long it took."""
+        now = time.monotonic()
+        print(f"{self._case.name}: {what} ({now - self._since:.1f} s)", flush=True)
+        self._since = now
 
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; all unless given.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Where the results go; other cases that it has are kept.")
+    ] = None,
 ) -> None:
     """Measures both, one after the other."""
-    results: list[Result] = []
+    names = tuple(dict.fromkeys(case or CASES))
+    if not set(names) <= set(CASES):
+        raise typer.BadParameter(f"one of {', '.join(CASES)}", param_hint="--case")
+    try:
+        results = ResultsFile(json_file, device=device, cases=names)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--json") from error
+    quiet()
     with TemporaryDirectory() as folder:
-        for name in case or CASES:
-            results += _measure(_case(name, Path(folder)), device)
-            if json_file is not None:
-                json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    for result in results:
-        ours = next(other for other in results if other.case == result.case and other.way == "slipstream, drafting")
-        print(
-            f"{result.case}: {result.way}: {result.tokens_per_second:.0f} tokens/s, accept length "
-            f"{result.mean_accept_length:.2f}; slipstream with drafting is "
-            f"{ours.tokens_per_second / result.tokens_per_second:.2f} times as fast"
-        )
+        for name in names:
+            Measurement(_case(name, Path(folder)), device, results).run()
+    for name in names:
+        ways = results.of(name)
+        ours = next(result for result in ways if result.way == DRAFTING)
+        for result in ways:
+            ratio = ours.tokens_per_second / result.tokens_per_second
+            print(f"{name}: {_line(result)}; slipstream with drafting is {ratio:.2f} times as fast")
+
+
+def _line(result: Result) -> str:
+    return f"{result.way}: {result.tokens_per_second:.0f} tokens/s, accept length {result.mean_accept_length:.2f}"
 
 
 def _case(name: str, folder: Path) -> Case:
@@ -109,8 +193,6 @@ def _case(name: str, folder: Path) -> Case:
             assistant=standalone_dir(),
             mean_accept_length=None,
         )
-    if name not in CASES:
-        raise typer.BadParameter(f"one of {', '.join(CASES)}", param_hint="--case")
     return Case(
         name=name,
         target=write_shape(folder, name),
@@ -119,77 +201,6 @@ def _case(name: str, folder: Path) -> Case:
         assistant=write_shape(folder, "llama-3.2-1b"),
         mean_accept_length=MEAN_ACCEPT_LENGTH,
     )
-
-
-def _measure(case: Case, device: str) -> list[Result]:
-    tokenizer = AutoTokenizer.from_pretrained(case.target)
-    prompt = tokenizer.encode(prompts()[0].text)
-    prompt = (prompt * -(-PROMPT_TOKENS // len(prompt)))[:PROMPT_TOKENS]
-    peers = asyncio.run(_slipstream(case, device, prompt))
-    peers += _transformers(case, torch.device(device), prompt)
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
-    return [
-        Result(
-            case=case.name,
-            way=peer.way,
-            device=device,
-            dtype=str(_dtype(device)).removeprefix("torch."),
-            prompt_tokens=len(prompt),
-            num_new_tokens=NUM_NEW_TOKENS,
-            num_draft_tokens=NUM_DRAFT_TOKENS,
-            tokens_per_second=peer.tokens_per_second,
-            repeats=peer.repeats,
-            mean_accept_length=peer.mean_accept_length,
-            host=host(),
-            hardware=gpu,
-        )
-        for peer in peers
-    ]
-
-
-def _dtype(device: str) -> torch.dtype:
-    return torch.bfloat16 if device == "cuda" else torch.float32
-
-
-def _transformers(case: Case, device: torch.device, prompt: Sequence[int]) -> list[Peer]:
-    models = [
-        load(directory, device=device, dtype=_dtype(device.type), is_dummy=case.is_dummy)
-        for directory in (case.target, case.assistant)
-    ]
-    peer = TransformersPeer(models[0], num_new_tokens=NUM_NEW_TOKENS)
-    return [
-        peer.assisted(prompt, models[1], num_draft_tokens=NUM_DRAFT_TOKENS, mean_accept_length=case.mean_accept_length),
-        peer.compiled(prompt),
-    ]
-
-
-async def _slipstream(case: Case, device: str, prompt: Sequence[int]) -> list[Peer]:
-    weights = ("--device", device, *(("--load-format", "dummy") if case.is_dummy else ()))
-    simulated = () if case.mean_accept_length is None else ("--simulate-accept-length", str(case.mean_accept_length))
-    head = ("--algorithm", case.algorithm, "--target", str(case.target))
-    async with Stack(LOG_DIR) as stack:
-        await asyncio.gather(
-            stack.worker("verify", "--model", str(case.target), *weights, *simulated),
-            stack.worker("draft", "--model", str(case.draft), *head, *weights),
-        )
-        draft = ("--draft", stack.socket("draft"), "--num-draft-tokens", str(NUM_DRAFT_TOKENS))
-        return [
-            await _serve(stack, way, prompt, arguments)
-            for way, arguments in (("slipstream, drafting", draft), ("slipstream, plain", ()))
-        ]
-
-
-async def _serve(stack: Stack, way: str, prompt: Sequence[int], arguments: tuple[str, ...]) -> Peer:
-    (port,) = free_ports(1)
-    sizes = ("--slots", "1", "--context-tokens", str(2 * (PROMPT_TOKENS + NUM_NEW_TOKENS)))
-    async with (
-        stack.scheduler("--verify", stack.socket("verify"), *sizes, *arguments, port=port, metrics_port=0) as address,
-        AsyncClient(address) as client,
-    ):
-        await _generate(client, prompt)
-        runs = [await _generate(client, prompt) for _ in range(REPEATS)]
-    rates = tuple(rate for rate, _ in runs)
-    return Peer(way=way, tokens_per_second=median(rates), repeats=rates, mean_accept_length=runs[-1][1])
 
 
 async def _generate(client: AsyncClient, prompt: Sequence[int]) -> tuple[float, float]:
