@@ -1,4 +1,4 @@
-"""How what a command brings gets to the device: packed into pinned memory, and copied at once, without waiting.
+"""How what a command brings gets to the device: packed into pinned memory, and fetched at once, without waiting.
 
 A step puts together all that it needs of its command (slots, pages, limits, sampling, prompts), each piece as a host
 tensor for which it gets a device tensor, and flushes: one kernel on the worker's stream fetches it all. The device's
