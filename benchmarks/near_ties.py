@@ -243,6 +243,7 @@ class NearTies:
         return self._partings[key]
 
     def _price(self, usual: LocalServing, deterministic: LocalServing, draft: str, at_once: int) -> None:
+        started = time.monotonic()
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(self._rounds):
             for serving, is_deterministic in ((usual, False), (deterministic, True)):
@@ -263,7 +264,11 @@ class NearTies:
             ratio=ratio,
         )
         self._report.prices.append(price)
-        print(f"draft {draft}, {at_once} at once: a deterministic step takes {ratio:.3f} of another", flush=True)
+        print(
+            f"draft {draft}, {at_once} at once: a deterministic step takes {ratio:.3f} of another "
+            f"({time.monotonic() - started:.1f} s)",
+            flush=True,
+        )
 
     def _jobs(self, num_prompts: int, max_new_tokens: int) -> list[Job]:
         return [
