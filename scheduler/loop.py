@@ -117,13 +117,14 @@ class StepLoop:
 
     def _hand_out(self, cancelled: Sequence[Delivery] = ()) -> None:
         """What came of the last result, and the end of jobs since then."""
-        deliveries = [*cancelled]
+        deliveries, drafts = [*cancelled], None
         if self._taken_in is not None:
             (before, drafts), self._taken_in = self._taken_in, None
-            self._metrics.drafted(drafts)
             deliveries = before + deliveries
         if deliveries:
             self._deliver(deliveries)
+        if drafts is not None:
+            self._metrics.drafted(drafts)
         self._timings.report()
 
     def _send(self, step: Step) -> None:
@@ -181,6 +182,7 @@ class StepLoop:
     def _bound_draft(self, step: Step) -> None:
         """Keeps draft from falling a whole ring behind: prompts can be sent faster than it takes them in."""
         while self._draft_steps and self._draft_steps[0] <= step.number - self._settings.ring:
+            self._hand_out()
             oldest = self._draft_steps.popleft()
             started = time.monotonic()
             while not self._draft_done.wait_on_host(oldest, LIVENESS_S):

@@ -83,7 +83,10 @@ def _value(function: Callable[..., object], answer: tuple[Any, ...]) -> Any:
 
 def _check(name: str, status: int) -> None:
     """Raises DeviceError unless the function succeeded."""
-    result = cu.CUresult(status)
+    try:
+        result = cu.CUresult(status)
+    except ValueError:
+        raise DeviceError(f"{name}: status {status}, which these bindings do not know") from None
     if result != _SUCCESS:
         _, text = cu.cuGetErrorString(result)
         message = f"{name}: {result.name}: {text.decode() if text else 'unknown to the driver'}"

@@ -133,7 +133,7 @@ class CudaKernels:
         self._driver.streams.launch(stream, self._fetch, blocks, _THREADS, arguments.address)
 
     def _launch(self, function: int, stream: int, arguments: _Arguments) -> None:
-        self._driver.streams.launch(stream, function, 1, 1, arguments.address)
+        self._driver.call(cu.cuLaunchKernel, function, 1, 1, 1, 1, 1, 1, 0, stream, arguments.address, 0)
 
     def _function(self, module: object, name: bytes) -> int:
         return int(self._driver.call(cu.cuModuleGetFunction, module, name))

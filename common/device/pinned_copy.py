@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 MAX_GAP_BYTES = 32 << 10
 """What lies between two rows and is copied with them: takes less than a microsecond, where a copy more takes three."""
+_ALIGNMENT_BYTES = 16
 _given_up: list[PinnedCopy] = []
 """They may still be written to."""
 
@@ -49,7 +50,9 @@ class PinnedRow:
 def _spans(sources: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Addresses from and up to which to copy, so that all sources are in it: neighbours in one go."""
     spans: list[tuple[int, int]] = []
-    for begin, end in sorted((source.data_ptr(), source.data_ptr() + source.nbytes) for source in sources):
+    addresses = [(source.data_ptr(), source.data_ptr() + source.nbytes) for source in sources]
+    # From where whatever follows is aligned in the mirror as it is here.
+    for begin, end in sorted((begin - begin % _ALIGNMENT_BYTES, end) for begin, end in addresses):
         if spans and begin - spans[-1][1] <= MAX_GAP_BYTES:
             spans[-1] = (spans[-1][0], max(spans[-1][1], end))
         else:
