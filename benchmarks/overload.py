@@ -37,12 +37,11 @@ from slipstream.benchmarks.model_options import (
 )
 from slipstream.benchmarks.process_watch import ProcessWatch
 from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
+from slipstream.benchmarks.warm_up import beyond_warm_up
 from slipstream.benchmarks.workload import Arrival, Workload
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from slipstream.benchmarks.health_watch import HealthReport
     from slipstream.benchmarks.held import Held
     from slipstream.benchmarks.load_generator import LoadRun
@@ -239,17 +238,6 @@ def lines(report: OverloadReport) -> list[str]:
     return result
 
 
-def _beyond(warm_up_s: float) -> Callable[[float], float]:
-    """Checks an option's seconds. Raises BadParameter, to which typer adds the option's name."""
-
-    def check(seconds: float) -> float:
-        if not seconds > warm_up_s:
-            raise typer.BadParameter(f"more than {warm_up_s:g}, which are for warming up and do not count")
-        return seconds
-
-    return check
-
-
 def main(
     device: DeviceOption = "cpu",
     target: TargetOption = None,
@@ -257,9 +245,9 @@ def main(
     eagle3: Eagle3Option = None,
     algorithm: Annotated[str, typer.Option(help="none, standalone or eagle3.")] = Plan.algorithm,
     factor: Annotated[float, typer.Option(help="Times the capacity.")] = Plan.factor,
-    seconds: Annotated[float, typer.Option(help="How long.", callback=_beyond(Plan.warm_up_s))] = Plan.seconds,
+    seconds: Annotated[float, typer.Option(help="How long.", callback=beyond_warm_up(Plan.warm_up_s))] = Plan.seconds,
     capacity_seconds: Annotated[
-        float, typer.Option(help="For the capacity, each time.", callback=_beyond(Plan.capacity_warm_up_s))
+        float, typer.Option(help="For the capacity, each time.", callback=beyond_warm_up(Plan.capacity_warm_up_s))
     ] = Plan.capacity_seconds,
     length_scale: Annotated[float, typer.Option(help="Times ShareGPT's mean lengths.")] = 0.25,
     context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Lengths.context_tokens,

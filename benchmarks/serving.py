@@ -37,6 +37,7 @@ from slipstream.benchmarks.model_options import (
 )
 from slipstream.benchmarks.serving_stack import NONE, STANDALONE, Models, ServingStack
 from slipstream.benchmarks.serving_table import ratio_lines, run_line
+from slipstream.benchmarks.warm_up import beyond_warm_up
 from slipstream.benchmarks.workload import TEMPERATURE, Workload
 
 if TYPE_CHECKING:
@@ -161,13 +162,6 @@ async def _run(
     )
 
 
-def _beyond_warm_up(seconds: float) -> float:
-    """Raises BadParameter, to which typer adds the option's name."""
-    if not seconds > Plan.warm_up_s:
-        raise typer.BadParameter(f"more than {Plan.warm_up_s:g}, which are for warming up and do not count")
-    return seconds
-
-
 def main(
     device: DeviceOption = "cpu",
     target: TargetOption = None,
@@ -176,10 +170,10 @@ def main(
     algorithms: Annotated[str, typer.Option(help="What drafts: some of none,standalone,eagle3.")] = "none,standalone",
     fractions: Annotated[str, typer.Option(help="Rates, as fractions of the capacity.")] = "0.2,0.4,0.6,0.8,1.0,1.25",
     seconds: Annotated[
-        float, typer.Option(help="In which requests come, at each rate.", callback=_beyond_warm_up)
+        float, typer.Option(help="In which requests come, at each rate.", callback=beyond_warm_up(Plan.warm_up_s))
     ] = Plan.seconds,
     capacity_seconds: Annotated[
-        float, typer.Option(help="For the capacity of each.", callback=_beyond_warm_up)
+        float, typer.Option(help="For the capacity of each.", callback=beyond_warm_up(Plan.warm_up_s))
     ] = Plan.capacity_seconds,
     length_scale: Annotated[float, typer.Option(help="Times ShareGPT's mean lengths.")] = 0.25,
     context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Lengths.context_tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.chunk import FinishReason
@@ -180,7 +179,8 @@ class Batch:
         """
         rows = []
         is_current, running = self.slots.is_current, self._running
-        for lease, tokens, likely in zip(step.yielding, result.tokens, result.logprobs or repeat(()), strict=False):
+        logprobs = result.logprobs or [()] * len(result.tokens)
+        for lease, tokens, likely in zip(step.yielding, result.tokens, logprobs, strict=True):
             if not is_current(lease):
                 continue
             request = running[lease.slot]

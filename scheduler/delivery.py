@@ -17,8 +17,7 @@ Bundle = dict["Job", list["Progress"]]
 """What steps brought each job, in order."""
 
 MESSAGE_S = 0.001
-"""Between messages on average, of all streams together. One costs about 0.1 ms of the interpreter's time, which the
-step loop needs, too."""
+"""Between messages on average, of all streams together: the step loop needs the interpreter, too."""
 PATIENCE = 2
 """Turns that a job waits for when no more steps come that would bring it its own."""
 

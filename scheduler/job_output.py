@@ -88,7 +88,7 @@ class JobOutput:
                 self._is_draft.extend(_draft_flags(progress.num_draft, len(progress.token_ids)))
                 if self._logprobs is not None:
                     self._logprobs.extend(progress.logprobs)
-            if progress.finish_reason is not None or progress.error is not None:
+            if progress.is_last:
                 break
         if not was_cut:
             self._finish_reason = progress.finish_reason

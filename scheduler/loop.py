@@ -117,14 +117,12 @@ class StepLoop:
 
     def _hand_out(self, cancelled: Sequence[Delivery] = ()) -> None:
         """What came of the last result, and the end of jobs since then."""
-        deliveries, drafts = [*cancelled], None
-        if self._taken_in is not None:
-            (before, drafts), self._taken_in = self._taken_in, None
-            deliveries = before + deliveries
+        taken_in, self._taken_in = self._taken_in, None
+        deliveries = [*(() if taken_in is None else taken_in.deliveries), *cancelled]
         if deliveries:
             self._deliver(deliveries)
-        if drafts is not None:
-            self._metrics.drafted(drafts)
+        if taken_in is not None:
+            self._metrics.drafted(taken_in.drafts)
         self._timings.report()
 
     def _send(self, step: Step) -> None:

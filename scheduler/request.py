@@ -43,8 +43,7 @@ class Request:
     @property
     def is_sure_to_end(self) -> bool:
         """Whether the steps under way reach the end, whatever they bring."""
-        length = self.num_output
-        return length.known + length.least_more >= self.job.spec.max_new_tokens
+        return self.num_output.least >= self.job.spec.max_new_tokens
 
     def slot_update(self) -> SlotUpdate:
         """What the workers must know of this request before its first step."""

@@ -185,7 +185,7 @@ class Device(Protocol):
         """Brings what the host has written to the device, as work of the stream; called in the stream's work.
 
         Contiguous, of the same size, in whole words of 64 bits; `source` is pinned. On a GPU by a kernel that reads
-        the host's memory: a quarter of the host's time that a copy takes, and no other engine to wait for.
+        the host's memory: less of the host's time than a copy takes, and no other engine to wait for.
         """
         ...
 
@@ -194,5 +194,5 @@ class Device(Protocol):
         ...
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
-        """A private copy stream behind `fence` for buffers given as their rows, the same number of each."""
+        """A private copy stream behind `fence` for buffers of one arena, as their rows, as many of each."""
         ...

@@ -22,8 +22,8 @@ GROWTH = 0.04
 RHYTHM = 4
 MARGIN = 0.04
 LEAST_MARGIN_S = 0.00006
-"""Of an interval, and at least: how long before its expected end the looks begin. Each takes 6 us of a core, and the
-interpreter from the thread that has it."""
+"""Of an interval, and at least: how long before its expected end the looks begin. Each takes the interpreter from the
+thread that has it."""
 SHORT_PART = 0.01
 """Of an interval: between looks at its end, at least."""
 

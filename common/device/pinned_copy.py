@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 MAX_GAP_BYTES = 32 << 10
-"""What lies between two rows and is copied with them: takes less than a microsecond, where a copy more takes three."""
+"""What lies between two rows and is copied with them, at most: takes less than a copy more."""
 _ALIGNMENT_BYTES = 16
 _given_up: list[PinnedCopy] = []
 """They may still be written to."""

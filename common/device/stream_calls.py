@@ -1,8 +1,7 @@
 """The driver's calls that every step makes on a stream, as short as they can be.
 
-`cuda.bindings` gives the interpreter away in each call. That is right for what may take long. These take about 3 us,
-and to get the interpreter back from other threads that want it took ten times as long (H200 host, clients' thread
-beside it): so here it is kept.
+`cuda.bindings` gives the interpreter away in each call. That is right for what may take long. These take no longer
+than it takes to get the interpreter back from other threads that want it: so here it is kept.
 """
 
 from __future__ import annotations
