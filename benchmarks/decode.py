@@ -9,16 +9,15 @@ happens to the machine happens to both. A step's floor is what it must read over
 
     python benchmarks/decode.py --device cpu --shapes bundled --batches 1,4 --repeats 2
 
-runs the bundled models, to see that it works.
+runs the bundled models, to see that it works. The file keeps the shapes that a run leaves out.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +26,7 @@ import torch
 import typer
 
 from slipstream.benchmarks.decode_floor import StepBytes, copy_bandwidth
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, summary
+from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, read, summary, write
 from slipstream.benchmarks.decode_window import Served
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.model_shapes import write_shape
@@ -104,20 +103,22 @@ def main(
     batches: Annotated[str, typer.Option(help="Requests at a time, with commas between them.")] = "1,4,8,16,32,64",
     repeats: Annotated[int, typer.Option(help="How often the modes take turns.")] = 10,
     run_ahead: Annotated[int, typer.Option(help="Steps sent ahead.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the list of measurements.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Where to write measurements; other shapes that it has are kept.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Where to draw all that is there.")] = None,
 ) -> None:
     """Measures decode steps."""
-    sizes = [int(batch) for batch in batches.split(",")]
+    names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]
+    measurements = [] if json_file is None else [m for m in read(json_file) if m.shape not in names]
     bandwidth = copy_bandwidth() if device == "cuda" else None
-    measurements: list[Measurement] = []
 
     def keep(batch: Sequence[Measurement]) -> None:
         measurements.extend(batch)
         if json_file is not None:
-            json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
+            write(measurements, json_file)
 
-    for name in shapes.split(","):
+    for name in names:
         bench = DecodeBenchmark(Setup.named(name), device, sizes, repeats, run_ahead, bandwidth)
         asyncio.run(bench.measure(keep))
     if picture is not None:

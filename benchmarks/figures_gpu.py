@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.decode_report import ONE, THREE
 from slipstream.benchmarks.overlap_policies import Policy
+from slipstream.common.thread_names import STEP_LOOP
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,6 +53,8 @@ def decode_rows(measurements: list[dict[str, Any]]) -> list[Row]:
             )
             if three and one:
                 parts.append(_batch(batch, three, one))
+        mine = [m for m in measurements if (m["shape"], m["mode"]) == (shape, THREE)]
+        parts.append(_cpu([m for m in mine if m["batch"] == max(other["batch"] for other in mine)]))
         lengths = [m["mean_accept_length"] for m in measurements if m["shape"] == shape]
         what = (
             f"decoding with random weights of the shape {shape} on an {_gpu(measurements[0])}, EAGLE-3 head, accept "
@@ -67,15 +70,22 @@ def _batch(batch: int, three: list[dict[str, Any]], one: list[dict[str, Any]]) -
 
     step = middle("step_ms")
     busy = median(m["draft_ms"] + m["verify_ms"] for m in three)
+    efficiency = median(1 - m["bubble_ms"] / m["step_ms"] for m in three)
     said = (
         f"batch {batch}: {step:.2f} ms a step, {middle('tokens_per_second'):,.0f} tokens/s, {step / busy:.3f} of its "
-        f"kernels and {step / middle('step_ms', one):.3f} of one process"
+        f"kernels and {step / middle('step_ms', one):.3f} of one process, overlap efficiency {efficiency:.3f}"
     )
     if batch == 1 and three[0]["verify_floor_ms"]:
         verify = median(m["verify_ms"] / m["verify_floor_ms"] for m in three)
         draft = median(m["draft_ms"] / m["draft_floor_ms"] for m in three)
         said += f", verify {verify:.2f} and draft {draft:.2f} of what reading their bytes takes"
     return said
+
+
+def _cpu(three: list[dict[str, Any]]) -> str:
+    """Of the scheduler."""
+    loop, process = (median(m["cpu_ms"][name] for m in three) for name in (STEP_LOOP, "scheduler"))
+    return f"CPU time of a step at batch {three[0]['batch']}: step loop {loop:.2f} ms, whole scheduler {process:.2f} ms"
 
 
 def peers_rows(results: list[dict[str, Any]]) -> list[Row]:
