@@ -9,14 +9,14 @@ K = 4: at T = 0.8 with three seeds over the first 128 tokens behind each held-ou
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.benchmarks.result_rows import write_rows
 from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
@@ -91,7 +91,7 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="Where to
             f"{result.mean_accept_length:.3f}, {100 * result.repeated_share:.1f} % of tokens in a repeated {GRAM}-gram"
         )
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+        write_rows(results, json_file)
 
 
 async def _measure_all() -> list[AcceptLength]:

@@ -20,17 +20,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
 from slipstream.benchmarks.decode_floor import StepBytes, copy_bandwidth
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, read, summary, write
+from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, summary
 from slipstream.benchmarks.decode_window import Served
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.model_shapes import write_shape
 from slipstream.benchmarks.mps_stack import mps_stack
+from slipstream.benchmarks.result_rows import read_rows, write_rows
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import eagle3_dir, target_dir
@@ -110,13 +111,13 @@ def main(
 ) -> None:
     """Measures decode steps."""
     names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]
-    measurements = [] if json_file is None else [m for m in read(json_file) if m.shape not in names]
+    measurements = [] if json_file is None else [m for m in read_rows(json_file, _measurement) if m.shape not in names]
     bandwidth = copy_bandwidth() if device == "cuda" else None
 
     def keep(batch: Sequence[Measurement]) -> None:
         measurements.extend(batch)
         if json_file is not None:
-            write(measurements, json_file)
+            write_rows(measurements, json_file)
 
     for name in names:
         bench = DecodeBenchmark(Setup.named(name), device, sizes, repeats, run_ahead, bandwidth)
@@ -252,6 +253,10 @@ class DecodeBenchmark:
             copy_bandwidth=bandwidth,
             host=host(self._device),
         )
+
+
+def _measurement(row: dict[str, Any]) -> Measurement:
+    return Measurement(**row)
 
 
 def _options(settings: dict[str, object]) -> tuple[str, ...]:

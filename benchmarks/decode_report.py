@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 THREE, ONE = MODES = ("three processes", "one process")
 
@@ -41,23 +39,6 @@ class Measurement:
     copy_bandwidth: float | None
     """Bytes per second."""
     host: str
-
-
-def read(path: Path) -> list[Measurement]:
-    """What `write` wrote there; nothing where there is no file. Raises ValueError for a file of something else."""
-    if not path.exists():
-        return []
-    try:
-        return [Measurement(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} does not hold measurements of this benchmark: {error}") from error
-
-
-def write(measurements: Sequence[Measurement], path: Path) -> None:
-    """In one piece: whoever ends this run finds what was there."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps([asdict(m) for m in measurements], indent=1) + "\n", encoding="utf-8")
-    new.replace(path)
 
 
 def summary(measurements: Sequence[Measurement]) -> list[str]:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +23,7 @@ import typer
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.overlap_policies import Policy, policies_of
+from slipstream.benchmarks.result_rows import write_rows
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Primed, Stack
 from slipstream.bundled import standalone_dir, target_dir
@@ -91,7 +92,7 @@ def main(
     def keep(group: Sequence[Measurement]) -> None:
         measurements.extend(group)
         if json_file is not None:
-            json_file.write_text(json.dumps([asdict(measurement) for measurement in measurements], indent=1) + "\n")
+            write_rows(measurements, json_file)
 
     asyncio.run(_measure_all(device, repeats or REPEATS[device], keep))
     if picture is not None:

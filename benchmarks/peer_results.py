@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.benchmarks.result_rows import read_rows, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ class ResultsFile:
         Raises ValueError if the file holds something else, or a case of another device that is not measured again.
         """
         self._path = path
-        self._results = [] if path is None or not path.exists() else _read(path)
+        self._results = [] if path is None else read_rows(path, _result)
         self._begun: set[str] = set()
         for result in self._results:
             if result.device != device and result.case not in cases:
@@ -56,18 +57,8 @@ class ResultsFile:
             self._results = [other for other in self._results if other.case != result.case]
         self._results = sorted([*self._results, result], key=lambda each: each.case)
         if self._path is not None:
-            self._write(self._path)
-
-    def _write(self, path: Path) -> None:
-        """In one piece: whoever ends this run has the other cases kept."""
-        new = path.with_name(f"{path.name}.new")
-        new.write_text(json.dumps([asdict(result) for result in self._results], indent=1) + "\n", encoding="utf-8")
-        new.replace(path)
+            write_rows(self._results, self._path)
 
 
-def _read(path: Path) -> list[Result]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return [Result(**{**row, "repeats": tuple(row["repeats"])}) for row in rows]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} does not hold results of this benchmark: {error}") from error
+def _result(row: dict[str, Any]) -> Result:
+    return Result(**{**row, "repeats": tuple(row["repeats"])})

@@ -1,17 +1,11 @@
-"""What `decode` writes, reads again and says."""
+"""What is said of what `decode` measured."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
-import pytest
-
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, read, summary, write
+from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, summary
 from slipstream.benchmarks.figures_gpu import decode_rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MEASURED = Measurement(
     shape="small",
@@ -34,22 +28,6 @@ MEASURED = Measurement(
     host="A GPU, driver 1",
 )
 BOTH = (MEASURED, replace(MEASURED, mode=ONE, step_ms=4.0))
-
-
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    assert read(file) == []
-    write(BOTH, file)
-    write([*BOTH, replace(MEASURED, draft_floor_ms=None, verify_floor_ms=None)], file)
-    assert read(file) == [*BOTH, replace(MEASURED, draft_floor_ms=None, verify_floor_ms=None)]
-    assert list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.parametrize("content", ["", "[1]", '[{"shape": "small"}]'])
-def test_a_file_of_something_else_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "other.json").write_text(content)
-    with pytest.raises(ValueError, match=r"other\.json does not hold measurements"):
-        read(tmp_path / "other.json")
 
 
 def test_both_modes_are_compared() -> None:
