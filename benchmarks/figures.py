@@ -1,7 +1,7 @@
-"""The README's table of figures, from the results that are in the repository.
+"""The README's table of figures, and the page of a GPU's, from the results that are in the repository.
 
-python benchmarks/figures.py            # prints it
-python benchmarks/figures.py --write    # puts it into README.md, between its two marks
+python benchmarks/figures.py            # prints both
+python benchmarks/figures.py --write    # puts the one into README.md, between its two marks, and the other into docs/
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.benchmarks.figures_gpu import decode_rows, overlap_rows, peers_rows
+from slipstream.benchmarks.figures_page import page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+GPU_PAGE = ROOT / "docs" / "measured-on-a-gpu.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
 
@@ -126,9 +128,7 @@ def _near_ties(report: dict[str, Any]) -> tuple[str, str, str]:
     rates = [row["per_1000_tokens"] for row in usual]
     largest = max((row["largest_gap"] for row in usual if row["largest_gap"] is not None), default=0.0)
     num_far = sum(not row["all_near_ties"] for row in usual)
-    prices = ", ".join(
-        f"{price['ratio']:.2f} ({DRAFTS[price['draft']]}, batch {price['at_once']})" for price in report["prices"]
-    )
+    prices = [price["ratio"] for price in report["prices"]]
     gpu = report["host"].partition(",")[0]
     what = (
         f"outputs in {report['dtype']} against plain decoding alone, bundled model on an {gpu}: "
@@ -140,7 +140,7 @@ def _near_ties(report: dict[str, Any]) -> tuple[str, str, str]:
         f"{min(rates):.2f} to {max(rates):.2f} times in 1,000 tokens, "
         f"{'each' if not num_far else 'not each'} at a near tie (at most {largest:.2f} from the best score, bound "
         f"{report['bound']:g}); with `--deterministic` {sum(row['partings'] for row in never)} of "
-        f"{sum(row['outputs'] for row in never)}, and a step takes so many times as long: {prices}"
+        f"{sum(row['outputs'] for row in never)}, and a step takes {min(prices):.2f} to {max(prices):.2f} times as long"
     )
     return what, result, _source("near_ties", "near_ties_h200")
 
@@ -254,15 +254,21 @@ def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def main(write: Annotated[bool, typer.Option(help="Put the table into README.md.")] = False) -> None:
-    """Prints the table, or puts it in its place."""
+def gpu_page() -> str:
+    """`docs/measured-on-a-gpu.md`."""
+    return page(_load)
+
+
+def main(write: Annotated[bool, typer.Option(help="Put them into README.md and docs/.")] = False) -> None:
+    """Prints the figures, or puts them in their places."""
     if not write:
-        print(table())
+        print(table(), gpu_page(), sep="\n\n")
         return
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+    GPU_PAGE.write_text(gpu_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -45,47 +45,45 @@ def decode_rows(measurements: list[dict[str, Any]]) -> list[Row]:
     """One for each shape."""
     rows = []
     for shape in dict.fromkeys(m["shape"] for m in measurements):
-        parts = []
-        for batch in dict.fromkeys(m["batch"] for m in measurements if m["shape"] == shape):
-            three, one = (
-                [m for m in measurements if (m["shape"], m["batch"], m["mode"]) == (shape, batch, mode)]
-                for mode in (THREE, ONE)
-            )
-            if three and one:
-                parts.append(_batch(batch, three, one))
-        mine = [m for m in measurements if (m["shape"], m["mode"]) == (shape, THREE)]
-        parts.append(_cpu([m for m in mine if m["batch"] == max(other["batch"] for other in mine)]))
-        lengths = [m["mean_accept_length"] for m in measurements if m["shape"] == shape]
+        mine = [m for m in measurements if m["shape"] == shape]
+        lengths = [m["mean_accept_length"] for m in mine]
         what = (
-            f"decoding with random weights of the shape {shape} on an {_gpu(measurements[0])}, EAGLE-3 head, accept "
-            f"length {min(lengths):.2f} to {max(lengths):.2f} by chance, contexts of 1,024 to 1,400 tokens"
+            f"decoding with random weights of the shape {shape} on an {_gpu(mine[0])}, EAGLE-3 head, accept length "
+            f"{min(lengths):.2f} to {max(lengths):.2f} by chance, contexts of 1,024 to 1,400 tokens"
         )
-        rows.append((what, "; ".join(parts)))
+        rows.append((what, _decoding(mine)))
     return rows
 
 
-def _batch(batch: int, three: list[dict[str, Any]], one: list[dict[str, Any]]) -> str:
-    def middle(name: str, group: list[dict[str, Any]] = three) -> float:
-        return float(median(m[name] for m in group))
-
-    step = middle("step_ms")
-    busy = median(m["draft_ms"] + m["verify_ms"] for m in three)
-    efficiency = median(1 - m["bubble_ms"] / m["step_ms"] for m in three)
-    said = (
-        f"batch {batch}: {step:.2f} ms a step, {middle('tokens_per_second'):,.0f} tokens/s, {step / busy:.3f} of its "
-        f"kernels and {step / middle('step_ms', one):.3f} of one process, overlap efficiency {efficiency:.3f}"
+def _decoding(measurements: list[dict[str, Any]]) -> str:
+    """Of one shape: medians, over batches."""
+    batches = sorted({m["batch"] for m in measurements})
+    three, one = (
+        [[m for m in measurements if (m["batch"], m["mode"]) == (batch, mode)] for batch in batches]
+        for mode in (THREE, ONE)
     )
-    if batch == 1 and three[0]["verify_floor_ms"]:
-        verify = median(m["verify_ms"] / m["verify_floor_ms"] for m in three)
-        draft = median(m["draft_ms"] / m["draft_floor_ms"] for m in three)
-        said += f", verify {verify:.2f} and draft {draft:.2f} of what reading their bytes takes"
-    return said
-
-
-def _cpu(three: list[dict[str, Any]]) -> str:
-    """Of the scheduler."""
-    loop, process = (median(m["cpu_ms"][name] for m in three) for name in (STEP_LOOP, "scheduler"))
-    return f"CPU time of a step at batch {three[0]['batch']}: step loop {loop:.2f} ms, whole scheduler {process:.2f} ms"
+    steps = [median(m["step_ms"] for m in group) for group in three]
+    over_kernels = [
+        step / median(m["draft_ms"] + m["verify_ms"] for m in group) for step, group in zip(steps, three, strict=True)
+    ]
+    over_one = [step / median(m["step_ms"] for m in group) for step, group in zip(steps, one, strict=True)]
+    efficiencies = [median(1 - m["bubble_ms"] / m["step_ms"] for m in group) for group in three]
+    rates = ", ".join(f"{median(m['tokens_per_second'] for m in group):,.0f}" for group in three)
+    said = (
+        f"tokens/s at batch {', '.join(map(str, batches))}: {rates}; a step takes at most {max(over_kernels):.3f} of "
+        f"its kernels and {max(over_one):.3f} of one process; overlap efficiency at least {min(efficiencies):.3f}; "
+    )
+    if three[0][0]["verify_floor_ms"]:
+        verify, draft = (
+            median(m[f"{part}_ms"] / m[f"{part}_floor_ms"] for m in three[0]) for part in ("verify", "draft")
+        )
+        said += (
+            f"at batch {batches[0]} verify takes {verify:.2f} and draft {draft:.2f} of what reading their bytes does; "
+        )
+    loop, scheduler = (median(m["cpu_ms"][name] for m in three[-1]) for name in (STEP_LOOP, "scheduler"))
+    return (
+        f"{said}CPU time of a step at batch {batches[-1]}: step loop {loop:.2f} ms, whole scheduler {scheduler:.2f} ms"
+    )
 
 
 def peers_rows(results: list[dict[str, Any]]) -> list[Row]:
