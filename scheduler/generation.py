@@ -131,11 +131,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         kept = self._desk.find(request.job_id, digest_of(request)) if request.job_id else None
         if kept is not None:
             return kept
-        model = self._model()
-        # Before the text is tokenised: under overload most requests come no further.
-        self._desk.check_room()
-        checked = await self._parse(request, model)
-        return self._desk.create(checked, model.vocabulary.new_detokenizer)
+        while True:
+            model = self._model()
+            # Before the text is tokenised: under overload most requests come no further.
+            self._desk.check_room()
+            checked = await self._parse(request, model)
+            # Other workers may have come meanwhile, for which it may be too long, or its tokens mean something else.
+            if self._model() is model:
+                return self._desk.create(checked, model.vocabulary.new_detokenizer)
 
     async def _parse(self, request: JobRequest, model: ServedModel) -> CheckedRequest:
         # What a model's chat template takes, nobody knows.

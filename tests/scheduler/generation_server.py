@@ -26,6 +26,8 @@ from tests.tokenizers_by_kind import make_tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from slipstream.common.errors import SlipstreamError
+
 VOCAB_SIZE = 350
 CONTEXT_TOKENS = 4096
 EOS_ID = 1
@@ -66,6 +68,14 @@ class GenerationServer:
     loop: FakeLoop
     model: ServedModel
     registry: CollectorRegistry
+    absence: SlipstreamError | None = None
+    """Why there is nothing to serve, if so."""
+
+    def model_now(self) -> ServedModel:
+        """What a request is checked with. Raises `absence`."""
+        if self.absence is not None:
+            raise self.absence
+        return self.model
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of a metric; 0 if there is none."""
@@ -99,11 +109,15 @@ async def generation_server(
     loop = FakeLoop(queue, desk, asyncio.get_running_loop(), slots=slots)
     with ThreadPoolExecutor(1) as executor, loop:
         servicer = GenerationServicer(
-            desk, model=lambda: model, state=lambda: STATE, executor=executor, read_timeout_s=read_timeout_s
+            desk,
+            model=lambda: served.model_now(),
+            state=lambda: STATE,
+            executor=executor,
+            read_timeout_s=read_timeout_s,
         )
         add = generation_pb2_grpc.add_GenerationServicer_to_server
         async with running_server((SERVICE_NAME, add, servicer), address=address) as server:
-            yield GenerationServer(
+            served = GenerationServer(
                 address=server.address,
                 desk=desk,
                 store=store,
@@ -112,3 +126,4 @@ async def generation_server(
                 model=model,
                 registry=registry,
             )
+            yield served

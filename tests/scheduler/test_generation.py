@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -21,13 +22,17 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.protos import generation_pb2, generation_pb2_grpc
+from slipstream.scheduler.generation import ServedModel
 from tests.scheduler.fake_loop import TOKENS_PER_STEP
 from tests.scheduler.following import collect, tokens_of
 from tests.scheduler.generation_server import CONTEXT_TOKENS, EOS_ID, STATE, VOCAB_SIZE, generation_server
-from tests.tokenizers_by_kind import TEXT
-from tests.waiting import until
+from tests.tokenizers_by_kind import TEXT, make_tokenizer
+from tests.waiting import TIMEOUT_S, until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.job_info import JobInfo
     from tests.scheduler.generation_server import GenerationServer
 
 
@@ -130,6 +135,66 @@ async def test_a_long_text_is_tokenised_beside_the_event_loop(server: Generation
     with pytest.raises(InvalidArgumentError, match="300000 tokens', accepted: at most 4095") as caught:
         await refused
     assert caught.value.field == "text"
+
+
+class HeldTokenizer:
+    """Comes to the end of a text when it may."""
+
+    chat_template = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """See `prompt.Tokenizer`."""
+        self.has_begun.set()
+        assert self.may_end.wait(TIMEOUT_S), "nobody lets go of the text"
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return token_ids
+
+
+async def create_while_workers_change(
+    server: GenerationServer, client: AsyncClient, change: Callable[[], None]
+) -> JobInfo:
+    """Creates a job with a long text, whose tokens are there only when the workers are others."""
+    held = server.model.tokenizer = HeldTokenizer(server.model.tokenizer)
+    call = asyncio.create_task(client.create_job("Hello world " * 400, job_id="mine", max_new_tokens=300))
+    await until(held.has_begun.is_set)
+    change()
+    held.may_end.set()
+    return await call
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_no_job_is_made_that_the_workers_of_now_cannot_run(
+    server: GenerationServer, client: AsyncClient, is_back: bool
+) -> None:
+    def change() -> None:
+        if is_back:
+            limits = replace(server.model.limits, context_tokens=512)
+            server.model = ServedModel(make_tokenizer("byte level"), limits)
+        else:
+            server.absence = UnavailableError("not attached")
+
+    expected = InvalidArgumentError if is_back else UnavailableError
+    with pytest.raises(expected, match="^text: .* accepted: at most 511" if is_back else "^not attached"):
+        await create_while_workers_change(server, client, change)
+    assert server.desk.num_jobs == 0
+
+
+async def test_a_text_has_the_tokens_of_the_model_that_continues_it(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    def change() -> None:
+        server.model = ServedModel(make_tokenizer("llama"), replace(server.model.limits, context_tokens=8192))
+
+    await create_while_workers_change(server, client, change)
+    prompt = server.model.tokenizer.encode("Hello world " * 400)
+    chunks = await collect(client.watch_job("mine"))
+    assert tokens_of(chunks) == prompt[:300]
+    text = server.model.tokenizer.decode(prompt[:300], skip_special_tokens=True)
+    assert "".join(chunk.text for chunk in chunks) == text
 
 
 async def test_a_prompt_that_just_fits(client: AsyncClient) -> None:
