@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 IDLE_S = 0.25
 """Without work for so long, the process is idle."""
+MANY_OBJECTS = 1000
+"""So many more than after the last collection are looked at even where none of the work that is told was done."""
 BUSY_S = 60.0
 """A process that never is looks at its youngest objects this often: those that most of it could be are few."""
 
@@ -53,7 +55,7 @@ class IdleCollection:
     def look(self) -> None:
         """Collects if this is the moment."""
         now = time.monotonic()
-        if self._worked_at <= self._collected_at:
+        if self._worked_at <= self._collected_at and gc.get_count()[0] < MANY_OBJECTS:
             return
         if now - self._worked_at >= IDLE_S:
             gc.collect()

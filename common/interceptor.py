@@ -89,14 +89,14 @@ class StatusInterceptor(_ServerInterceptor):
         try:
             yield
             code = grpc.StatusCode.OK
-        except grpc.aio.AbortError:
+        except grpc.aio.AbortError as abort:
             code = context.code()
-            raise
+            _forget_frames(abort)
         except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
             # gRPC leaves the client waiting when a handler is cancelled by anyone but gRPC itself.
-            if not _is_being_cancelled():
-                await _abort(context, status_from_error(CancelledError("the server gave the call up")))
-            raise
+            await _abort(context, status_from_error(CancelledError("the server gave the call up")))
         except grpc.aio.InternalError as error:
             # What a write to a client that has gone away may raise, instead of a cancellation.
             raise asyncio.CancelledError from error
@@ -110,6 +110,8 @@ class StatusInterceptor(_ServerInterceptor):
             answer = _answer(method, error)
             code = code_of(answer)
             await _abort(context, status_from_error(answer))
+            # The traceback has this frame, too, which would refer to itself.
+            del answer
         finally:
             if self._metrics is not None:
                 self._metrics.count(method, code.name)
@@ -129,8 +131,16 @@ def _answer(method: str, error: BaseException) -> SlipstreamError:
 
 
 async def _abort(context: Any, status: status_pb2.Status) -> None:
+    """Ends the call with this status. gRPC raises what says so by itself when the handler has returned."""
     grpc_status = rpc_status.to_status(status)
     try:
         await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
+    except grpc.aio.AbortError as abort:
+        _forget_frames(abort)
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
+
+
+def _forget_frames(abort: BaseException) -> None:
+    """The call keeps `abort`, and frames keep the call: with the request, and all that the handler had in its hands."""
+    abort.__traceback__ = abort.__context__ = abort.__cause__ = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common import idle_collection
-from slipstream.common.idle_collection import BUSY_S, IDLE_S, IdleCollection
+from slipstream.common.idle_collection import BUSY_S, IDLE_S, MANY_OBJECTS, IdleCollection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +66,16 @@ def test_it_leaves_an_idle_process_alone(collection: IdleCollection, wait: Calla
         collection.look()
         assert left() is not None, "nothing was done, so nothing is new"
     gc.collect()
+
+
+def test_what_was_done_without_a_word_is_collected_when_it_is_much(
+    collection: IdleCollection, wait: Callable[[float], None]
+) -> None:
+    with collection.in_charge():
+        left = [knot() for _ in range(MANY_OBJECTS)]
+        wait(IDLE_S)
+        collection.look()
+        assert left[0]() is None
 
 
 def test_a_process_that_never_rests_collects_now_and_then(

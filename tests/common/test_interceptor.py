@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     OrderingError,
+    SlipstreamError,
     StaleEpochError,
 )
 from slipstream.common.metrics import RpcMetrics
@@ -240,6 +243,31 @@ async def test_a_client_that_goes_away_in_the_middle_of_a_write(caplog: pytest.L
             await closed.wait()
             closed.clear()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [FailedPreconditionError("no"), ZeroDivisionError(), asyncio.CancelledError()])
+async def test_what_a_failed_call_had_in_its_hands_is_free_without_the_collector(
+    fixture: Fixture, kind: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What is logged, the tests themselves keep.
+    caplog.set_level(logging.CRITICAL, "slipstream.common.interceptor")
+    held: list[weakref.ref[set[int]]] = []
+
+    async def act() -> None:
+        mine = set[int]()
+        held.append(weakref.ref(mine))
+        raise type(error)(*error.args)
+
+    fixture.probe.act = act
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(SlipstreamError):
+            await fixture.call(kind)
+        await until(lambda: held[0]() is None)
+    finally:
+        gc.enable()
 
 
 async def test_the_handler_is_closed_before_its_call_is_over(fixture: Fixture) -> None:
