@@ -117,7 +117,6 @@ class Batch:
         """Those of them whose prompt was not sent in full, in the same order."""
         self._decoding: _Decoding | None = None
         """None where somebody came or went since."""
-        self._new: list[Request] = []
         self.last_step = 0
         """Number of the last step that was made."""
         self._was_prefill = False
@@ -137,7 +136,6 @@ class Batch:
             job.counts.accepted_per_position = [0] * self.sizes.num_draft_tokens
             self._running[request.lease.slot] = request
             self._prefilling.append(request)
-            self._new.append(request)
 
     def next_step(self) -> Step | None:
         """What to do next, or None if there is nothing: prompts and decoding take turns."""
@@ -212,9 +210,8 @@ class Batch:
     def _end(self, request: Request) -> None:
         del self._running[request.lease.slot]
         self._decoding = None
-        for waiting in (self._new, self._prefilling):
-            if request in waiting:
-                waiting.remove(request)
+        if request in self._prefilling:
+            self._prefilling.remove(request)
         self.slots.release(request.lease)
         self.pages.release(request.pages)
 
@@ -229,7 +226,7 @@ class Batch:
         return self.sizes.pages_for(len(job.spec.prompt) + job.spec.max_new_tokens)
 
     def _prefill_step(self) -> Step:
-        chunks, members, ending = [], [], []
+        chunks, members, ending, updates = [], [], [], []
         room = self.sizes.chunk_tokens
         for request in self._prefilling:
             if room == 0:
@@ -238,13 +235,13 @@ class Batch:
             room -= len(chunk.tokens)
             chunks.append(chunk)
             members.append(request.lease)
+            if chunk.start == 0:
+                updates.append(request.slot_update())
             if chunk.is_last:
                 ending.append(request)
         if ending:
             self._prefilling = self._prefilling[len(ending) :]
             self._decoding = None
-        updates = tuple(request.slot_update() for request in self._new)
-        self._new.clear()
         return Step(
             number=self.last_step,
             kind=StepKind.PREFILL,
@@ -252,7 +249,7 @@ class Batch:
             yielding=tuple(request.lease for request in ending),
             top_logprobs=_top_logprobs(ending),
             chunks=tuple(chunks),
-            updates=updates,
+            updates=tuple(updates),
         )
 
     def _decode_step(self, decoding: _Decoding) -> Step:

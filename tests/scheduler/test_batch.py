@@ -140,6 +140,25 @@ def test_prompts_and_decoding_take_turns() -> None:
     assert kinds[:5] == [StepKind.PREFILL, StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE, StepKind.PREFILL]
 
 
+def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> None:
+    """Not before: a command says no more than its chunks have room for, however many requests there are."""
+    sizes = BatchSizes(num_slots=5, num_pages=40, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
+    run, told = _run(sizes), list[tuple[tuple[int, ...], list[tuple[int, int]]]]()
+    jobs = [make_job(name, (number,) * 6, 1) for number, name in enumerate("abcde")]
+    *_, cancelled, last = jobs
+    run.queue.submit(*jobs)
+    while run.turn():
+        if run.device.last_step > len(told):
+            step, _ = run.in_flight[-1]
+            told.append((step.slots, [(update.slot, update.generation) for update in step.updates]))
+        if len(told) == 1:
+            # It has the slot that the last waits for, and nobody was told.
+            run.queue.cancel(cancelled)
+    assert told == [((1, 2), [(1, 1), (2, 1)]), ((2, 3), [(3, 1)]), ((3, 4), [(4, 3)])]
+    assert run.ends == dict.fromkeys(jobs, FinishReason.LENGTH) | {cancelled: FinishReason.ABORT}
+    assert run.outputs[last] == reference(last)[0]
+
+
 def test_a_job_that_is_sure_to_end_with_what_is_under_way_takes_part_in_no_more_steps() -> None:
     """Two tokens: the prompt's end and one decode step bring them for sure."""
     run = _run()
