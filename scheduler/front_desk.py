@@ -77,16 +77,25 @@ class FrontDesk:
         if kept is not None:
             return kept
         kept = KeptJob(request, new_detokenizer, number=next(self._numbers))
-        with self._counting_refusals():
+        with self.counting_refusals():
             self._queue.submit(*kept.jobs)
         self._alive |= {sample.job: (kept, sample) for sample in kept.samples if sample.job is not None}
         self._store.add(kept)
         self._is_idle.clear()
         return kept
 
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts a request that is let in no further for want of room, or of somebody to serve it."""
+        try:
+            yield
+        except SlipstreamError:
+            self._metrics.lost(REFUSED)
+            raise
+
     def check_room(self) -> None:
         """Raises what `create` would because the queue is full or closed, before anything is made of a request."""
-        with self._counting_refusals():
+        with self.counting_refusals():
             self._queue.check_room()
 
     def get(self, job_id: str) -> KeptJob:
@@ -172,14 +181,6 @@ class FrontDesk:
         for job in kept.jobs:
             if job is not but:
                 self._queue.cancel(job)
-
-    @contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except SlipstreamError:
-            self._metrics.lost(REFUSED)
-            raise
 
 
 def _log_end(kept: KeptJob) -> None:

@@ -132,13 +132,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         if kept is not None:
             return kept
         while True:
-            model = self._model()
+            model = self._present_model()
             # Before the text is tokenised: under overload most requests come no further.
             self._desk.check_room()
             checked = await self._parse(request, model)
             # Other workers may have come meanwhile, for which it may be too long, or its tokens mean something else.
-            if self._model() is model:
+            if self._present_model() is model:
                 return self._desk.create(checked, model.vocabulary.new_detokenizer)
+
+    def _present_model(self) -> ServedModel:
+        with self._desk.counting_refusals():
+            return self._model()
 
     async def _parse(self, request: JobRequest, model: ServedModel) -> CheckedRequest:
         # What a model's chat template takes, nobody knows.

@@ -16,6 +16,7 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.common.errors import (
     AlreadyExistsError,
+    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -32,6 +33,7 @@ from tests.waiting import TIMEOUT_S, until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from slipstream.common.errors import SlipstreamError
     from slipstream.common.job_info import JobInfo
     from tests.scheduler.generation_server import GenerationServer
 
@@ -181,6 +183,7 @@ async def test_no_job_is_made_that_the_workers_of_now_cannot_run(
     with pytest.raises(expected, match="^text: .* accepted: at most 511" if is_back else "^not attached"):
         await create_while_workers_change(server, client, change)
     assert server.desk.num_jobs == 0
+    assert server.metric("requests_total", outcome="refused") == (not is_back)
 
 
 async def test_a_text_has_the_tokens_of_the_model_that_continues_it(
@@ -298,6 +301,19 @@ async def test_a_closed_queue_lets_nobody_in(server: GenerationServer, client: A
     with pytest.raises(UnavailableError, match="shutting down"):
         await collect(client.generate([5]))
     assert server.desk.num_jobs == 0
+
+
+@pytest.mark.parametrize("absence", [UnavailableError("not attached"), FailedPreconditionError("never will be")])
+async def test_who_comes_while_there_is_nothing_to_serve_is_refused(
+    server: GenerationServer, client: AsyncClient, absence: SlipstreamError
+) -> None:
+    server.absence = absence
+    server.queue.close("epoch 1 is over")
+    with pytest.raises(type(absence), match=str(absence)):
+        await collect(client.generate([5], timeout_s=1))
+    with pytest.raises(type(absence), match=str(absence)):
+        await client.create_job([5])
+    assert server.metric("requests_total", outcome="refused") == 2
 
 
 async def test_the_error_of_a_job_is_its_call_s(server: GenerationServer, client: AsyncClient) -> None:
