@@ -23,7 +23,6 @@ from slipstream.common.errors import (
     DeviceError,
     FailedPreconditionError,
     InvalidArgumentError,
-    OutOfMemoryError,
     StaleEpochError,
 )
 from slipstream.common.flight_recorder import FlightRecorder, Site
@@ -33,7 +32,7 @@ from slipstream.services.attachment_check import check_attachment
 from slipstream.services.graphed_step import GraphedStep
 from slipstream.services.graphs import CudaCapture, HostCapture
 from slipstream.services.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
-from slipstream.services.memory import allocated_bytes, first_line, measured
+from slipstream.services.memory import allocated_bytes, first_line, measured, no_room
 from slipstream.services.slot_table import SlotTable
 from slipstream.services.staging import HostStaging, PinnedStaging, staged_bytes
 from slipstream.services.waited_fences import WaitedFences
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.staging import Staging
 
-MIB = 2**20
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
 
@@ -181,10 +179,13 @@ class Engine:
             state = EpochState(
                 attachment, future_map, slots, staging, self._graphed_step(future_map, staging, attachment)
             )
-            self._open_role(state)
-        except BaseException:
+            self._stream.bind_thread()
+            self._role.open(state)
+        except BaseException as error:
             self._role.close()
             arena.close()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise no_room(self.description, attachment, self._weights, error) from error
             raise
         self.last_epoch, self.last_step = attachment.epoch, 0
         self.recorder.begin_epoch(attachment.epoch)
@@ -234,19 +235,6 @@ class Engine:
             for point in command.ops.signals:
                 if point.fence is phase.fence:
                     self._signal(point, command.step)
-
-    def _open_role(self, state: EpochState) -> None:
-        self._stream.bind_thread()
-        try:
-            self._role.open(state)
-        except torch.OutOfMemoryError as error:
-            pages, tokens = state.attachment.num_pages, state.attachment.page_tokens
-            kv_mib = pages * tokens * self.description.kv_bytes_per_token / MIB
-            raise OutOfMemoryError(
-                f"{self.description.role.value} ran out of GPU memory: weights {self._weights / MIB:.0f} MiB, "
-                f"{pages} KV pages {kv_mib:.0f} MiB, the rest for graphs and steps. "
-                f"Less is needed with a smaller kv_memory_mib, slots or chunk_tokens ({str(error).splitlines()[0]})"
-            ) from error
 
     def _taking_over(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
         """Stream work that takes over what changed. What has to be staged for it is put now."""

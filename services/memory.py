@@ -13,6 +13,7 @@ from slipstream.common.worker_contract import DeviceMemory
 if TYPE_CHECKING:
     from torch import nn
 
+    from slipstream.common.worker_contract import Attachment, WorkerDescription
     from slipstream.services.models.config import ModelConfig
 
 MIB = 2**20
@@ -40,6 +41,18 @@ def too_large(model: nn.Module, name: str, device: torch.device, error: RuntimeE
     return OutOfMemoryError(
         f"the weights of {name} take {needed:.0f} MiB, and {there}: end who else uses it, or take a smaller model or "
         f"dtype ({first_line(error)})"
+    )
+
+
+def no_room(
+    description: WorkerDescription, attachment: Attachment, weights: int, error: torch.OutOfMemoryError
+) -> OutOfMemoryError:
+    """What to say when an epoch does not fit. `weights`: bytes."""
+    kv_mib = attachment.num_pages * attachment.page_tokens * description.kv_bytes_per_token / MIB
+    return OutOfMemoryError(
+        f"{description.role.value} ran out of GPU memory: weights {weights / MIB:.0f} MiB, {attachment.num_pages} KV "
+        f"pages {kv_mib:.0f} MiB, the rest for graphs and steps. Less is needed with a smaller kv_memory_mib, slots or "
+        f"chunk_tokens ({first_line(error)})"
     )
 
 

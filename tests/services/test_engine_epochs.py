@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from slipstream.common.access_log import NullAccessLog
 from slipstream.common.device.host_arena import HostArena
@@ -18,11 +19,12 @@ from slipstream.common.errors import (
     FailedPreconditionError,
     ManifestError,
     MismatchError,
+    OutOfMemoryError,
     StaleEpochError,
 )
 from slipstream.common.step import Role, StepCommand
 from slipstream.common.worker_contract import PROTOCOL_VERSION
-from slipstream.services import waited_fences
+from slipstream.services import engine, waited_fences
 from slipstream.services.engine import Engine, Phase
 from slipstream.services.host_stalls import ATTACH, DRAIN
 from tests.leaks import nothing_left
@@ -49,6 +51,25 @@ def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None
         worker.send(decode(1, 1, epoch=2))
         worker.stream.synchronize(5.0)
         assert draft.done == ["1 DRAFT_DONE"]
+
+
+@pytest.mark.parametrize("name", ["SlotTable", "HostStaging"])
+def test_too_little_memory_says_what_takes_it_and_leaves_nothing(
+    name: str, draft: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore than there is")
+
+    with attached(draft) as (worker, arena):
+        worker.engine.drain()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, name, fail)
+            with pytest.raises(
+                OutOfMemoryError, match=r"draft ran out of GPU memory: .* KV pages .* \(CUDA .* Tried\)$"
+            ):
+                worker.attach(attachment_to(arena, 2))
+        assert not draft.is_open
+        worker.attach(attachment_to(arena, 3))
 
 
 def test_drain_finishes_what_is_enqueued(draft: Recorder) -> None:
