@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slipstream.cli.health import wait_until_serving
 from slipstream.cli.service_process import ServiceProcess
+from slipstream.cli.uncancelled import uncancelled
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from slipstream.cli.service_command import ServiceCommand
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 0.5
 
@@ -45,11 +49,12 @@ class Supervisor:
         exit_timeout_s: float = 2.0,
         on_change: Callable[[str, ServiceState], None] = lambda _name, _state: None,
         before_kill: Callable[[int], Awaitable[None]] | None = None,
+        hurry: asyncio.Event | None = None,
     ) -> None:
         """Bounds the time to become ready, to finish work, and to exit when work need not be finished any more.
 
         `on_change` hears of each service's state; `before_kill` is waited for, with the process's id, before a
-        service that does not end is killed.
+        service that does not end is killed. `hurry`, when set, does what the method of that name does.
         """
         self._ready_timeout_s = ready_timeout_s
         self._drain_timeout_s = drain_timeout_s
@@ -58,7 +63,7 @@ class Supervisor:
         self._before_kill = before_kill
         self._batches: list[list[ServiceProcess]] = []
         self._ready: set[ServiceProcess] = set()
-        self._hurry = asyncio.Event()
+        self._hurry = asyncio.Event() if hurry is None else hurry
 
     async def __aenter__(self) -> Supervisor:
         """Nothing is started yet."""
@@ -67,8 +72,8 @@ class Supervisor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stops every service that still runs."""
-        await self.stop()
+        """Stops every service that still runs; a cancellation meanwhile makes it hurry."""
+        await uncancelled(self.stop(), during=error, on_cancel=self.hurry)
 
     def pid(self, name: str) -> int:
         """Process id of a service that was started and not stopped."""
@@ -121,11 +126,20 @@ class Supervisor:
             await _cancel(working, watching)
 
     async def stop(self, *names: str) -> None:
-        """Stops the services of these names, or all: the last started first, each given time to finish its work."""
+        """Stops the services of these names, or all: the last started first, each given time to finish its work.
+
+        Raises, when all are stopped, the first error that came up.
+        """
+        errors: list[BaseException] = []
         for batch in reversed(self._batches):
             leaving = [process for process in batch if not names or process.name in names]
-            await asyncio.gather(*(self._end(process) for process in leaving))
+            ends = await asyncio.gather(*(self._end(process) for process in leaving), return_exceptions=True)
+            errors += [end for end in ends if end is not None]
             batch[:] = [process for process in batch if process not in leaving]
+        for error in errors[1:]:
+            logger.error("while stopping: %r", error)
+        if errors:
+            raise errors[0]
 
     def hurry(self) -> None:
         """Makes the stop that goes on, or comes, wait for no work."""
@@ -152,20 +166,31 @@ class Supervisor:
         self._on_change(process.name, ServiceState.READY)
 
     async def _end(self, process: ServiceProcess) -> None:
-        if process.has_ended:
-            process.remove_socket()
-            return
-        self._on_change(process.name, ServiceState.STOPPING)
-        process.terminate()
-        if not await self._drains(process):
+        try:
+            if not process.has_ended:
+                await self._end_running(process)
+        finally:
+            if process.has_ended:
+                process.remove_socket()
+
+    async def _end_running(self, process: ServiceProcess) -> None:
+        try:
+            self._on_change(process.name, ServiceState.STOPPING)
+        finally:
             process.terminate()
-            if not await _ends_within(process, self._exit_timeout_s):
-                if self._before_kill is not None:
-                    await self._before_kill(process.pid)
-                process.kill()
-                await process.wait()
-        process.remove_socket()
+            if not await self._drains(process):
+                process.terminate()
+                if not await _ends_within(process, self._exit_timeout_s):
+                    await self._kill(process)
         self._on_change(process.name, ServiceState.STOPPED)
+
+    async def _kill(self, process: ServiceProcess) -> None:
+        try:
+            if self._before_kill is not None:
+                await self._before_kill(process.pid)
+        finally:
+            process.kill()
+            await process.wait()
 
     async def _drains(self, process: ServiceProcess) -> bool:
         ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._hurry.wait())

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from slipstream.cli.health import check
+from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
@@ -166,6 +167,85 @@ async def test_what_comes_before_a_kill_is_waited_for(fake_service: MakeCommand)
         await supervisor.wait_ready()
         deaf = supervisor.pid("deaf")
     assert told == [(deaf, True)]
+
+
+async def test_what_goes_wrong_before_a_kill_leaves_no_service_running(
+    fake_service: MakeCommand, tmp_path: Path
+) -> None:
+    async def before_kill(_pid: int) -> None:
+        raise UnavailableError("nobody answers")
+
+    async def work() -> None:
+        async with Supervisor(**times, before_kill=before_kill) as supervisor:
+            supervisor.start(fake_service("verify"))
+            supervisor.start(fake_service("deaf", "--deaf", "99"), fake_service("draft"))
+            await supervisor.wait_ready()
+
+    times = {"ready_timeout_s": 20.0, "drain_timeout_s": 0.2, "exit_timeout_s": 0.2}
+    before = psutil.Process().children()
+    with pytest.raises(UnavailableError, match="nobody answers"):
+        await work()
+    assert psutil.Process().children() == before
+    assert not sockets_in(tmp_path)
+
+
+async def test_a_state_that_cannot_be_shown_leaves_no_service_running(
+    fake_service: MakeCommand, tmp_path: Path
+) -> None:
+    def on_change(_name: str, state: ServiceState) -> None:
+        if state is ServiceState.STOPPING:
+            raise OSError("no terminal")
+
+    async def work() -> None:
+        async with Supervisor(ready_timeout_s=20.0, drain_timeout_s=10.0, on_change=on_change) as supervisor:
+            supervisor.start(fake_service("verify"))
+            supervisor.start(fake_service("scheduler"))
+            await supervisor.wait_ready()
+
+    with pytest.raises(OSError, match="no terminal"):
+        await work()
+    assert not sockets_in(tmp_path)
+
+
+async def test_a_signal_after_a_death_hurries_the_stop_and_hides_nothing(
+    fake_service: MakeCommand, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal"
+
+    async def interrupt() -> None:
+        await until(journal.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def work() -> None:
+        async with supervisor:
+            supervisor.start(fake_service("verify"), fake_service("draft"))
+            supervisor.start(fake_service("scheduler", "--deaf", "1", "--journal", str(journal)))
+            await supervisor.wait_ready()
+            os.kill(supervisor.pid("draft"), signal.SIGUSR1)
+            await supervisor.watch()
+
+    supervisor = _supervisor(drain_timeout_s=60.0)
+    interrupting = asyncio.ensure_future(interrupt())
+    with pytest.raises(UnavailableError, match="draft ended with exit status 7"):
+        await StopSignals().cancel(work())
+    await interrupting
+    assert not sockets_in(tmp_path)
+
+
+async def test_a_cancellation_of_the_stop_comes_after_its_end(fake_service: MakeCommand, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+
+    async def work() -> None:
+        async with _supervisor(drain_timeout_s=60.0) as supervisor:
+            supervisor.start(fake_service("verify", "--deaf", "1", "--journal", str(journal)))
+            await supervisor.wait_ready()
+
+    working = asyncio.ensure_future(work())
+    await until(journal.exists)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert not sockets_in(tmp_path)
 
 
 async def test_a_service_has_its_own_environment(fake_service: MakeCommand) -> None:
