@@ -12,13 +12,13 @@ import enum
 import logging
 import os
 import shutil
-import signal
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.cli.process_group import ProcessGroup
+from slipstream.cli.uncancelled import uncancelled
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ COMMAND_TIMEOUT_S = 10.0
 POLL_S = 0.05
 MAX_SOCKET_BYTES = 107
 """The daemon listens at Unix sockets in its pipe directory, the longest of which is `control_privileged`."""
-
-_BOUND_EXEC = Path(__file__).with_name("bound_exec.py")
 
 
 class MpsMode(enum.StrEnum):
@@ -75,9 +73,12 @@ class MpsDaemon:
             async with asyncio.timeout(COMMAND_TIMEOUT_S):
                 output, _ = await process.communicate(f"{text}\n".encode())
         except TimeoutError:
-            process.kill()
-            await process.wait()
             raise FailedPreconditionError(f"MPS: no answer to {text!r} within {COMMAND_TIMEOUT_S:g} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
         answer = output.decode(errors="replace").strip()
         if process.returncode != 0:
             raise FailedPreconditionError(f"MPS: {text!r} failed: {answer or f'status {process.returncode}'}")
@@ -88,10 +89,16 @@ class MpsDaemon:
         return [int(word) for word in (await self.command("get_server_list")).split() if word.isdigit()]
 
     async def let_go(self, pid: int) -> None:
-        """Ends a client's work in an orderly way before it is killed, which else may take the other clients along."""
-        for server in await self.servers():
-            with contextlib.suppress(FailedPreconditionError):  # it never was this server's client, or is gone
-                await self.command(f"terminate_client {server} {pid}")
+        """Ends a client's work in an orderly way before it is killed, which else may take the other clients along.
+
+        Where the daemon cannot do that, the log says so.
+        """
+        try:
+            for server in await self.servers():
+                with contextlib.suppress(FailedPreconditionError):  # it never was this server's client, or is gone
+                    await self.command(f"terminate_client {server} {pid}")
+        except (FailedPreconditionError, OSError) as error:
+            logger.warning("process %d is killed in the midst of its work on the GPU: %s", pid, error)
 
 
 def has_nvidia_device() -> bool:
@@ -128,14 +135,18 @@ async def mps_daemon(mode: MpsMode, directory: Path) -> AsyncIterator[MpsDaemon 
     if held is None:
         yield None
         return
-    daemon, process = held
+    daemon, group = held
+    during: BaseException | None = None
     try:
         yield daemon
+    except BaseException as error:
+        during = error
+        raise
     finally:
-        await _stop(daemon, process)
+        await uncancelled(_stop(daemon, group), during=during)
 
 
-async def _start(directory: Path) -> tuple[MpsDaemon, asyncio.subprocess.Process]:
+async def _start(directory: Path) -> tuple[MpsDaemon, ProcessGroup]:
     control = shutil.which(CONTROL)
     if control is None:
         raise FailedPreconditionError(f"MPS: {CONTROL} is not installed (it comes with NVIDIA's driver)")
@@ -148,29 +159,22 @@ async def _start(directory: Path) -> tuple[MpsDaemon, asyncio.subprocess.Process
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     # In the foreground and bound to us: a daemon that detaches itself would outlive an `up` that is killed.
     with (daemon.log_dir / "control.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_BOUND_EXEC), str(os.getpid()), control, "-f"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **daemon.environment},
-            start_new_session=True,
-        )
+        group = ProcessGroup(control, "-f", output=log, environment=daemon.environment)
     try:
-        await _until_served(daemon, process)
+        await _until_served(daemon, group)
     except BaseException:
-        await _stop(daemon, process)
+        await uncancelled(_stop(daemon, group))  # a cancellation counts for more than an error, which AUTO forgives
         raise
-    return daemon, process
+    return daemon, group
 
 
-async def _until_served(daemon: MpsDaemon, process: asyncio.subprocess.Process) -> None:
+async def _until_served(daemon: MpsDaemon, group: ProcessGroup) -> None:
     """Returns when a server of this user runs: only then is it sure that one can."""
     last: SlipstreamError = FailedPreconditionError("MPS: the control daemon did not answer")
     has_asked = False
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            while process.returncode is None:
+            while group.status is None:
                 try:
                     if not has_asked:
                         await daemon.command(f"start_server -uid {os.geteuid()}")
@@ -182,19 +186,14 @@ async def _until_served(daemon: MpsDaemon, process: asyncio.subprocess.Process) 
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise FailedPreconditionError(f"{last}; see {daemon.log_dir}") from None
-    raise FailedPreconditionError(
-        f"MPS: the control daemon ended with status {process.returncode}; see {daemon.log_dir}"
-    )
+    raise FailedPreconditionError(f"MPS: the control daemon ended with status {group.status}; see {daemon.log_dir}")
 
 
-async def _stop(daemon: MpsDaemon, process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(FailedPreconditionError):
-            await daemon.command("quit")
+async def _stop(daemon: MpsDaemon, group: ProcessGroup) -> None:
     try:
-        await asyncio.wait_for(process.wait(), COMMAND_TIMEOUT_S)
-    except TimeoutError:
-        # Its server is in the session that was made for both.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        if group.status is None:
+            with contextlib.suppress(FailedPreconditionError, OSError):
+                await daemon.command("quit")
+            await group.ends_within(COMMAND_TIMEOUT_S)
+    finally:
+        group.kill()  # its server too, which outlives a daemon that did not get to end it

@@ -1,13 +1,15 @@
 """A control daemon in miniature: a foreground daemon with -f, else a client that reads one command.
 
-What it was told is in a journal beside its pipes. FAKE_MPS says what goes wrong: "refuses" starts no server, "dies"
-ends the daemon at once, "deaf" ignores quit.
+What it was told is in a journal beside its pipes. The daemon has a process for a server, whose id is there too, and
+leaves it behind. FAKE_MPS has what goes wrong: "refuses" starts no server, "dies" ends the daemon at once, "deaf"
+ignores quit, "waits at quit", or at another command, carries it out when there is a file `go`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ def daemon() -> None:
         sys.exit("no such device")
     if fault == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (pipes / "server_process").write_text(str(subprocess.Popen(["sleep", "300"]).pid))
     (pipes / "control").write_text(str(os.getpid()))
     while True:
         time.sleep(0.01)
@@ -34,8 +37,11 @@ def client(command: str) -> None:
         sys.exit("Cannot find MPS control daemon process")
     with journal.open("a") as lines:
         lines.write(f"{command}\n")
+    if f"waits at {command.split()[0]}" in fault:
+        while not (pipes / "go").exists():
+            time.sleep(0.01)
     if command.startswith("start_server"):
-        if fault == "refuses":
+        if "refuses" in fault:
             sys.exit("MPS is not supported on this device")
         (pipes / "server").write_text("4711")
     elif command == "get_server_list" and (pipes / "server").exists():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from slipstream.cli import mps
 from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps, placed
 from slipstream.cli.service_command import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError
+from tests.cli.test_supervisor import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,6 +63,19 @@ async def test_lets_a_client_go_before_it_is_killed(directory: Path) -> None:
     assert "terminate_client 4711 1234" in told(directory)
 
 
+async def test_a_daemon_that_is_gone_is_no_reason_not_to_kill(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with mps_daemon(MpsMode.ON, directory) as daemon:
+        assert daemon is not None
+        control = directory / "pipe" / "control"
+        os.kill(int(control.read_text()), signal.SIGKILL)
+        control.unlink()
+        await daemon.let_go(1234)
+        assert "process 1234 is killed" in caplog.text
+        assert "Cannot find MPS control daemon process" in caplog.text
+
+
 async def test_off_starts_nothing(directory: Path) -> None:
     async with mps_daemon(MpsMode.OFF, directory) as daemon:
         assert daemon is None
@@ -104,6 +120,53 @@ async def test_a_daemon_that_does_not_quit_is_killed(directory: Path, monkeypatc
     async with mps_daemon(MpsMode.ON, directory) as daemon:
         assert daemon is not None
     assert children() == before
+
+
+@pytest.mark.parametrize("has_died", [True, False])
+async def test_its_server_ends_with_it(directory: Path, has_died: bool) -> None:
+    async with mps_daemon(MpsMode.ON, directory):
+        server = psutil.Process(int((directory / "pipe" / "server_process").read_text()))
+        control = psutil.Process(int((directory / "pipe" / "control").read_text()))
+        assert server.is_running()
+        if has_died:
+            control.kill()
+    await until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    assert not control.is_running()
+
+
+async def test_a_cancellation_does_not_cut_its_end_short(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        async with mps_daemon(MpsMode.ON, directory):
+            pass
+
+    before = children()
+    monkeypatch.setenv("FAKE_MPS", "waits at quit")
+    using = asyncio.ensure_future(use())
+    await until(lambda: (directory / "pipe" / "journal").exists() and "quit" in told(directory))
+    using.cancel()
+    await asyncio.sleep(0)
+    (directory / "pipe" / "go").touch()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert children() == before
+
+
+async def test_a_cancellation_is_not_lost_with_a_daemon_that_auto_goes_without(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use() -> None:
+        async with mps_daemon(MpsMode.AUTO, directory):
+            raise AssertionError("goes on")
+
+    monkeypatch.setenv("FAKE_MPS", "refuses, waits at quit")
+    monkeypatch.setattr(mps, "START_TIMEOUT_S", 0.5)
+    using = asyncio.ensure_future(use())
+    await until(lambda: (directory / "pipe" / "journal").exists() and "quit" in told(directory))
+    using.cancel()
+    await asyncio.sleep(0)
+    (directory / "pipe" / "go").touch()
+    with pytest.raises(asyncio.CancelledError):
+        await using
 
 
 async def test_a_path_that_no_socket_can_have_is_refused_by_name(directory: Path) -> None:
