@@ -52,7 +52,7 @@ class StopSignals:
     def _on_signal(self, number: signal.Signals, task: asyncio.Task[T]) -> None:
         self._received.append(number)
         if len(self._received) == 1:
-            self._on_first()
             task.cancel()
+            self._on_first()
         else:
             self._on_second()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from slipstream.cli.lasting_console import lasting_console
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
 from slipstream.cli.mps import mps_daemon, placed
@@ -24,7 +24,8 @@ from slipstream.cli.supervisor import Supervisor
 from slipstream.common.address import TcpAddress
 
 if TYPE_CHECKING:
-    from slipstream.cli.mps import MpsDaemon
+    from rich.console import Console
+
     from slipstream.cli.service_command import ServiceCommand
     from slipstream.cli.up_config import UpConfig
 
@@ -34,31 +35,31 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
 
     Raises SlipstreamError when an address or the state directory is taken, and when a service dies.
     """
+    console = lasting_console()
+    hurry = asyncio.Event()
+    signals = StopSignals(
+        on_first=lambda: console.print("stopping: running requests may finish; once more to end them", highlight=False),
+        on_second=hurry.set,
+    )
+    await signals.cancel(_serve(config, console, hurry, is_verbose=is_verbose))
+    return signals.exit_status
+
+
+async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is_verbose: bool) -> None:
+    # Lines that are redrawn and lines that are copied do not go together.
+    display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
     with StateDir.hold(config.state_dir) as state_dir:
         services = _commands(config)
         async with mps_daemon(config.mps_mode, config.mps_dir) as mps:
+            supervisor = Supervisor(
+                ready_timeout_s=config.ready_timeout_s,
+                drain_timeout_s=config.drain_timeout_s,
+                on_change=display.on_change,
+                before_kill=None if mps is None else mps.let_go,
+                hurry=hurry,
+            )
             services = [placed(service, config.mps_dir, mps) for service in services]
-            return await _serve(config, services, state_dir, mps, is_verbose=is_verbose)
-
-
-async def _serve(
-    config: UpConfig, services: list[ServiceCommand], state_dir: StateDir, mps: MpsDaemon | None, *, is_verbose: bool
-) -> int:
-    console = Console(stderr=True)
-    # Lines that are redrawn and lines that are copied do not go together.
-    display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
-    supervisor = Supervisor(
-        ready_timeout_s=config.ready_timeout_s,
-        drain_timeout_s=config.drain_timeout_s,
-        on_change=display.on_change,
-        before_kill=None if mps is None else mps.let_go,
-    )
-    signals = StopSignals(
-        on_first=lambda: console.print("stopping: running requests may finish; once more to end them", highlight=False),
-        on_second=supervisor.hurry,
-    )
-    await signals.cancel(_supervise(services, supervisor, display, state_dir, is_verbose=is_verbose))
-    return signals.exit_status
+            await _supervise(services, supervisor, display, state_dir, is_verbose=is_verbose)
 
 
 async def _supervise(

@@ -1,0 +1,55 @@
+"""`slipstream up` with one fake service: up_on_fakes.py STATE_DIR [--mps] [--terminal PATH]
+
+The service serves at STATE_DIR/scheduler.sock, and notes each SIGTERM in STATE_DIR/journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+from slipstream.cli import up
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.service_command import ServiceCommand
+from slipstream.cli.up_config import UpConfig
+from slipstream.common.errors import SlipstreamError
+
+_FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
+
+
+async def _fetch_status(_server: str) -> SimpleNamespace:
+    return SimpleNamespace(print=lambda: None)
+
+
+def main() -> None:
+    """Ends as the command does."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("state_dir", type=Path)
+    parser.add_argument("--mps", action="store_true", help="starts the MPS daemon")
+    parser.add_argument("--terminal", help="becomes the controlling terminal")
+    options = parser.parse_args()
+    if options.terminal:
+        terminal = os.open(options.terminal, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(terminal, descriptor)
+        os.close(terminal)
+    folder = options.state_dir
+    address = f"unix:{folder}/scheduler.sock"
+    argv = (sys.executable, str(_FAKE_SERVICE), "--listen", address, "--journal", str(folder / "journal"))
+    service = ServiceCommand(name="scheduler", argv=argv, address=address, log_path=folder / "scheduler.log")
+    models = ModelChoice(target=Path("/usr"), draft=None)
+    gpu = {"device": "cuda", "mps": "on"} if options.mps else {"device": "cpu"}
+    config = UpConfig(models=models, state_dir=folder, **gpu)
+    with patch.object(up, "_commands", lambda _config: [service]), patch.object(up, "fetch_status", _fetch_status):
+        try:
+            sys.exit(asyncio.run(up.run_up(config, is_verbose=False)))
+        except SlipstreamError as error:
+            sys.exit(str(error))
+
+
+main()
