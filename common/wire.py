@@ -45,6 +45,7 @@ _SAME_FIELDS = (
     "pid",
     "metrics_port",
     "last_epoch",
+    "has_scheduler",
     "under_mps",
     "pid_namespace",
     "shm_device",

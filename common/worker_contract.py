@@ -65,6 +65,8 @@ class WorkerDescription:
     """As `/proc/self/ns/pid` has it; empty if unknown."""
     shm_device: int = 0
     """Of what is mounted at /dev/shm; 0 if unknown."""
+    has_scheduler: bool = False
+    """Whether somebody has its stream of commands."""
 
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises MismatchError that says everything in which the two differ and must not."""

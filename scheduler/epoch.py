@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
 from slipstream.common.device.manifest import DTYPES, EVENT
+from slipstream.common.errors import FailedPreconditionError
 from slipstream.common.future_map import FutureMapShape
 from slipstream.common.step import FenceName, Role
 from slipstream.common.worker_contract import Attachment
@@ -82,6 +83,7 @@ class Epoch:
 
     def open(self) -> StepLoop:
         """Lays out the arena and attaches the workers. Raises FailedPreconditionError (and its kinds), ConfigError."""
+        self._check_nobody_has_them()
         verify, draft = self.workers.verify, self.workers.draft
         arena = self._device.create_arena(self._shape.specs(), list(FenceName))
         self._held.callback(arena.close)
@@ -100,6 +102,12 @@ class Epoch:
         # From here on everybody who needs the memory has it.
         arena.seal()
         return self._loop(arena)
+
+    def _check_nobody_has_them(self) -> None:
+        """Before there is an arena: memory that a worker might have mapped is not free again at once."""
+        for worker in self.workers.all:
+            if worker.has_scheduler:
+                raise FailedPreconditionError(f"the {worker.role.value} service has another scheduler")
 
     def close(self, *, drain: bool) -> None:
         """Ends the streams of commands and gives the memory back; with `drain` the workers finish what they have."""

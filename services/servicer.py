@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError
@@ -48,7 +49,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
         """See worker.proto."""
-        return description_to_pb(self._engine.describe())
+        return description_to_pb(replace(self._engine.describe(), has_scheduler=self._has_stream))
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
         """See worker.proto."""

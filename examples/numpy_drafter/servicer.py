@@ -38,6 +38,7 @@ class DraftServicer(pb_grpc.WorkerServicer):
         description = pb.DescribeResponse()
         description.CopyFrom(self._description)
         description.last_epoch = self._last_epoch
+        description.has_scheduler = self._has_stream
         return description
 
     def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachResponse:

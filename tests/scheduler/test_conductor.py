@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from slipstream.common.device.host_device import HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.sampling import SamplingParams
 from slipstream.common.step import Role
@@ -21,8 +22,12 @@ from tests.waiting import until
 from tests.worker_processes import WorkerProcesses, conducting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
+
+    from slipstream.common.device.host_arena import HostArena
+    from slipstream.common.device.manifest import BufferSpec
+    from slipstream.common.step import FenceName
 
 SEED = 5
 
@@ -147,6 +152,32 @@ async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(processes: Wo
         await client.attached.wait()
         assert len(await client.run(*make_jobs(2))) == 2
     assert client.errors == []
+
+
+class CountingDevice(HostDevice):
+    """Counts arenas."""
+
+    def __init__(self) -> None:
+        self.num_arenas = 0
+
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+        """See `Device.create_arena`."""
+        self.num_arenas += 1
+        return super().create_arena(specs, fences)
+
+
+async def test_workers_that_have_a_scheduler_cost_another_one_no_memory(processes: WorkerProcesses) -> None:
+    device = CountingDevice()
+    with conducting(processes, **settings()) as first:
+        await first.attached.wait()
+        await first.run(*make_jobs(1))
+        with conducting(processes, device=device, **settings()) as second:
+            await until(lambda: len(second.reasons) > 2)
+            assert "the verify service has another scheduler" in second.reasons[-1]
+            assert device.num_arenas == 0
+            first.queue.stop()
+            await second.attached.wait()
+            assert device.num_arenas == 1
 
 
 async def test_settings_that_no_worker_fits_end_it_with_the_reason(processes: WorkerProcesses) -> None:

@@ -141,8 +141,10 @@ async def test_the_next_scheduler_attaches_after_the_last_one_was_lost_before_it
 async def test_a_second_scheduler_is_turned_away(served: Served) -> None:
     async with served.scheduler() as first, served.scheduler() as second:
         await first.Attach(served.attach_request(1))
+        assert not (await second.Describe(pb.DescribeRequest())).has_scheduler
         call = first.Execute()
         await run(call, 1, epoch=1)
+        assert (await second.Describe(pb.DescribeRequest())).has_scheduler
         error = await refused(second.Attach(served.attach_request(2)))
         assert isinstance(error, FailedPreconditionError)
         assert "another scheduler has the Execute stream" in str(error)
