@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,12 @@ async def run_demo(algorithm: str, device: str) -> int:
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError("algorithm", algorithm, " or ".join(ALGORITHMS))
+    hurry = asyncio.Event()
+    status = await StopSignals(on_second=hurry.set).cancel(_served(algorithm, device, hurry))
+    return 130 if status is None else status
+
+
+async def _served(algorithm: str, device: str, hurry: asyncio.Event) -> int:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         models = ModelChoice.choose(target=None, draft=None, algorithm=algorithm, num_draft_tokens=None)
@@ -59,10 +66,9 @@ async def run_demo(algorithm: str, device: str) -> int:
                 drain_timeout_s=config.drain_timeout_s,
                 on_change=loading.on_change,
                 before_kill=None if mps is None else mps.let_go,
+                hurry=hurry,
             )
-            signals = StopSignals(on_second=supervisor.hurry)
-            status = await signals.cancel(_Demo(console, supervisor, loading, mps).run(config))
-    return 130 if status is None else status
+            return await _Demo(console, supervisor, loading, mps).run(config)
 
 
 class _Demo:
