@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import AlreadyExistsError, InternalError, NotFoundError, SlipstreamError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 DEADLINE_SLACK_S = 0.05
 """A client's clock for its call started earlier than ours, by the time that the call took to come."""
+
+_BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 
 logger = logging.getLogger(__name__)
 
@@ -125,16 +127,16 @@ class FrontDesk:
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Yields a job's output from a token of each sample on, up to its end. See `JobReader`."""
-        return JobReader(kept, from_tokens, field=field).chunks(timeout_s=timeout_s)
+        return self._read(kept, JobReader(kept, from_tokens, field=field).chunks(timeout_s=timeout_s))
 
     def enter(self, kept: KeptJob) -> None:
         """A call begins that the job is for: with the last of them the job ends, unless it is detached."""
         kept.num_callers += 1
 
     def leave(self, kept: KeptJob, time_left_s: float | None) -> None:
-        """Such a call is over, so long before its deadline."""
+        """Such a call is over, so long before its deadline. A job that failed ends without."""
         kept.num_callers -= 1
-        if kept.is_over or kept.is_detached or kept.num_callers:
+        if kept.is_over or kept.error is not None or kept.is_detached or kept.num_callers:
             return
         is_late = time_left_s is not None and time_left_s <= DEADLINE_SLACK_S
         kept.left_as = DEADLINE if is_late else DISCONNECTED
@@ -174,8 +176,23 @@ class FrontDesk:
         except Exception:
             # A text that cannot be spelled costs its own job the rest, and no other.
             logger.exception("what a step brought cannot be taken in", extra={"job": kept.job_id})
-            sample.fail(InternalError("the output could not be taken in; the server's log has more"))
+            sample.fail(InternalError(_BROKEN_OUTPUT))
             self._end(kept)
+
+    async def _read(self, kept: KeptJob, chunks: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+        except SlipstreamError:
+            raise
+        except Exception as error:
+            # Without stop strings, a text is spelled by the first who reads it.
+            if kept.error is None:
+                logger.exception("the output cannot be read", extra={"job": kept.job_id})
+                kept.fail(InternalError(_BROKEN_OUTPUT))
+                self._end(kept)
+            raise InternalError(_BROKEN_OUTPUT) from error
 
     def _end(self, kept: KeptJob, but: Job | None = None) -> None:
         for job in kept.jobs:

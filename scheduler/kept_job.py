@@ -49,6 +49,7 @@ class KeptJob:
         self._created_at = datetime.now(UTC)
         self._arrived_at = time.monotonic()
         self._has_started = False
+        self._failure: SlipstreamError | None = None
         self._waiting: set[asyncio.Future[None]] = set()
 
     @property
@@ -64,6 +65,8 @@ class KeptJob:
     @property
     def error(self) -> SlipstreamError | None:
         """Why the job could not go on."""
+        if self._failure is not None:
+            return self._failure
         for sample in self.samples:
             if sample.error is not None:
                 return sample.error
@@ -77,6 +80,8 @@ class KeptJob:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the job ended; None while a sample goes on, and when one has failed."""
+        if self.error is not None:
+            return None
         reasons = {sample.output.finish_reason for sample in self.samples}
         return None if None in reasons else next(reason for reason in _STRONGEST_FIRST if reason in reasons)
 
@@ -85,6 +90,11 @@ class KeptJob:
         """What the job took; None while a sample goes on."""
         usages = [sample.usage for sample in self.samples if sample.usage is not None]
         return Usage.together(usages) if len(usages) == len(self.samples) else None
+
+    def fail(self, error: SlipstreamError) -> None:
+        """Says why the job cannot go on, unless it is over; the loop must be told."""
+        if not self.is_over:
+            self._failure = error
 
     async def wait_for_change(self, wake: asyncio.Future[None]) -> None:
         """Returns when there is more to read than there was at the call, or when somebody else sets `wake`."""

@@ -22,6 +22,7 @@ from slipstream.scheduler.job_output import JobOutput
 from tests.scheduler.fake_loop import TOKENS_PER_STEP
 from tests.scheduler.following import collect, state_of, tokens_of
 from tests.scheduler.generation_server import EOS_ID, TTL_S, generation_server
+from tests.scheduler.unspellable import spell_first_never
 
 if TYPE_CHECKING:
     from slipstream.scheduler.jobs import Progress
@@ -249,3 +250,19 @@ async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
     ended = await state_of(client, "broken", JobState.ENDED)
     assert (ended.num_tokens, "could not be taken in" in ended.error) == (TOKENS_PER_STEP, True)
     assert server.desk.num_jobs == 0
+
+
+async def test_an_output_that_cannot_be_spelled_fails_when_it_is_read(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    spell_first_never(server.model)
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
+    await client.create_job([7, 8], job_id="whole", max_new_tokens=30)
+    with pytest.raises(InternalError, match="could not be taken in"):
+        await collect(client.watch_job("broken"))
+    ended = await state_of(client, "broken", JobState.ENDED)
+    assert (ended.num_tokens, "could not be taken in" in ended.error) == (TOKENS_PER_STEP, True)
+    assert [job.spec.job_id for job in server.loop.cancelled] == ["broken"]
+    server.loop.pause_tokens = None
+    assert tokens_of(await collect(client.watch_job("whole"))) == [7, 8] * 15

@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from typing import TYPE_CHECKING
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from slipstream.common.errors import InternalError
 from slipstream.common.metrics import RpcMetrics, make_registry
 from slipstream.scheduler.request_metrics import OUTCOMES, RequestMetrics
+from tests.scheduler.fake_loop import TOKENS_PER_STEP
+from tests.scheduler.following import collect
+from tests.scheduler.unspellable import spell_first_never
+
+if TYPE_CHECKING:
+    from slipstream.client import AsyncClient
+    from tests.scheduler.generation_server import GenerationServer
 
 
 @pytest.fixture
@@ -67,3 +76,27 @@ def test_tokens_that_arrive_together_share_their_time() -> None:
     assert registry.get_sample_value("slipstream_inter_token_latency_seconds_sum") == pytest.approx(0.04)
     assert registry.get_sample_value("slipstream_inter_token_latency_seconds_bucket", {"le": "0.01"}) == 4
     assert registry.get_sample_value("slipstream_inter_token_latency_seconds_bucket", {"le": "0.008"}) == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "stop", "max_new_tokens"),
+    [
+        pytest.param(2, ["never there"], 9, id="one sample of two"),
+        pytest.param(1, [], 9, id="when it is read"),
+        pytest.param(2, [], 9, id="one of two when it is read"),
+        pytest.param(1, ["never there"], TOKENS_PER_STEP, id="with its last step"),
+    ],
+)
+async def test_a_request_whose_output_cannot_be_spelled_ends_with_an_error(
+    server: GenerationServer, client: AsyncClient, n: int, stop: list[str], max_new_tokens: int
+) -> None:
+    """Its call is over before the loop has let go of it, and nobody has gone away."""
+    spell_first_never(server.model)
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    with pytest.raises(InternalError, match="could not be taken in"):
+        await collect(client.generate([5, 6], job_id="mine", n=n, stop=stop, max_new_tokens=max_new_tokens))
+    await server.desk.wait_idle()
+    counts = {outcome: server.metric("requests_total", outcome=outcome) for outcome in OUTCOMES}
+    assert counts == dict.fromkeys(OUTCOMES, 0) | {"error": 1}
+    job = await client.get_job("mine")
+    assert (job.finish_reason, "could not be taken in" in job.error) == (None, True)
