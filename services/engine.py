@@ -286,6 +286,10 @@ class Engine:
             return False
         except DeviceError as error:
             self._lose_device(error)
+        except Exception:
+            # Work that the release let go broke the stream, which has reported it.
+            if self._stream.failure is None:
+                raise
         return True
 
     def _lose_device(self, error: DeviceError) -> None:

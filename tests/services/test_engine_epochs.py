@@ -182,14 +182,26 @@ def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
     arena.close()
 
 
-def test_a_broken_stream_ends_at_once_and_takes_no_more(draft: Recorder) -> None:
-    class Broken(Recorder):
-        def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-            return [Phase(self._break, DONE)]
+class Broken(Recorder):
+    """Its work fails."""
 
-        def _break(self) -> None:
-            raise ValueError("no such kernel")
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        return [Phase(self._break, DONE)]
 
+    def _break(self) -> None:
+        raise ValueError("no such kernel")
+
+
+def test_a_stream_that_breaks_when_it_is_released_ends_the_epoch_all_the_same() -> None:
+    with attached(Broken()) as (worker, _):
+        worker.send(decode(1, 1, waits=1))
+        worker.engine.abandon(1)
+        assert worker.engine.epoch is None
+        assert [type(failure) for failure in worker.failures] == [ValueError]
+
+
+def test_a_broken_stream_ends_at_once_and_takes_no_more() -> None:
     with attached(Broken()) as (worker, _):
         worker.send(decode(1, 1))
         with pytest.raises(ValueError, match="no such kernel"):
