@@ -139,7 +139,7 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
                 'slipstream_host_stall_seconds_total{algorithm="standalone",fence="host",mps="off",ser'
                 'vice="scheduler",site="draft_backlog"}',
             )
-            > 0.05
+            > 0
         )
 
 
