@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 THREE, ONE = MODES = ("three processes", "one process")
 
@@ -41,26 +41,72 @@ class Measurement:
     host: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medians:
+    """Of the repeats of one shape and batch in three processes; ratios to one process are of the medians."""
+
+    shape: str
+    batch: int
+    num_repeats: int
+    step_ms: float
+    draft_ms: float
+    verify_ms: float
+    bubble_ms: float
+    tokens_per_second: float
+    overlap_efficiency: float
+    over_kernels: float
+    """A step over draft and verify together."""
+    over_one: float
+    """A step over one of one process."""
+    draft_over_floor: float | None
+    verify_over_floor: float | None
+    cpu_ms: dict[str, float]
+
+
+def medians(measurements: Sequence[Measurement]) -> list[Medians]:
+    """Of each shape and batch, in their order."""
+    return [
+        _medians(*([m for m in measurements if (m.shape, m.batch, m.mode) == (shape, batch, mode)] for mode in MODES))
+        for shape, batch in dict.fromkeys((m.shape, m.batch) for m in measurements)
+    ]
+
+
+def _medians(three: Sequence[Measurement], one: Sequence[Measurement]) -> Medians:
+    step = median(m.step_ms for m in three)
+    return Medians(
+        shape=three[0].shape,
+        batch=three[0].batch,
+        num_repeats=len(three),
+        step_ms=step,
+        draft_ms=median(m.draft_ms for m in three),
+        verify_ms=median(m.verify_ms for m in three),
+        bubble_ms=median(m.bubble_ms for m in three),
+        tokens_per_second=median(m.tokens_per_second for m in three),
+        overlap_efficiency=median(1 - m.bubble_ms / m.step_ms for m in three),
+        over_kernels=step / median(m.draft_ms + m.verify_ms for m in three),
+        over_one=step / median(m.step_ms for m in one),
+        draft_over_floor=_over_floor((m.draft_ms, m.draft_floor_ms) for m in three),
+        verify_over_floor=_over_floor((m.verify_ms, m.verify_floor_ms) for m in three),
+        cpu_ms={name: median(m.cpu_ms[name] for m in three) for name in three[0].cpu_ms},
+    )
+
+
+def _over_floor(times: Iterable[tuple[float, float | None]]) -> float | None:
+    ratios = [time / floor for time, floor in times if floor is not None]
+    return median(ratios) if ratios else None
+
+
 def summary(measurements: Sequence[Measurement]) -> list[str]:
     """Medians, and three processes over one."""
     lines = ["", "medians of the repeats:"]
-    for shape, batch in dict.fromkeys((m.shape, m.batch) for m in measurements):
-        by_mode = {
-            mode: [m for m in measurements if (m.shape, m.batch, m.mode) == (shape, batch, mode)] for mode in MODES
-        }
-        three, one = (median(m.step_ms for m in by_mode[mode]) for mode in MODES)
-        busy = median(m.draft_ms + m.verify_ms for m in by_mode[THREE])
-        rate = median(m.tokens_per_second for m in by_mode[THREE])
-        efficiency = median(1 - m.bubble_ms / m.step_ms for m in by_mode[THREE])
+    for m in medians(measurements):
         lines.append(
-            f"{shape}, batch {batch}: step {three:.3f} ms, {three / one:.4f} of one process, {three / busy:.4f} of its "
-            f"kernels; overlap efficiency {efficiency:.4f}; {rate:.0f} tokens/s"
+            f"{m.shape}, batch {m.batch}: step {m.step_ms:.3f} ms, {m.over_one:.4f} of one process, "
+            f"{m.over_kernels:.4f} of its kernels; overlap efficiency {m.overlap_efficiency:.4f}; "
+            f"{m.tokens_per_second:.0f} tokens/s"
         )
-        floors = [(m.verify_ms, m.verify_floor_ms, m.draft_ms, m.draft_floor_ms) for m in by_mode[THREE]]
-        ratios = [(v / vf, d / df) for v, vf, d, df in floors if vf is not None and df is not None]
-        if ratios:
-            verify, draft = (median(ratio[side] for ratio in ratios) for side in (0, 1))
-            lines.append(f"    verify {verify:.3f} of its floor, draft {draft:.3f}")
+        if m.verify_over_floor is not None:
+            lines.append(f"    verify {m.verify_over_floor:.3f} of its floor, draft {m.draft_over_floor:.3f}")
     return lines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from slipstream.benchmarks.decode_report import ONE, THREE
+from slipstream.benchmarks.decode_report import Measurement, Medians, medians
 from slipstream.benchmarks.overlap_policies import Policy
 from slipstream.common.thread_names import STEP_LOOP
 
@@ -51,38 +51,28 @@ def decode_rows(measurements: list[dict[str, Any]]) -> list[Row]:
             f"decoding with random weights of the shape {shape} on an {_gpu(mine[0])}, EAGLE-3 head, accept length "
             f"{min(lengths):.2f} to {max(lengths):.2f} by chance, contexts of 1,024 to 1,400 tokens"
         )
-        rows.append((what, _decoding(mine)))
+        rows.append((what, _decoding(medians([Measurement(**m) for m in mine]))))
     return rows
 
 
-def _decoding(measurements: list[dict[str, Any]]) -> str:
-    """Of one shape: medians, over batches."""
-    batches = sorted({m["batch"] for m in measurements})
-    three, one = (
-        [[m for m in measurements if (m["batch"], m["mode"]) == (batch, mode)] for batch in batches]
-        for mode in (THREE, ONE)
-    )
-    steps = [median(m["step_ms"] for m in group) for group in three]
-    over_kernels = [
-        step / median(m["draft_ms"] + m["verify_ms"] for m in group) for step, group in zip(steps, three, strict=True)
-    ]
-    over_one = [step / median(m["step_ms"] for m in group) for step, group in zip(steps, one, strict=True)]
-    efficiencies = [median(1 - m["bubble_ms"] / m["step_ms"] for m in group) for group in three]
-    rates = ", ".join(f"{median(m['tokens_per_second'] for m in group):,.0f}" for group in three)
+def _decoding(batches: list[Medians]) -> str:
+    """Of one shape."""
+    batches = sorted(batches, key=lambda m: m.batch)
+    smallest, largest = batches[0], batches[-1]
     said = (
-        f"tokens/s at batch {', '.join(map(str, batches))}: {rates}; a step takes at most {max(over_kernels):.3f} of "
-        f"its kernels and {max(over_one):.3f} of one process; overlap efficiency at least {min(efficiencies):.3f}; "
+        f"tokens/s at batch {', '.join(str(m.batch) for m in batches)}: "
+        f"{', '.join(f'{m.tokens_per_second:,.0f}' for m in batches)}; a step takes at most "
+        f"{max(m.over_kernels for m in batches):.3f} of its kernels and {max(m.over_one for m in batches):.3f} of one "
+        f"process; overlap efficiency at least {min(m.overlap_efficiency for m in batches):.3f}; "
     )
-    if three[0][0]["verify_floor_ms"]:
-        verify, draft = (
-            median(m[f"{part}_ms"] / m[f"{part}_floor_ms"] for m in three[0]) for part in ("verify", "draft")
-        )
+    if smallest.verify_over_floor is not None:
         said += (
-            f"at batch {batches[0]} verify takes {verify:.2f} and draft {draft:.2f} of what reading their bytes does; "
+            f"at batch {smallest.batch} verify takes {smallest.verify_over_floor:.2f} and draft "
+            f"{smallest.draft_over_floor:.2f} of what reading their bytes does; "
         )
-    loop, scheduler = (median(m["cpu_ms"][name] for m in three[-1]) for name in (STEP_LOOP, "scheduler"))
     return (
-        f"{said}CPU time of a step at batch {batches[-1]}: step loop {loop:.2f} ms, whole scheduler {scheduler:.2f} ms"
+        f"{said}CPU time of a step at batch {largest.batch}: step loop {largest.cpu_ms[STEP_LOOP]:.2f} ms, whole "
+        f"scheduler {largest.cpu_ms['scheduler']:.2f} ms"
     )
 
 

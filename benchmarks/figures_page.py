@@ -6,7 +6,7 @@ from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from slipstream.benchmarks.decode_report import ONE, THREE
+from slipstream.benchmarks.decode_report import Measurement, Medians, medians
 from slipstream.benchmarks.overlap_policies import Policy
 from slipstream.common.thread_names import STEP_LOOP
 
@@ -19,8 +19,7 @@ Rows = list[dict[str, Any]]
 DRAFTS = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
 INTRODUCTION = (
     "Written by `python benchmarks/figures.py --write` from the files that each section names. Machines differ, those "
-    "of one provider too: a ratio is of one run, and what is compared took turns in it. Draft and verify are processes "
-    "of their own under MPS, where nothing else is said."
+    "of one provider too: each ratio is taken within one run."
 )
 LINE = 120
 STEP_TIMES = (
@@ -57,17 +56,23 @@ def _overlap(measurements: Rows) -> list[str]:
         place = ((m["draft_ms"], m["verify_ms"]), m["mps"])
         ratios.setdefault(title, {}).setdefault(place, []).append(m["ratio"])
     header = ["order of steps", *(f"{d:g} + {v:g} ms{'' if mps else ', no MPS'}" for (d, v), mps in columns)]
-    rows = [[title, *(_median(found.get(column), 3) for column in columns)] for title, found in ratios.items()]
+    rows = [[title, *(_ratio(found.get(column)) for column in columns)] for title, found in ratios.items()]
     return [
         "## A step over the sum of its kernels",
         _source("overlap", "overlap_h200", measurements[0]["host"]),
         _text(
             f"Stand-ins of a known length as kernels, {measurements[0]['num_clients']} streaming clients, metrics on. "
-            "Fences are timelines, where nothing else is said. "
-            "[`overlap_policies.py`](../benchmarks/overlap_policies.py) says what each order is."
+            "Draft and verify are processes of their own, under MPS and behind timeline fences where nothing else is "
+            "said; one order is measured after the other. "
+            "[`overlap_policies.py`](../benchmarks/overlap_policies.py) says what each is."
         ),
         _table(header, rows),
     ]
+
+
+def _ratio(repeats: list[float] | None) -> str:
+    """Empty where nothing was measured."""
+    return f"{median(repeats):.3f}" if repeats else ""
 
 
 def _decode(measurements: Rows) -> list[str]:
@@ -79,48 +84,37 @@ def _decode(measurements: Rows) -> list[str]:
         _text(
             "Random weights, an EAGLE-3 head with K = 4, an accept length of 3.5 by chance, contexts that grow from "
             "1,024 tokens to 1,400; medians. *Floor* is what must be read over the bandwidth of a copy. CPU time is "
-            "that of each process, and of the *loop*, the thread of the scheduler that decides the steps."
+            "that of each process, and of the *loop*, the thread of the scheduler that decides the steps. Draft and "
+            "verify are processes of their own under MPS; *one process* is all of it in one, on one stream."
         ),
     ]
-    for shape in dict.fromkeys(m["shape"] for m in measurements):
-        three, one = (_by_batch(measurements, shape, mode) for mode in (THREE, ONE))
+    found = medians([Measurement(**m) for m in measurements])
+    for shape in dict.fromkeys(m.shape for m in found):
+        mine = [m for m in found if m.shape == shape]
         sections += [
             f"### {shape}",
-            f"{len(three[min(three)])} repeats of each mode, in turns.",
-            _table(STEP_TIMES, [_step_times(batch, three[batch]) for batch in three]),
-            _table(STEP_RATIOS, [_step_ratios(batch, three[batch], one[batch]) for batch in three]),
+            f"{mine[0].num_repeats} repeats of each mode, in turns.",
+            _table(STEP_TIMES, [_step_times(m) for m in mine]),
+            _table(STEP_RATIOS, [_step_ratios(m) for m in mine]),
         ]
     return sections
 
 
-def _by_batch(measurements: Rows, shape: str, mode: str) -> dict[int, Rows]:
-    groups: dict[int, Rows] = {}
-    for m in measurements:
-        if (m["shape"], m["mode"]) == (shape, mode):
-            groups.setdefault(m["batch"], []).append(m)
-    return groups
-
-
-def _step_times(batch: int, three: Rows) -> list[str]:
-    def cpu(name: str) -> str:
-        return _median((m["cpu_ms"][name] for m in three), 2)
-
-    times = [_median((m[name] for m in three), 3) for name in ("step_ms", "draft_ms", "verify_ms", "bubble_ms")]
+def _step_times(m: Medians) -> list[str]:
+    times = (m.step_ms, m.draft_ms, m.verify_ms, m.bubble_ms)
+    cpu = (m.cpu_ms[name] for name in (STEP_LOOP, "scheduler", "draft", "verify"))
     return [
-        *(str(batch), f"{median(m['tokens_per_second'] for m in three):,.0f}", *times),
-        *(cpu(STEP_LOOP), cpu("scheduler"), cpu("draft"), cpu("verify")),
+        *(str(m.batch), f"{m.tokens_per_second:,.0f}"),
+        *(f"{time:.3f}" for time in times),
+        *(f"{time:.2f}" for time in cpu),
     ]
 
 
-def _step_ratios(batch: int, three: Rows, one: Rows) -> list[str]:
-    step = median(m["step_ms"] for m in three)
+def _step_ratios(m: Medians) -> list[str]:
+    floors = (m.verify_over_floor, m.draft_over_floor)
     return [
-        str(batch),
-        _median((1 - m["bubble_ms"] / m["step_ms"] for m in three), 4),
-        f"{step / median(m['draft_ms'] + m['verify_ms'] for m in three):.4f}",
-        f"{step / median(m['step_ms'] for m in one):.4f}",
-        _median((m["verify_ms"] / m["verify_floor_ms"] for m in three), 2),
-        _median((m["draft_ms"] / m["draft_floor_ms"] for m in three), 2),
+        *(str(m.batch), f"{m.overlap_efficiency:.4f}", f"{m.over_kernels:.4f}", f"{m.over_one:.4f}"),
+        *("" if floor is None else f"{floor:.2f}" for floor in floors),
     ]
 
 
@@ -143,7 +137,8 @@ def _peers(results: Rows) -> list[str]:
         _text(
             f"The same weights, prompt ({first['prompt_tokens']} tokens) and length ({first['num_new_tokens']} "
             f"tokens), {first['dtype']}, K = {first['num_draft_tokens']}. The 8B shape has random weights, and its "
-            "drafts are accepted by chance on both sides."
+            "drafts are accepted by chance on both sides. Draft and verify are processes of their own without MPS; one "
+            "way is measured after the other."
         ),
         _table(("models", "way", "tokens/s", "accept length", f"{first['way']} is faster by"), rows),
     ]
@@ -196,8 +191,8 @@ def _near_ties(report: dict[str, Any]) -> list[str]:
         "## Which outputs differ, in bfloat16",
         _source("near_ties", "near_ties_h200", report["host"]),
         _text(
-            "The bundled model, against plain decoding of one request at a time. Products of other sizes round "
-            "differently, and a token whose score is all but the best one's may come in its place. So each output is "
+            "The bundled model, all in one process, against plain decoding of one request at a time. Products of other "
+            "sizes round differently, and a token whose score is all but the best one's may come in its place. So each output is "
             f"followed to where it first parts, and the gap of the scores there held against {report['bound']:g}: "
             f"{num_far or 'none'} of the rows below {'has' if num_far == 1 else 'have'} a larger one."
         ),
@@ -213,12 +208,6 @@ def _source(script: str, result: str, where: str) -> str:
 
 def _text(paragraph: str) -> str:
     return fill(paragraph, LINE, break_long_words=False, break_on_hyphens=False)
-
-
-def _median(values: Iterable[float] | None, digits: int) -> str:
-    """Empty where nothing was measured."""
-    found = list(values or ())
-    return f"{median(found):.{digits}f}" if found else ""
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
