@@ -49,7 +49,7 @@ class ProcessGroup:
         """Whether the leader ends by itself in that time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.status is None:  # noqa: ASYNC110 — an end that is not reaped raises no event
+                while self.status is None:  # noqa: ASYNC110 - an end that is not reaped raises no event
                     await asyncio.sleep(_POLL_S)
         return self.status is not None
 
