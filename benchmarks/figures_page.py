@@ -192,8 +192,9 @@ def _near_ties(report: dict[str, Any]) -> list[str]:
         _source("near_ties", "near_ties_h200", report["host"]),
         _text(
             "The bundled model, all in one process, against plain decoding of one request at a time. Products of other "
-            "sizes round differently, and a token whose score is all but the best one's may come in its place. So each output is "
-            f"followed to where it first parts, and the gap of the scores there held against {report['bound']:g}: "
+            "sizes round differently, and a token whose score is all but the best one's may come in its place. So each "
+            "output is followed to where it first parts, and the gap of the scores there held against "
+            f"{report['bound']:g}: "
             f"{num_far or 'none'} of the rows below {'has' if num_far == 1 else 'have'} a larger one."
         ),
         _table(("`--deterministic`", "draft", "at once", "outputs", "part", "in 1,000 tokens", "largest gap"), rows),
