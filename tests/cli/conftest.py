@@ -1,7 +1,8 @@
-"""Fake services to supervise."""
+"""Fake services to supervise, and a fake MPS daemon."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import pytest
 
+from slipstream.cli import mps
 from slipstream.cli.service_command import ServiceCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
+_FAKE_MPS_CONTROL = Path(__file__).with_name("fake_mps_control.py")
 
 
 class MakeCommand(Protocol):
@@ -47,3 +50,14 @@ def no_process_left() -> Iterator[None]:
     yield
     left = set(psutil.Process().children(recursive=True)) - before
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def mps_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where an MPS daemon lives; the control program on the path is the fake."""
+    control = tmp_path / "bin" / mps.CONTROL
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {_FAKE_MPS_CONTROL} "$@"\n')
+    control.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+    return tmp_path / "mps"

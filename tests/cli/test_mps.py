@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -15,22 +14,15 @@ from slipstream.cli import mps
 from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps, placed
 from slipstream.cli.service_command import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError
-from tests.cli.test_supervisor import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
-FAKE = Path(__file__).with_name("fake_mps_control.py")
-
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the daemon lives; the control program on the path is the fake."""
-    control = tmp_path / "bin" / mps.CONTROL
-    control.parent.mkdir()
-    control.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FAKE} "$@"\n')
-    control.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
-    return tmp_path / "mps"
+def directory(mps_dir: Path) -> Path:
+    """Where the daemon lives."""
+    return mps_dir
 
 
 def told(directory: Path) -> list[str]:

@@ -20,20 +20,14 @@ from slipstream.cli.health import check
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from tests.cli.conftest import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Returns when it is so; the test's timeout bounds it."""
-    while not is_so():  # noqa: ASYNC110 — what other processes do raises no event here
-        await asyncio.sleep(0.01)
 
 
 async def until_health(health: str, address: str) -> None:

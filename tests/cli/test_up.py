@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from slipstream.cli import mps
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.timeout(30)
 
 UP = Path(__file__).with_name("up_on_fakes.py")
-FAKE_MPS = Path(__file__).with_name("fake_mps_control.py")
 
 
 @contextmanager
@@ -78,14 +75,9 @@ def test_it_ends_in_order_when_the_reader_of_its_output_is_gone(tmp_path: Path) 
 
 
 @pytest.fixture
-def pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of the MPS daemon; the control program on the path is the fake."""
-    control = tmp_path / "bin" / mps.CONTROL
-    control.parent.mkdir()
-    control.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {FAKE_MPS} "$@"\n')
-    control.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
-    return tmp_path / "mps" / "pipe"
+def pipes(mps_dir: Path) -> Path:
+    """Of the MPS daemon."""
+    return mps_dir / "pipe"
 
 
 def told(pipes: Path) -> list[str]:
