@@ -24,7 +24,7 @@ from slipstream.client import AsyncClient
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.chunk import Chunk
+    from slipstream.common.api.output_chunk import OutputChunk
 
 ALGORITHMS = ("standalone", "eagle3")
 NUM_DRAFT_TOKENS = 4
@@ -110,7 +110,7 @@ async def _measure_all() -> list[AcceptLength]:
 async def _measure(client: AsyncClient, algorithm: str, setting: Setting, seed: int) -> AcceptLength:
     room = asyncio.Semaphore(CONCURRENCY)
 
-    async def run(text: str) -> list[Chunk]:
+    async def run(text: str) -> list[OutputChunk]:
         async with room:
             chunks = client.generate(
                 text, max_new_tokens=setting.max_new_tokens, temperature=setting.temperature, seed=seed

@@ -38,7 +38,7 @@ from slipstream.bundled import eagle3_dir, target_dir
 from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.cli.mps import MpsMode
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -6,17 +6,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.delayed_plan import HOLD_S, Late
-from slipstream.common.step import Role
-from slipstream.scheduler.loop import StepLoop
-from slipstream.services.stand_in_kernel import HostKernel
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.core.loop import StepLoop
+from slipstream.services.worker.dummy_kernel import HostKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from slipstream.benchmarks.delayed_plan import DelayPlan
-    from slipstream.common.device.face import Fence
-    from slipstream.common.step import StepCommand
-    from slipstream.scheduler.link import Link
+    from slipstream.common.device.interface import Fence
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.scheduler.workers.link import Link
 
 DRAFT_TIMEOUT_S = 10.0
 

@@ -7,19 +7,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.delayed_plan import DelayPlan, Late
-from slipstream.common.step import FenceName
-from slipstream.services.engine import Engine
-from slipstream.services.stand_in import make_kernel
+from slipstream.common.worker.step import FenceName
+from slipstream.services.worker.dummy_model import make_kernel
+from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from slipstream.common.access_log import AccessLog
-    from slipstream.common.device.face import Device, Stream
-    from slipstream.common.step import FencePoint
-    from slipstream.common.worker_contract import Attachment
-    from slipstream.services.engine import RoleEngine
+    from slipstream.common.device.interface import Device, Stream
+    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.worker.step import FencePoint
+    from slipstream.services.worker.engine import RoleEngine
 
 
 class DelayedEngine(Engine):

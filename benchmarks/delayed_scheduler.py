@@ -23,9 +23,9 @@ def main() -> None:
     plan, marks_file = DelayPlan.read(Path(sys.argv.pop(1))), Path(sys.argv.pop(1))
     with marks_file.open("w", encoding="utf-8") as file:
         marks = Marks(plan, file)
-        replace_part("slipstream.scheduler.epoch", "StepLoop", delayed_loop(plan))
-        replace_part("slipstream.scheduler.epoch", "ResultReader", partial(TimedResults, marks))
-        replace_part("slipstream.scheduler.conductor", "StepMetrics", partial(MarkingMetrics, marks))
+        replace_part("slipstream.scheduler.workers.epoch", "StepLoop", delayed_loop(plan))
+        replace_part("slipstream.scheduler.workers.epoch", "ResultReader", partial(TimedResults, marks))
+        replace_part("slipstream.scheduler.workers.session", "StepMetrics", partial(MarkingMetrics, marks))
         scheduler_main()
 
 

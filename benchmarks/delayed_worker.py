@@ -19,7 +19,7 @@ from slipstream.benchmarks.replaced_part import replace_part
 def main() -> None:
     """Entry point."""
     role, plan_file = sys.argv.pop(1), Path(sys.argv.pop(1))
-    replace_part("slipstream.services.process", "Engine", partial(DelayedEngine, plan_file))
+    replace_part("slipstream.services.worker.server", "Engine", partial(DelayedEngine, plan_file))
     import_module(f"slipstream.services.{role}.main").main()
 
 

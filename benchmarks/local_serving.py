@@ -11,25 +11,26 @@ from typing import TYPE_CHECKING, Self
 from prometheus_client import CollectorRegistry
 
 from slipstream.cli.in_process import LocalLink
-from slipstream.common.access_log import NullAccessLog
 from slipstream.common.errors import UnavailableError
-from slipstream.common.step import Role
-from slipstream.scheduler.epoch import Epoch
-from slipstream.scheduler.job_queue import JobQueue
-from slipstream.scheduler.sizing import EpochSizes, Workers
-from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
-from slipstream.services.engine import Engine
+from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.workers.epoch import Epoch
+from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections import abc
+    from collections.abc import Callable, Iterator
 
-    from slipstream.common.device.face import Device
-    from slipstream.scheduler.batch import Delivery
+    from slipstream.common.device.interface import Device
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.jobs import Job
-    from slipstream.scheduler.loop import StepLoop
-    from slipstream.scheduler.step_timings import StepTiming
-    from slipstream.services.engine import RoleEngine
+    from slipstream.scheduler.core.batch import Delivery
+    from slipstream.scheduler.core.loop import StepLoop
+    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.telemetry.timings import StepTiming
+    from slipstream.services.worker.engine import RoleEngine
 
 TIMEOUT_S = 300.0
 """For the jobs of one call: far more than they take."""
@@ -83,7 +84,7 @@ class LocalServing:
         draft = links.get(Role.DRAFT)
         workers = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
         self._metrics = _RecordingMetrics(device.fence_kind, workers.algorithm)
-        self._queue = JobQueue(config.queue)
+        self._queue = WaitingQueue(config.queue)
         self._epoch = Epoch(
             number,
             config,
@@ -95,8 +96,8 @@ class LocalServing:
             metrics=self._metrics,
             deliver=self._deliver,
         )
-        self._outputs: dict[Job, list[int]] = {}
-        self._waiting: deque[Job] = deque()
+        self._outputs: dict[Sequence, list[int]] = {}
+        self._waiting: deque[Sequence] = deque()
         self._num_open = 0
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -114,7 +115,7 @@ class LocalServing:
         """Of all steps so far; the caller may clear it."""
         return self._metrics.timings
 
-    def run(self, jobs: Sequence[Job], *, at_once: int) -> list[list[int]]:
+    def run(self, jobs: abc.Sequence[Sequence], *, at_once: int) -> list[list[int]]:
         """The tokens of each job; `at_once` of them are there at a time. Raises what ended the loop."""
         with self._changed:
             self._outputs = {job: [] for job in jobs}

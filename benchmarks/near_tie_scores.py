@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.noise import gumbel_noise
 from slipstream.services.models.batch import ForwardBatch
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.kv_cache import PagedKV
+from slipstream.services.models.noise import gumbel_noise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from slipstream.common.sampling import SamplingParams
+    from slipstream.common.api.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

@@ -32,21 +32,21 @@ from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.local_serving import LocalServices
 from slipstream.benchmarks.near_tie_scores import BOUND, Scores
 from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
+from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.choose import CPU, choose_device
-from slipstream.common.sampling import SamplingParams
-from slipstream.common.step import StepKind
+from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.jobs import Job, JobSpec
-from slipstream.services.config import EAGLE3, STANDALONE, WorkerConfig
-from slipstream.services.roles import dtype_of, make_draft, make_verify
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
+from slipstream.services.worker.factory import dtype_of, make_draft, make_verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.benchmarks.local_serving import LocalServing
     from slipstream.benchmarks.near_tie_scores import Parting
-    from slipstream.common.device.face import Device
-    from slipstream.services.engine import RoleEngine
+    from slipstream.common.device.interface import Device
+    from slipstream.services.worker.engine import RoleEngine
 
 NONE = "none"
 DRAFTS = {NONE: None, STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
@@ -232,7 +232,9 @@ class NearTies:
         if row.partings and (is_deterministic or report.dtype == "float32"):
             report.problems.append(f"{_line(row)}: none may part")
 
-    def _parting(self, job: Job, reference: list[int], output: list[int], *, is_deterministic: bool) -> Parting | None:
+    def _parting(
+        self, job: Sequence, reference: list[int], output: list[int], *, is_deterministic: bool
+    ) -> Parting | None:
         """Looked up where another way parted at the same place with the same token."""
         index = next((i for i, pair in enumerate(zip(reference, output, strict=True)) if pair[0] != pair[1]), None)
         if index is None:
@@ -270,10 +272,10 @@ class NearTies:
             flush=True,
         )
 
-    def _jobs(self, num_prompts: int, max_new_tokens: int) -> list[Job]:
+    def _jobs(self, num_prompts: int, max_new_tokens: int) -> list[Sequence]:
         return [
-            Job(
-                JobSpec(
+            Sequence(
+                SequenceSpec(
                     job_id=f"{prompt.id}, {name}",
                     prompt=tuple(self._tokenizer(prompt.text).input_ids),
                     max_new_tokens=max_new_tokens,

@@ -29,7 +29,7 @@ from slipstream.benchmarks.stack import Primed, Stack
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
-from slipstream.common.scrape import Scrape, scrape
+from slipstream.common.rpc.scrape import Scrape, scrape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence

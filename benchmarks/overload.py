@@ -23,7 +23,6 @@ import typer
 from slipstream.benchmarks.capacity import find_capacity
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.health_watch import HealthWatch
-from slipstream.benchmarks.held import settled
 from slipstream.benchmarks.lengths import Lengths
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, LoadGenerator
 from slipstream.benchmarks.load_report import failures, report_of
@@ -36,6 +35,7 @@ from slipstream.benchmarks.model_options import (
     chosen_models,
 )
 from slipstream.benchmarks.process_watch import ProcessWatch
+from slipstream.benchmarks.resource_snapshot import settled
 from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
 from slipstream.benchmarks.warm_up import beyond_warm_up
 from slipstream.benchmarks.workload import Arrival, Workload
@@ -43,10 +43,10 @@ from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from slipstream.benchmarks.health_watch import HealthReport
-    from slipstream.benchmarks.held import Held
     from slipstream.benchmarks.load_generator import LoadRun
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.process_watch import Footprint
+    from slipstream.benchmarks.resource_snapshot import Held
 
 LOG_DIR = Path("build/benchmarks/overload")
 

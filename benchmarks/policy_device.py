@@ -10,18 +10,18 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.benchmarks.overlap_policies import MAIN_STREAM, WHOLE_STEP
-from slipstream.common.device import timeline_fence
-from slipstream.common.device.cuda_device import CudaDevice
-from slipstream.common.device.naps import Naps
-from slipstream.common.device.timeline_fence import TimelineFence
-from slipstream.common.step import FenceName
+from slipstream.common.device.cuda import timeline_fence
+from slipstream.common.device.cuda.device import CudaDevice
+from slipstream.common.device.cuda.poll_backoff import PollBackoff
+from slipstream.common.device.cuda.timeline_fence import TimelineFence
+from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from slipstream.common.device.cuda_device import OwnedArena
-    from slipstream.common.device.cuda_driver import CudaDriver
-    from slipstream.common.device.face import Fence
+    from slipstream.common.device.cuda.device import OwnedArena
+    from slipstream.common.device.cuda.driver import CudaDriver
+    from slipstream.common.device.interface import Fence
     from slipstream.common.device.manifest import BufferSpec
 
 CLOSE_TIMEOUT_S = 5.0
@@ -93,7 +93,7 @@ class MainStreamCopy:
                 self._driver.call(cu.cuMemcpyDtoHAsync, mirror.data_ptr(), source[row].data_ptr(), size, self._stream)
             self._driver.streams.write(self._stream, self._landed_word.data_ptr(), value)
         deadline = time.monotonic() + timeout_s
-        naps = Naps()
+        naps = PollBackoff()
         while self._landed.value < value:
             if time.monotonic() >= deadline:
                 return None

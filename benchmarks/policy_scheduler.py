@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.common.listener import Listener
-from slipstream.common.logs import CONSOLE, configure_logging
+from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.logs import CONSOLE, configure_logging
 from slipstream.scheduler.config import SchedulerConfig
 
 
@@ -31,7 +31,7 @@ def scheduler(
 ) -> None:
     """Serves as `slipstream-scheduler` does, on a GPU with timeline fences."""
     from slipstream.benchmarks.policy_device import PolicyDevice
-    from slipstream.scheduler.process import run_scheduler
+    from slipstream.scheduler.server import run_scheduler
 
     configure_logging("scheduler", "INFO", CONSOLE)
     config = SchedulerConfig(

@@ -32,7 +32,7 @@ def main() -> None:
 
 def _import_the_rest() -> None:
     """What a scheduler imports only when it runs. A tokenizer's classes are known when one was loaded."""
-    import_module("slipstream.scheduler.process")
+    import_module("slipstream.scheduler.server")
     from transformers import AutoTokenizer
 
     from slipstream.bundled import target_dir

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.benchmarks.held import Held, settled
+from slipstream.benchmarks.resource_snapshot import Held, settled
 from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient

@@ -10,10 +10,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TextIO, TypedDict
 
-from slipstream.common.step import StepKind
-from slipstream.scheduler.future_map import ResultReader
-from slipstream.scheduler.step_metrics import StepMetrics
-from slipstream.scheduler.step_timings import EDGES
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.results import ResultReader
+from slipstream.scheduler.telemetry.step_metrics import StepMetrics
+from slipstream.scheduler.telemetry.timings import EDGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
     from slipstream.benchmarks.delayed_plan import DelayPlan
-    from slipstream.common.access_log import AccessLog
-    from slipstream.common.device.face import Arena, Device
-    from slipstream.common.future_map import FutureMapShape
-    from slipstream.scheduler.batch import Step
-    from slipstream.scheduler.future_map import StepResult
-    from slipstream.scheduler.step_metrics import StepMetricFamilies
-    from slipstream.scheduler.step_timings import StepTiming
+    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.scheduler.core.batch import Step
+    from slipstream.scheduler.core.results import StepResult
+    from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies
+    from slipstream.scheduler.telemetry.timings import StepTiming
 
 
 SERVICES = ("draft", "verify")

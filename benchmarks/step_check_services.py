@@ -17,7 +17,7 @@ from slipstream.benchmarks.step_check_marks import read_marks
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.mps import MpsMode
 from slipstream.client import AsyncClient
-from slipstream.services.config import EAGLE3
+from slipstream.services.worker.config import EAGLE3
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.delayed_plan import HOLD_S, Late
 from slipstream.benchmarks.step_check_marks import SERVICES
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ from slipstream.cli.mps import MpsMode
 from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
 from slipstream.client import AsyncClient
-from slipstream.common.trace import TraceRequest
+from slipstream.common.worker.trace import TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

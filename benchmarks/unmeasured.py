@@ -37,15 +37,15 @@ def _nothing(*_: object, **__: object) -> None:
 
 REPLACED = {
     "scheduler": (
-        ("slipstream.scheduler.conductor", "StepMetrics", Silent),
-        ("slipstream.scheduler.conductor", "Heartbeats", Silent),
-        ("slipstream.scheduler.epoch", "StepTimings", Silent),
-        ("slipstream.scheduler.process", "RequestMetrics", Silent),
-        ("slipstream.scheduler.process", "RpcMetrics", Silent),
+        ("slipstream.scheduler.workers.session", "StepMetrics", Silent),
+        ("slipstream.scheduler.workers.session", "Heartbeats", Silent),
+        ("slipstream.scheduler.workers.epoch", "StepTimings", Silent),
+        ("slipstream.scheduler.server", "RequestMetrics", Silent),
+        ("slipstream.scheduler.server", "RpcMetrics", Silent),
     ),
     "draft": (
-        ("slipstream.services.process", "RpcMetrics", Silent),
-        ("slipstream.common.device.host_device", "HostDevice.stamp", _nothing),
+        ("slipstream.services.worker.server", "RpcMetrics", Silent),
+        ("slipstream.common.device.cpu.device", "HostDevice.stamp", _nothing),
     ),
 }
 REPLACED["verify"] = REPLACED["draft"]

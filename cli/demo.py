@@ -24,7 +24,7 @@ from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
 from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import ConfigError
-from slipstream.services.config import ALGORITHMS
+from slipstream.services.worker.config import ALGORITHMS
 
 if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.client import AsyncClient
-from slipstream.common.chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
     from slipstream.client.requests import Prompt, RequestOptions
-    from slipstream.common.chunk import Chunk
+    from slipstream.common.api.output_chunk import OutputChunk
 
 INTERRUPTED = 130
 
@@ -44,8 +44,8 @@ async def run_generate(server: str, prompt: Prompt, options: RequestOptions, *, 
     return 0
 
 
-async def _generate(server: str, prompt: Prompt, options: RequestOptions, *, is_streamed: bool) -> list[Chunk]:
-    chunks: list[Chunk] = []
+async def _generate(server: str, prompt: Prompt, options: RequestOptions, *, is_streamed: bool) -> list[OutputChunk]:
+    chunks: list[OutputChunk] = []
     async with AsyncClient(server) as client, aclosing(client.generate(prompt, **options)) as stream:
         async for chunk in stream:
             chunks.append(chunk)
@@ -57,15 +57,15 @@ async def _generate(server: str, prompt: Prompt, options: RequestOptions, *, is_
     return chunks
 
 
-def _sample_indices(chunks: list[Chunk]) -> list[int]:
+def _sample_indices(chunks: list[OutputChunk]) -> list[int]:
     return sorted({chunk.sample_index for chunk in chunks})
 
 
-def _text(chunks: list[Chunk]) -> str:
+def _text(chunks: list[OutputChunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-def _report(chunks: list[Chunk]) -> dict[str, object]:
+def _report(chunks: list[OutputChunk]) -> dict[str, object]:
     """What there is to say of one sample."""
     last, usage = chunks[-1], chunks[-1].usage
     assert usage is not None, "the last chunk has the usage"

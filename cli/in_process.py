@@ -24,19 +24,19 @@ import uvloop
 from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.cli.service_command import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
-from slipstream.common.listener import Listener
-from slipstream.common.logs import configure_logging
-from slipstream.common.step import FenceOps
-from slipstream.common.trace import HostRecords
+from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.logs import configure_logging
+from slipstream.common.worker.step import FenceOps
+from slipstream.common.worker.trace import HostRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-    from slipstream.common.device.face import Device
-    from slipstream.common.step import StepCommand
-    from slipstream.common.worker_contract import Attachment, WorkerDescription
-    from slipstream.services.engine import Engine
+    from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.services.worker.engine import Engine
 
 
 class LocalLink:
@@ -115,7 +115,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
     import torch
 
     from slipstream.common.device.choose import choose_device
-    from slipstream.scheduler.process import run_scheduler
+    from slipstream.scheduler.server import run_scheduler
 
     device = choose_device(config.scheduler.device, config.scheduler.fence)
     if config.verify.threads is not None:
@@ -138,10 +138,10 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
 
 
 def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Engine]:
-    from slipstream.common.access_log import NullAccessLog
-    from slipstream.services.engine import Engine
-    from slipstream.services.process import end_at_once
-    from slipstream.services.roles import make_draft, make_verify
+    from slipstream.common.worker.access_log import NullAccessLog
+    from slipstream.services.worker.engine import Engine
+    from slipstream.services.worker.factory import make_draft, make_verify
+    from slipstream.services.worker.server import end_at_once
 
     roles = [make_verify(config.verify, device, 0)]
     if config.draft is not None:

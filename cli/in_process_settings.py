@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.config import WorkerConfig
+from slipstream.services.worker.config import WorkerConfig
 
 _PATHS = ("model", "target", "access_log_dir")
 

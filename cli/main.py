@@ -15,10 +15,10 @@ from slipstream.cli import request_options as of_request  # noqa: TC001 — as a
 from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
 from slipstream.cli.up_config import DEFAULT_SERVER, METRICS_PORT, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
-from slipstream.common.logs import FORMATS, LEVELS
+from slipstream.common.rpc.logs import FORMATS, LEVELS
 from slipstream.scheduler.config import FENCES
-from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
+from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
+from slipstream.services.worker.config import DEVICES, DTYPES, LOAD_FORMATS, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -316,7 +316,7 @@ def health(
 ) -> None:
     """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
     from slipstream.cli.health import check
-    from slipstream.common.address import parse_address
+    from slipstream.common.rpc.address import parse_address
 
     found = asyncio.run(check(str(parse_address(address, field="ADDRESS"))))
     if found != "SERVING":
@@ -343,7 +343,7 @@ def doctor(
 ) -> None:
     """Check whether this host can serve, and how fast two processes hand over here. Fails when something is missing."""
     from slipstream.cli.doctor.examination import run_doctor
-    from slipstream.common.address import parse_address
+    from slipstream.common.rpc.address import parse_address
 
     if device not in DEVICES:
         raise ConfigError("device", device, ", ".join(DEVICES))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.config import EAGLE3, STANDALONE
+from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
+from slipstream.services.worker.config import EAGLE3, STANDALONE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.process_group import ProcessGroup
-from slipstream.cli.uncancelled import uncancelled
+from slipstream.cli.shield import uncancelled
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
 
 if TYPE_CHECKING:

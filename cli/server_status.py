@@ -15,7 +15,7 @@ from slipstream.common.errors import UnavailableError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slipstream.common.server_state import ServerState, ServiceState
+    from slipstream.common.api.server_state import ServerState, ServiceState
 
 _TIMEOUT_S = 5.0
 _UNFOLDED_WIDTH = 240

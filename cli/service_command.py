@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.cli.in_process_settings import InProcessSettings
-from slipstream.common.address import TcpAddress, parse_address
-from slipstream.common.listener import Listener
+from slipstream.common.rpc.address import TcpAddress, parse_address
+from slipstream.common.rpc.listener import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

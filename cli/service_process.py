@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import AddressInUseError
-from slipstream.common.listener import Listener
+from slipstream.common.rpc.listener import Listener
 
 if TYPE_CHECKING:
     from slipstream.cli.service_command import ServiceCommand

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.status_watch_numbers import IntervalNumbers, Reading, finished, kv_pools
 from slipstream.common.errors import SlipstreamError
-from slipstream.common.scrape import scrape
+from slipstream.common.rpc.scrape import scrape
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

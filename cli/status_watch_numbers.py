@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.quantiles import quantile
 from slipstream.cli.step_times import StepTimes
-from slipstream.common.step import Role
-from slipstream.scheduler.request_metrics import (
+from slipstream.common.worker.step import Role
+from slipstream.gateway.request_metrics import (
     FIRST_TOKEN,
     GENERATION_TOKENS,
     INTER_TOKEN,
@@ -17,8 +17,8 @@ from slipstream.scheduler.request_metrics import (
     PROMPT_TOKENS,
     REQUESTS,
 )
-from slipstream.scheduler.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED
-from slipstream.scheduler.step_metrics import (
+from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED
+from slipstream.scheduler.telemetry.step_metrics import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
     BUBBLE_SECONDS,
@@ -26,12 +26,12 @@ from slipstream.scheduler.step_metrics import (
     DRAFTS,
     STEP_SECONDS,
 )
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from slipstream.cli.server_status import ServerStatus
-    from slipstream.common.metric_spec import MetricSpec
-    from slipstream.common.scrape import Scrape
+    from slipstream.common.rpc.metric_spec import MetricSpec
+    from slipstream.common.rpc.scrape import Scrape
 
 DECODE = "decode"
 DRAFT, VERIFY = Role.DRAFT.value, Role.VERIFY.value

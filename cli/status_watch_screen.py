@@ -11,7 +11,7 @@ from rich.text import Text
 
 from slipstream.cli.server_status import HEALTHY
 from slipstream.cli.status_watch_numbers import DRAFT, PARTS, VERIFY, finished, kv_pools
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from slipstream.cli.status_watch_look import Look
     from slipstream.cli.status_watch_numbers import DraftNumbers, IntervalNumbers, Latency, Reading, StepNumbers
-    from slipstream.common.scrape import Scrape
+    from slipstream.common.rpc.scrape import Scrape
 
 NOTHING = "-"
 PART_LOOKS = {

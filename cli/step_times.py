@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.common.scrape import Scrape, scrape
-from slipstream.scheduler.step_metrics import BUBBLE_SECONDS, STEP_SECONDS
+from slipstream.common.rpc.scrape import Scrape, scrape
+from slipstream.scheduler.telemetry.step_metrics import BUBBLE_SECONDS, STEP_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slipstream.cli.health import wait_until_serving
 from slipstream.cli.service_process import ServiceProcess
-from slipstream.cli.uncancelled import uncancelled
+from slipstream.cli.shield import uncancelled
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:

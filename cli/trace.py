@@ -14,9 +14,9 @@ import grpc.aio
 
 from slipstream.cli.trace_events import trace_json
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
-from slipstream.common.keepalive import Keepalive
-from slipstream.common.status import error_from_rpc
-from slipstream.common.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
+from slipstream.common.rpc.keepalive import Keepalive
+from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2_grpc
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from slipstream.cli.trace_timeline import timeline_of
 
 if TYPE_CHECKING:
     from slipstream.cli.trace_slices import Arrow, Slice
-    from slipstream.common.trace import Trace
+    from slipstream.common.worker.trace import Trace
 
 Event = dict[str, object]
 

@@ -21,15 +21,15 @@ from slipstream.cli.trace_slices import (
     Slice,
     Timeline,
 )
-from slipstream.common.flight_recorder import Site
-from slipstream.common.step import FenceName, Role, StepKind
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.common.worker.recorder import Site
+from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from slipstream.common.step import FencePoint
-    from slipstream.common.trace import Trace, TracedStep
+    from slipstream.common.worker.step import FencePoint
+    from slipstream.common.worker.trace import Trace, TracedStep
 
 FENCES = {
     FenceName.DRAFT_DONE: (Role.DRAFT, "draft.done"),
@@ -215,7 +215,7 @@ class _Builder:
 
 
 def _bubbles(kind: StepKind, all_end: int, verify: Slice, draft: Slice | None) -> Iterable[tuple[str, int, int]]:
-    """As `scheduler/step_timings.py` defines them; `all_end`: of everybody's work in the steps before."""
+    """As `scheduler/telemetry/timings.py` defines them; `all_end`: of everybody's work in the steps before."""
     if draft is not None and kind is StepKind.DECODE:
         return (VERIFY_TO_DRAFT, all_end, draft.begin_ns), (DRAFT_TO_VERIFY, draft.end_ns, verify.begin_ns)
     return ((VERIFY_TO_VERIFY, all_end, verify.begin_ns),)

@@ -6,10 +6,10 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from slipstream.cli.lasting_console import lasting_console
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
 from slipstream.cli.mps import mps_daemon, placed
+from slipstream.cli.nonfailing_console import lasting_console
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import (
     LOOPBACK,
@@ -21,7 +21,7 @@ from slipstream.cli.service_command import (
 from slipstream.cli.state_dir import StateDir
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import Supervisor
-from slipstream.common.address import TcpAddress
+from slipstream.common.rpc.address import TcpAddress
 
 if TYPE_CHECKING:
     from rich.console import Console

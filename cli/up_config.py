@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.mps import MpsMode, has_nvidia_device
-from slipstream.common.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.errors import ConfigError
-from slipstream.common.logs import CONSOLE, FORMATS, LEVELS
+from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
+from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import LISTEN
-from slipstream.services.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
 
 if TYPE_CHECKING:
     from slipstream.cli.model_choice import ModelChoice

@@ -18,9 +18,9 @@ from slipstream.client.requests import (
     new_job_id,
     our_errors,
 )
+from slipstream.common.api.job_info import JobInfo, JobPage
+from slipstream.common.api.server_state import ServerState
 from slipstream.common.errors import ConnectionLostError
-from slipstream.common.job_info import JobInfo, JobPage
-from slipstream.common.server_state import ServerState
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from slipstream.client.requests import Prompt, RequestOptions
-    from slipstream.common.chunk import Chunk
-    from slipstream.common.keepalive import Keepalive
+    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.rpc.keepalive import Keepalive
 
 
 class AsyncClient:
@@ -77,7 +77,7 @@ class AsyncClient:
         job_id: str = "",
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputChunk, None]:
         """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 
         Closing the generator cancels the job. Parameters are those of generation.proto; None takes the server's
@@ -118,7 +118,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputChunk, None]:
         """Yields a job's output from a token on, up to its end; closing the generator leaves the job as it is.
 
         With several samples, `from_token` may be a number for each, in order; those not named begin at 0. A lost
@@ -163,7 +163,7 @@ class AsyncClient:
 
     async def _chunks(
         self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputChunk, None]:
         call = method(request, timeout=timeout_s)
         try:
             with our_errors():

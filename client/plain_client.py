@@ -18,9 +18,9 @@ from slipstream.client.requests import (
     new_job_id,
     our_errors,
 )
+from slipstream.common.api.job_info import JobInfo, JobPage
+from slipstream.common.api.server_state import ServerState
 from slipstream.common.errors import ConnectionLostError
-from slipstream.common.job_info import JobInfo, JobPage
-from slipstream.common.server_state import ServerState
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from slipstream.client.requests import Prompt, RequestOptions
-    from slipstream.common.chunk import Chunk
-    from slipstream.common.keepalive import Keepalive
+    from slipstream.common.api.output_chunk import OutputChunk
+    from slipstream.common.rpc.keepalive import Keepalive
 
 
 class Client:
@@ -65,7 +65,7 @@ class Client:
         job_id: str = "",
         timeout_s: float | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Generator[Chunk, None, None]:
+    ) -> Generator[OutputChunk, None, None]:
         """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 
         Closing the generator cancels the job. See `AsyncClient.generate`.
@@ -99,7 +99,7 @@ class Client:
         *,
         timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
-    ) -> Generator[Chunk, None, None]:
+    ) -> Generator[OutputChunk, None, None]:
         """Yields a job's output from a token on, up to its end, lost connections or not.
 
         See `AsyncClient.watch_job`.
@@ -136,7 +136,7 @@ class Client:
 
     def _chunks(
         self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None
-    ) -> Generator[Chunk, None, None]:
+    ) -> Generator[OutputChunk, None, None]:
         call = method(request, timeout=timeout_s)
         try:
             with our_errors():

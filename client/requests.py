@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import grpc
 
-from slipstream.common.chunk import Chunk
+from slipstream.common.api.output_chunk import OutputChunk
 from slipstream.common.errors import ConnectionLostError, InternalError, InvalidArgumentError, ResourceExhaustedError
-from slipstream.common.keepalive import Keepalive
-from slipstream.common.status import error_from_rpc
+from slipstream.common.rpc.keepalive import Keepalive
+from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from slipstream.common.keepalive import ChannelOption
+    from slipstream.common.rpc.keepalive import ChannelOption
 
 RECONNECT_S = 30.0
 """How long a client tries to get a lost connection back, unless it is told otherwise."""
@@ -143,9 +143,9 @@ class OutputReader:
             return build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=offsets[0])
         return build(generation_pb2.WatchJobRequest, job_id=job_id, from_tokens=offsets)
 
-    def read(self, message: generation_pb2.GenerateResponse) -> Chunk | None:
+    def read(self, message: generation_pb2.GenerateResponse) -> OutputChunk | None:
         """The next part; None for an end that came before. Raises InternalError for tokens left out or repeated."""
-        chunk = Chunk.from_pb(message)
+        chunk = OutputChunk.from_pb(message)
         sample, expected = chunk.sample_index, self._offsets.get(chunk.sample_index, 0)
         if chunk.token_offset != expected or (chunk.token_ids and sample in self._finished):
             of = f" of sample {sample}" if sample else ""
@@ -154,7 +154,9 @@ class OutputReader:
         self.is_over = chunk.job_usage is not None
         if sample in self._finished:
             # Another call tells the end of a sample anew, and perhaps that of the job with it.
-            rest = Chunk(job_id=chunk.job_id, token_offset=expected, sample_index=sample, job_usage=chunk.job_usage)
+            rest = OutputChunk(
+                job_id=chunk.job_id, token_offset=expected, sample_index=sample, job_usage=chunk.job_usage
+            )
             return rest if self.is_over else None
         if chunk.finish_reason is not None:
             self._finished.add(sample)

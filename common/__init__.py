@@ -1,0 +1,1 @@
+"""What several processes use: `errors.py` has every exception; the folders have the rest."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.common import metrics as common_metrics
-from slipstream.common.metric_spec import MetricKind
-from slipstream.scheduler import heartbeats, request_metrics, server_metrics, step_metrics
-from slipstream.services import host_stalls
+from slipstream.common.rpc import metrics as common_metrics
+from slipstream.common.rpc.metric_spec import MetricKind
+from slipstream.gateway import request_metrics
+from slipstream.scheduler.telemetry import server_metrics, step_metrics
+from slipstream.scheduler.workers import heartbeats
+from slipstream.services.worker import host_stalls
 
 if TYPE_CHECKING:
-    from slipstream.common.metric_spec import MetricSpec
+    from slipstream.common.rpc.metric_spec import MetricSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 

@@ -1,0 +1,1 @@
+"""The scheduler process: `main.py` is its command line, `server.py` puts it together."""

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from slipstream.common.errors import ConfigError, SlipstreamError
-from slipstream.common.listener import Listener
-from slipstream.common.logs import CONSOLE, configure_logging
+from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.logs import CONSOLE, configure_logging
 from slipstream.scheduler.config import SchedulerConfig
 
 LISTEN = "127.0.0.1:50051"
@@ -112,7 +112,7 @@ def scheduler(
 def _run(config: SchedulerConfig, listener: Listener, metrics_port: int) -> int:
     import uvloop
 
-    from slipstream.scheduler.process import run_scheduler
+    from slipstream.scheduler.server import run_scheduler
 
     return uvloop.run(run_scheduler(config, listener, metrics_port))
 

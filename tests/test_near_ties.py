@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from slipstream.benchmarks.near_tie_scores import Scores
-from slipstream.common.device.host_device import HostDevice
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.jobs import Job, JobSpec
-from slipstream.services.config import WorkerConfig
-from slipstream.services.roles import make_verify
-from tests.checkpoints import write_checkpoint
-from tests.scheduler.local_epoch import LocalEpoch
-from tests.workers import LocalWorker
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_verify
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import LocalWorker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def test_the_best_score_is_the_token_that_was_chosen(sampling: SamplingParams, tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", seed=3)
     rng = random.Random(3)
-    spec = JobSpec(
+    spec = SequenceSpec(
         job_id="a",
         prompt=tuple(rng.randrange(256) for _ in range(9)),
         max_new_tokens=12,
@@ -36,7 +36,7 @@ def test_the_best_score_is_the_token_that_was_chosen(sampling: SamplingParams, t
     )
     worker = LocalWorker(make_verify(WorkerConfig(model=target), HostDevice(), 0))
     config = SchedulerConfig(verify="unix:/none", slots=1, context_tokens=64)
-    job = Job(spec)
+    job = Sequence(spec)
     output = LocalEpoch(1, config, [worker]).run([job])[job]
     worker.close()
     scores = Scores(target)

@@ -19,12 +19,12 @@ from slipstream.cli.doctor.peer import HERE, THERE
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import DeadlineExceededError, FailedPreconditionError
-from slipstream.common.wire import manifest_to_pb
+from slipstream.common.worker.wire import manifest_to_pb
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from slipstream.common.device.face import Arena, Device
+    from slipstream.common.device.interface import Arena, Device
 
 WORDS = 8
 """Passed from hand to hand, one by one, to see that memory and fences work."""

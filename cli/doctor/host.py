@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.doctor.finding import failed, note, ok
 from slipstream.cli.health import check
-from slipstream.common.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse_address
 from slipstream.common.errors import UnavailableError
+from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse_address
 
 if TYPE_CHECKING:
     from slipstream.cli.doctor.finding import Finding

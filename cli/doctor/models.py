@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.doctor.finding import failed, ok
 from slipstream.common.errors import SlipstreamError
-from slipstream.services.config import EAGLE3
+from slipstream.services.worker.config import EAGLE3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,12 +9,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.choose import choose_device
-from slipstream.common.step import FenceName
-from slipstream.common.wire import manifest_from_pb
+from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.wire import manifest_from_pb
 from slipstream.protos import worker_pb2
 
 if TYPE_CHECKING:
-    from slipstream.common.device.face import Arena, Fence
+    from slipstream.common.device.interface import Arena, Fence
 
 HERE, THERE = FenceName.DRAFT_DONE, FenceName.VERIFY_STASH
 """What the first process signals, and what the second one does."""

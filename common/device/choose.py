@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.host_device import HostDevice
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
-    from slipstream.common.device.face import Device
+    from slipstream.common.device.interface import Device
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def choose_device(device: str, fence: str = AUTO) -> Device:
         if obstacle is not None:
             logger.info("on the CPU: %s", obstacle)
         return HostDevice()
-    from slipstream.common.device.cuda_device import CudaDevice
+    from slipstream.common.device.cuda.device import CudaDevice
 
     try:
         return CudaDevice(fence)

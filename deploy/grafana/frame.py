@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as models
 
-from slipstream.common.metrics import BUILD_INFO
+from slipstream.common.rpc.metrics import BUILD_INFO
 from slipstream.deploy.grafana.panels import DATASOURCE
 from slipstream.deploy.grafana.queries import INTERVAL, series
-from slipstream.scheduler.server_metrics import EPOCH
+from slipstream.scheduler.telemetry.server_metrics import EPOCH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

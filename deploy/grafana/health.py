@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.metrics import BUILD_INFO, RPCS
+from slipstream.common.rpc.metrics import BUILD_INFO, RPCS
 from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, listing, numbers
 from slipstream.deploy.grafana.queries import INTERVAL, Query, rate, series, total
-from slipstream.scheduler.heartbeats import HEARTBEAT_AGE, WORKER_UP
-from slipstream.scheduler.server_metrics import EPOCH
+from slipstream.scheduler.telemetry.server_metrics import EPOCH
+from slipstream.scheduler.workers.heartbeats import HEARTBEAT_AGE, WORKER_UP
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard

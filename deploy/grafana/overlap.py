@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.metrics import BUILD_INFO, HOST_STALL_SECONDS
+from slipstream.common.rpc.metrics import BUILD_INFO, HOST_STALL_SECONDS
 from slipstream.deploy.grafana.frame import framed
 from slipstream.deploy.grafana.panels import bars, graph, heat_map, listing, numbers
 from slipstream.deploy.grafana.queries import Query, over, rate, series, total
-from slipstream.scheduler.server_metrics import RUN_AHEAD
-from slipstream.scheduler.step_metrics import (
+from slipstream.scheduler.telemetry.server_metrics import RUN_AHEAD
+from slipstream.scheduler.telemetry.step_metrics import (
     BUBBLE_SECONDS,
     BUSY_SECONDS,
     OVERLAP_EFFICIENCY,
     STEP_SECONDS,
 )
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.metrics import RPCS
+from slipstream.common.rpc.metrics import RPCS
 from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, numbers
 from slipstream.deploy.grafana.queries import Query, quantile, quantiles, rate, series, total
-from slipstream.scheduler.request_metrics import (
+from slipstream.gateway.request_metrics import (
     CUT_OFF,
     END_TO_END,
     FIRST_TOKEN,
@@ -20,7 +20,7 @@ from slipstream.scheduler.request_metrics import (
     RUNNING,
     WAITING,
 )
-from slipstream.scheduler.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, QUEUE_CAPACITY, SLOTS
+from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, QUEUE_CAPACITY, SLOTS
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard

@@ -6,10 +6,10 @@ import enum
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.common.access_log import StreamName
-from slipstream.common.buffers import BufferName
 from slipstream.common.errors import OrderingError
-from slipstream.common.step import StepKind
+from slipstream.common.worker.access_log import StreamName
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import StepKind
 
 
 @dataclass(frozen=True, slots=True)

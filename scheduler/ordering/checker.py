@@ -14,13 +14,13 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.common.access_log import LogOp
-from slipstream.common.step import Role
+from slipstream.common.worker.access_log import LogOp
+from slipstream.common.worker.step import Role
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from slipstream.common.step import FenceName
+    from slipstream.common.worker.step import FenceName
     from slipstream.scheduler.ordering.operations import Operation
 
 Clock = tuple[int, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.access_log import StreamName
-from slipstream.common.step import FenceName, StepKind
+from slipstream.common.worker.access_log import StreamName
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.ordering.accesses import (
     Access,
     BufferGroup,

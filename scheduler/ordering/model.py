@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slipstream.common.step import StepKind
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.ordering.checker import Checker, run
 from slipstream.scheduler.ordering.halves import DRAFT
 from slipstream.scheduler.ordering.operations import Operation, step_operations
-from slipstream.scheduler.ordering.plan import consume, initial_state, plan_step, with_draft
 
 if TYPE_CHECKING:
+    from slipstream.scheduler.core.plan import OrderedStep, PlannedStep
     from slipstream.scheduler.ordering.accesses import DraftTraits
     from slipstream.scheduler.ordering.checker import Race, Stuck
     from slipstream.scheduler.ordering.operations import Lanes, StepOperations
-    from slipstream.scheduler.ordering.plan import OrderedStep, PlannedStep
 
 NUM_LANES = 3
 

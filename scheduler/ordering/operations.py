@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.access_log import LogOp, StreamName
-from slipstream.common.buffers import BufferName, ring_rows
-from slipstream.common.step import FenceName, Role
+from slipstream.common.worker.access_log import LogOp, StreamName
+from slipstream.common.worker.layout import BufferName, ring_rows
+from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses, has_draft_half
 
 if TYPE_CHECKING:
-    from slipstream.common.step import FenceOps
+    from slipstream.common.worker.step import FenceOps
+    from slipstream.scheduler.core.plan import OrderedStep, PlannedStep
     from slipstream.scheduler.ordering.accesses import Access, DraftTraits
-    from slipstream.scheduler.ordering.plan import OrderedStep, PlannedStep
 
 
 class Operation(NamedTuple):

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.access_log import LogOp, StreamName
-from slipstream.common.buffers import PADDING_SLOT, SLOT_BUFFERS, BufferName
 from slipstream.common.errors import ConfigError
-from slipstream.common.step import FenceName, Role
+from slipstream.common.worker.access_log import LogOp, StreamName
+from slipstream.common.worker.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
+from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.ordering.checker import Checker, Race, Stuck, run
 from slipstream.scheduler.ordering.operations import Operation
 

@@ -7,9 +7,9 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from slipstream.common.buffers import last_consumed
-from slipstream.common.step import StepKind
-from slipstream.scheduler.ordering.plan import OrderedStep
+from slipstream.common.worker.layout import last_consumed
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.plan import OrderedStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

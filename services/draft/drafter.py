@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.common.future_map import Stash
-    from slipstream.services.engine import EpochState
-    from slipstream.services.padded_chunks import PaddedChunks
-    from slipstream.services.slot_table import Needs
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.padded_chunks import PaddedChunks
+    from slipstream.services.worker.slots import SamplingMode
 
 
 class Drafter(Protocol):
@@ -31,7 +31,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int, needs: Needs) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
         """Guesses the `num_tokens` tokens behind each slot's bonus token: [B, num_tokens] int64.
 
         `rows`: [B] int64 slots; `needs`: what it takes to choose for them as verify does. Called once for each stash

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.language_model import warm_up_widths
-from slipstream.services.paged_slots import PagedSlots
-from slipstream.services.slot_table import Needs
+from slipstream.services.worker.language_model import warm_up_widths
+from slipstream.services.worker.paged_slots import PagedSlots
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from slipstream.common.future_map import Stash
-    from slipstream.services.engine import EpochState
     from slipstream.services.models.eagle3 import Eagle3Head
-    from slipstream.services.padded_chunks import PaddedChunks
-    from slipstream.services.paged_slots import SlotRows
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.padded_chunks import PaddedChunks
+    from slipstream.services.worker.paged_slots import SlotRows
 
 
 class Eagle3Drafter:
@@ -47,7 +47,7 @@ class Eagle3Drafter:
             fused = torch.zeros((1, width, shape.hidden_width), dtype=self._dtype, device=self._device)
             positions = torch.arange(width, device=self._device)[None]
             states = self._forward(slots, torch.zeros_like(positions), positions, self._head.fuse(fused))
-            self._sample(slots, states[:, -1:], positions[:, -1:] + 2, Needs.FILTERS)
+            self._sample(slots, states[:, -1:], positions[:, -1:] + 2, SamplingMode.FILTERS)
 
     def close(self) -> None:
         """See `Drafter.close`."""
@@ -67,7 +67,7 @@ class Eagle3Drafter:
         slots = self._slots.take(chunks.rows)
         self._forward(slots, chunks.tokens, positions.clamp(min=0), before, is_valid)
 
-    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int, needs: Needs) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`. First the entries of the last step's new tokens, then one for each drafted token."""
         assert stash.hidden_states is not None, "the description asks for hidden states"
         slots = self._slots.take(rows)
@@ -85,7 +85,7 @@ class Eagle3Drafter:
         while len(proposed) < num_tokens:
             number = len(proposed)
             state = self._forward(slots, proposed[-1], ahead[number - 1], state)
-            chain = torch.cat(proposed, dim=1) if needs is Needs.ADJUSTMENTS else None
+            chain = torch.cat(proposed, dim=1) if needs is SamplingMode.ADJUSTMENTS else None
             proposed.append(self._sample(slots, state, ahead[number + 1], needs, chain))
         return torch.cat(proposed, dim=1)
 
@@ -105,10 +105,10 @@ class Eagle3Drafter:
         slots: SlotRows,
         states: torch.Tensor,
         positions: torch.Tensor,
-        needs: Needs,
+        needs: SamplingMode,
         chain: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if needs is Needs.ADJUSTMENTS or not self._head.samples_own_ids:
+        if needs is SamplingMode.ADJUSTMENTS or not self._head.samples_own_ids:
             return self._slots.sample(slots, self._head.logits(states), positions, needs, chain)
         logits, ids = self._head.own_logits(states), self._head.token_ids
         return self._slots.sample(slots, logits, positions, needs, token_ids=ids)

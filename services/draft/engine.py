@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.step import FenceName, StepKind
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.draft.graphs import DraftGraphs, propose
-from slipstream.services.engine import Phase
-from slipstream.services.padded_chunks import PaddedChunks, alike
+from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.padded_chunks import PaddedChunks, alike
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.step import StepCommand
-    from slipstream.common.worker_contract import WorkerDescription
+    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.step import StepCommand
     from slipstream.services.draft.drafter import Drafter
-    from slipstream.services.engine import EpochState
+    from slipstream.services.worker.engine import EpochState
 
 
 class DraftEngine:

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.services.graphs import batch_buckets, capture_buckets
-from slipstream.services.slot_table import Needs
+from slipstream.services.worker.graphs import batch_buckets, capture_buckets
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.common.captured_step import CapturedAccess
-    from slipstream.common.future_map import StepNumber
-    from slipstream.common.step import StepCommand
+    from slipstream.common.worker.captured_step import CapturedAccess
+    from slipstream.common.worker.step import StepCommand
     from slipstream.services.draft.drafter import Drafter
-    from slipstream.services.engine import EpochState
-    from slipstream.services.graphed_step import GraphedStep
-    from slipstream.services.graphs import Buckets, Replay
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import StepNumber
+    from slipstream.services.worker.graphed_step import GraphedStep
+    from slipstream.services.worker.graphs import Buckets, Replay
 
-_GRAPHED = (Needs.NOISE, Needs.FILTERS)
+_GRAPHED = (SamplingMode.NOISE, SamplingMode.FILTERS)
 """Adjustments come without a graph: they take tables of the vocabulary for each row."""
 
 
@@ -39,7 +39,7 @@ class DraftGraphs:
         self._state = state
         self._graphed = graphed
         sizes = batch_buckets(state.attachment.shape.num_slots - 1)
-        self._made: dict[Needs, Buckets[_Made]] = {
+        self._made: dict[SamplingMode, Buckets[_Made]] = {
             needs: capture_buckets(f"draft, {needs.name.lower()}", sizes, partial(self._make, needs))
             for needs in _GRAPHED
         }
@@ -56,7 +56,7 @@ class DraftGraphs:
         propose(self._drafter, self._state, command.step, self._graphed.slots[:num_rows], needs)
         self._graphed.stamp_end()
 
-    def _make(self, needs: Needs, size: int) -> _Made:
+    def _make(self, needs: SamplingMode, size: int) -> _Made:
         graphed, rows = self._graphed, self._graphed.slots[:size]
 
         def work() -> None:
@@ -69,7 +69,7 @@ class DraftGraphs:
         return _Made(replay, graphed.step.take_accesses())
 
 
-def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, needs: Needs) -> None:
+def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, needs: SamplingMode) -> None:
     """Stream work: guesses for B slots, from the stash to the arena. `rows`: [B] int64."""
     stash = state.future_map.gather(step, rows, state.slots.limits_of(rows))
     tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, needs)

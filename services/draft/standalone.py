@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.slot_table import Needs
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from slipstream.common.future_map import Stash
-    from slipstream.services.engine import EpochState
-    from slipstream.services.language_model import LanguageModel
-    from slipstream.services.padded_chunks import PaddedChunks
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.language_model import LanguageModel
+    from slipstream.services.worker.padded_chunks import PaddedChunks
 
 
 class StandaloneDrafter:
@@ -33,7 +33,7 @@ class StandaloneDrafter:
         """See `Drafter.prefill`. A language model reads no one's states."""
         self._model.prefill(self._model.slots.take(chunks.rows), chunks)
 
-    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int, needs: Needs) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`.
 
         The first forward also takes the token before the bonus: when all of the last draft was accepted,
@@ -52,6 +52,6 @@ class StandaloneDrafter:
         while len(proposed) < num_tokens:
             number = len(proposed)
             output = self._model.forward(slots, proposed[-1], ahead[number - 1])
-            chain = torch.cat(proposed, dim=1) if needs is Needs.ADJUSTMENTS else None
+            chain = torch.cat(proposed, dim=1) if needs is SamplingMode.ADJUSTMENTS else None
             proposed.append(self._model.sample(slots, output.hidden, ahead[number], needs, chain))
         return torch.cat(proposed, dim=1)

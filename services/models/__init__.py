@@ -1,0 +1,1 @@
+"""Decoders, heads and samplers in PyTorch, and their Triton kernels in `kernels/`."""

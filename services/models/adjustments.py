@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.sampling import MAX_LISTED_IDS
+from slipstream.common.api.sampling import MAX_LISTED_IDS
 from slipstream.services.models.parameter_rows import ParameterRows
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from slipstream.common.sampling import SamplingParams
+    from slipstream.common.api.sampling import SamplingParams
     from slipstream.services.models.token_history import TokenHistory, TokensSoFar
 
 

@@ -160,7 +160,7 @@ class Decoder(nn.Module):
             aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
         )
 
-    def be_invariant(self) -> None:
+    def enable_batch_invariance(self) -> None:
         """From now on attention gives a token the same bits whatever stands beside it, where that takes something."""
 
     @torch.inference_mode()

@@ -30,8 +30,8 @@ class FusedDecoder(Decoder):
         self._stack = cast("list[DecoderLayer]", list(self.layers))
         self._norms = [query_key_norms(layer, config) for layer in self._stack]
 
-    def be_invariant(self) -> None:
-        """See `Decoder.be_invariant`."""
+    def enable_batch_invariance(self) -> None:
+        """See `Decoder.enable_batch_invariance`."""
         self._paged.is_invariant = True
 
     @torch.inference_mode()

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.future_map import Logprobs
 from slipstream.services.models.ranking import keys_of, token_ids_of
+from slipstream.services.worker.future_map import Logprobs
 
 if TYPE_CHECKING:
     from torch import Tensor

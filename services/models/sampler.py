@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.noise import gumbel_noise, gumbel_noise_of
+from slipstream.services.models.noise import gumbel_noise, gumbel_noise_of
 from slipstream.services.models.parameter_rows import ParameterRows
 from slipstream.services.models.ranking import deficits_of, keys_of, token_ids_of
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from slipstream.common.sampling import SamplingParams
+    from slipstream.common.api.sampling import SamplingParams
 
 _LOGITS_AT_ONCE = 1 << 15
 """Keeps what filters compute on a CPU, about 50 bytes a logit, in its cache."""

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import MismatchError
-from slipstream.common.step import FenceName, StepKind
-from slipstream.services.engine import Phase
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.acceptance import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.prompts import PromptGroup
 from slipstream.services.verify.target import Target
+from slipstream.services.worker.engine import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.future_map import Outcome
-    from slipstream.common.step import StepCommand
-    from slipstream.common.worker_contract import Attachment, WorkerDescription
-    from slipstream.services.engine import EpochState
-    from slipstream.services.language_model import LanguageModel
+    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import VerifyResult
+    from slipstream.services.worker.language_model import LanguageModel
 
 
 class VerifyEngine:
@@ -58,7 +58,7 @@ class VerifyEngine:
         fused, simulated = self._layers_to_fuse(state.attachment), self._acceptance(num_draft_tokens)
         self._target = Target(self._model, state, fused, simulated, width=width)
         if width is not None:
-            self._model.decoder.be_invariant()
+            self._model.decoder.enable_batch_invariance()
         self._model.open(state)
         if state.graphs is not None:
             self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
@@ -122,10 +122,10 @@ class VerifyEngine:
 
 
 def _phases(
-    step: int, state: EpochState, target: Target, rows: torch.Tensor, work: Callable[[], Outcome | None]
+    step: int, state: EpochState, target: Target, rows: torch.Tensor, work: Callable[[], VerifyResult | None]
 ) -> list[Phase]:
     """Publishes and stashes what `work` finds for the slots of `rows`, if it finds anything."""
-    found: list[Outcome] = []
+    found: list[VerifyResult] = []
 
     def publish() -> None:
         outcome = work()

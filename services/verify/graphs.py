@@ -10,24 +10,24 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.common.future_map import Outcome
-from slipstream.common.step import FenceName, StepKind
-from slipstream.services.engine import Phase
-from slipstream.services.graphs import Latest, batch_buckets, capture_buckets
-from slipstream.services.slot_table import Needs
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import Look
+from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.future_map import VerifyResult
+from slipstream.services.worker.graphs import Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     import torch
 
-    from slipstream.common.captured_step import CapturedAccess
-    from slipstream.common.step import StepCommand
-    from slipstream.services.engine import EpochState
-    from slipstream.services.graphed_step import GraphedStep
-    from slipstream.services.graphs import Buckets, Replay
+    from slipstream.common.worker.captured_step import CapturedAccess
+    from slipstream.common.worker.step import StepCommand
     from slipstream.services.verify.target import Target
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.graphed_step import GraphedStep
+    from slipstream.services.worker.graphs import Buckets, Replay
 
-_GRAPHED = (Needs.NOISE, Needs.FILTERS)
+_GRAPHED = (SamplingMode.NOISE, SamplingMode.FILTERS)
 """Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
 
 
@@ -54,7 +54,7 @@ class _Made:
     look: _Part
     looked: Latest[Look]
     """What the look leaves: in a graph, in the same memory each time."""
-    endings: dict[Needs, _Ending]
+    endings: dict[SamplingMode, _Ending]
 
 
 class VerifyGraphs:
@@ -97,9 +97,9 @@ class VerifyGraphs:
         part = self._part(look)
         return _Made(part, looked, {needs: self._ending(rows, looked, needs) for needs in _GRAPHED})
 
-    def _ending(self, rows: torch.Tensor, looked: Latest[Look], needs: Needs) -> _Ending:
+    def _ending(self, rows: torch.Tensor, looked: Latest[Look], needs: SamplingMode) -> _Ending:
         graphed, target, future_map = self._graphed, self._target, self._state.future_map
-        chosen = Latest[Outcome]()
+        chosen = Latest[VerifyResult]()
 
         def publish() -> None:
             chosen.value = target.choose(looked.value, needs)
@@ -138,7 +138,7 @@ class _Step:
         self._graphed = graphed
         self._rows = graphed.slots[: len(command.slots)]
         self._ending: _Ending | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: VerifyResult | None = None
 
     def publish(self) -> None:
         """Up to what the scheduler consumes."""
@@ -167,7 +167,7 @@ class _Step:
         self._target.remember(self._rows, self._outcome)
         self._graphed.stamp_end()
 
-    def _choose(self, look: Look, needs: Needs) -> None:
+    def _choose(self, look: Look, needs: SamplingMode) -> None:
         outcome = self._target.choose(look, needs, self._command.top_logprobs)
         self._outcome = _without_padding(outcome, len(self._command.slots))
         self._state.future_map.publish(self._command.step, self._rows, self._outcome)
@@ -177,14 +177,14 @@ class _Step:
         self._state.future_map.log_replay(part.accesses, self._command.step, self._command.slots)
 
 
-def _without_padding(outcome: Outcome, num_rows: int) -> Outcome:
+def _without_padding(outcome: VerifyResult, num_rows: int) -> VerifyResult:
     """The same of the first rows."""
     logprobs = outcome.logprobs
     if logprobs is not None:
         logprobs = type(logprobs)(
             **{field.name: getattr(logprobs, field.name)[:num_rows] for field in fields(logprobs)}
         )
-    return Outcome(
+    return VerifyResult(
         seq_lens=outcome.seq_lens[:num_rows],
         num_accepted=outcome.num_accepted[:num_rows],
         tokens=outcome.tokens[:num_rows],

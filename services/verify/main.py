@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from slipstream.common.logs import CONSOLE
-from slipstream.common.step import Role
-from slipstream.services.command_line import (
+from slipstream.common.rpc.logs import CONSOLE
+from slipstream.common.worker.step import Role
+from slipstream.services.worker.command_line import (
     AccessLogOption,
     AcknowledgeOption,
     DebugSyncOption,
@@ -25,7 +25,7 @@ from slipstream.services.command_line import (
     ThreadsOption,
     serve,
 )
-from slipstream.services.config import WorkerConfig
+from slipstream.services.worker.config import WorkerConfig
 
 
 def main() -> None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.padded_chunks import PaddedChunks, alike
+from slipstream.services.worker.padded_chunks import PaddedChunks, alike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.common.step import PromptChunk
-    from slipstream.services.staging import Staging
+    from slipstream.common.worker.step import PrefillChunk
+    from slipstream.services.worker.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PromptEnds:
     """As `rows`, on the host."""
 
     @classmethod
-    def of(cls, chunks: Sequence[PromptChunk], staging: Staging) -> PromptEnds | None:
+    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging) -> PromptEnds | None:
         """None if no prompt ends."""
         ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
         if not ends:
@@ -60,7 +60,7 @@ class PromptGroup:
 
     @classmethod
     def of(
-        cls, chunks: Sequence[PromptChunk], staging: Staging, *, width: int | None = None, is_one: bool = False
+        cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None, is_one: bool = False
     ) -> list[PromptGroup]:
         """Those together that are alike; all of them with `is_one`; with `width`, each alone and padded to that."""
         together = [list(chunks)] if is_one else alike(chunks)

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from slipstream.common.future_map import Logprobs, Outcome
-from slipstream.common.step import StepKind
+from slipstream.common.worker.step import StepKind
 from slipstream.services.models.acceptance import accept
 from slipstream.services.models.logprobs import logprobs_of
+from slipstream.services.worker.future_map import Logprobs, VerifyResult
 
 if TYPE_CHECKING:
-    from slipstream.common.future_map import StepNumber
-    from slipstream.common.step import StepCommand
-    from slipstream.services.engine import EpochState
-    from slipstream.services.language_model import LanguageModel
+    from slipstream.common.worker.step import StepCommand
     from slipstream.services.models.acceptance import SimulatedAcceptance
     from slipstream.services.models.decoder import DecoderOutput
-    from slipstream.services.paged_slots import SlotRows
-    from slipstream.services.slot_table import Needs
     from slipstream.services.verify.prompts import PromptEnds, PromptGroup
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import StepNumber
+    from slipstream.services.worker.language_model import LanguageModel
+    from slipstream.services.worker.paged_slots import SlotRows
+    from slipstream.services.worker.slots import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Target:
         self._width = width
         self._fused_settle = _fused_settle() if model.device.type == "cuda" else None
 
-    def decode(self, command: StepCommand, rows: torch.Tensor) -> Outcome:
+    def decode(self, command: StepCommand, rows: torch.Tensor) -> VerifyResult:
         """A decode step, with a draft or plain. `rows`: [B] int64, the command's slots."""
         look = self.look(command.step, rows, has_draft=command.kind is StepKind.DECODE)
         return self.choose(look, self._state.slots.needs(command.slots), command.top_logprobs)
@@ -94,7 +94,7 @@ class Target:
         logits = self._model.decoder.logits(output.hidden)[:, :num_tokens].contiguous()
         return Look(rows, seq_lens, tokens, logits, None if output.aux is None else output.aux[:, :num_tokens])
 
-    def choose(self, look: Look, needs: Needs, top_logprobs: int | None = None) -> Outcome:
+    def choose(self, look: Look, needs: SamplingMode, top_logprobs: int | None = None) -> VerifyResult:
         """The target's own token at each place, as far as the draft agrees."""
         chain = look.tokens[:, 1:]
         positions = _positions(look.seq_lens, look.tokens) + 1
@@ -102,7 +102,7 @@ class Target:
         slots = self._model.slots.take(look.rows)
         tokens = self._model.slots.sample(slots, look.logits, positions, needs, chain)
         seq_lens, num_accepted = self._settle(look, tokens)
-        return Outcome(
+        return VerifyResult(
             seq_lens=seq_lens,
             num_accepted=num_accepted,
             tokens=tokens,
@@ -110,7 +110,7 @@ class Target:
             logprobs=None if top_logprobs is None else logprobs_of(look.logits.float(), tokens, top_logprobs),
         )
 
-    def prefill(self, command: StepCommand, groups: list[PromptGroup]) -> Outcome | None:
+    def prefill(self, command: StepCommand, groups: list[PromptGroup]) -> VerifyResult | None:
         """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
         if self._state.attachment.is_debug:
             new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
@@ -127,12 +127,12 @@ class Target:
             self._state.future_map.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
         return _together(outcomes) if outcomes else None
 
-    def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, asked: int | None) -> Outcome:
+    def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, asked: int | None) -> VerifyResult:
         """Those behind the prompts that end in a group."""
         slots, needs = self._model.slots.take(ends.rows), self._state.slots.needs(ends.slots)
         logits = self._model.decoder.logits(output.hidden[ends.chunks, ends.columns][:, None])
         tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], needs)
-        return Outcome(
+        return VerifyResult(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
@@ -140,7 +140,7 @@ class Target:
             logprobs=None if asked is None else logprobs_of(logits.float(), tokens, asked),
         )
 
-    def remember(self, rows: torch.Tensor, outcome: Outcome) -> None:
+    def remember(self, rows: torch.Tensor, outcome: VerifyResult) -> None:
         """The outcome's tokens are output now, for the penalties. `rows`: [B] int64 slots."""
         self._model.slots.remember_output(rows, outcome.tokens, outcome.num_accepted + 1)
 
@@ -162,7 +162,7 @@ class Target:
         return look.seq_lens + num_accepted + 1, num_accepted
 
 
-def _together(outcomes: list[Outcome]) -> Outcome:
+def _together(outcomes: list[VerifyResult]) -> VerifyResult:
     """The rows of several outcomes, one behind the other."""
     if len(outcomes) == 1:
         return outcomes[0]
@@ -172,7 +172,7 @@ def _together(outcomes: list[Outcome]) -> Outcome:
         return torch.cat(there) if there else None
 
     logprobs = [outcome.logprobs for outcome in outcomes if outcome.logprobs is not None]
-    return Outcome(
+    return VerifyResult(
         seq_lens=torch.cat([outcome.seq_lens for outcome in outcomes]),
         num_accepted=torch.cat([outcome.num_accepted for outcome in outcomes]),
         tokens=torch.cat([outcome.tokens for outcome in outcomes]),

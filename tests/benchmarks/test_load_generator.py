@@ -10,8 +10,8 @@ from slipstream.benchmarks.load_generator import COMPLETED, LEFT, REJECTED, Load
 from slipstream.benchmarks.load_report import report_of
 from slipstream.benchmarks.workload import Arrival, PlannedRequest
 from slipstream.common.errors import ConnectionLostError
-from tests.scheduler.generation_server import generation_server
-from tests.waiting import until
+from tests.harness.generation_server import generation_server
+from tests.harness.waiting import until
 
 NUM_REQUESTS = 20
 

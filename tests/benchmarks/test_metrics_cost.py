@@ -11,7 +11,7 @@ from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import target_dir
 from slipstream.client import AsyncClient
-from slipstream.common.scrape import scrape
+from slipstream.common.rpc.scrape import scrape
 
 
 @pytest.mark.slow

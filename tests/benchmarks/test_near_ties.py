@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.benchmarks import figures, near_ties
 from slipstream.benchmarks.near_ties import EAGLE3, NONE, SAMPLINGS, NearTies, Report
-from slipstream.common.device.host_device import HostDevice
+from slipstream.common.device.cpu.device import HostDevice
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,8 +22,8 @@ from slipstream.benchmarks.step_check_table import (
     delay_lines,
     growths,
 )
-from slipstream.common.step import StepKind
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT
 
 if TYPE_CHECKING:
     from pathlib import Path

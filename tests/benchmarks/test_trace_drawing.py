@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slipstream.benchmarks.trace_drawing import draw
-from tests.cli.trace_format import check
+from tests.harness.trace_format import check
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FILES = sorted(RESULTS.glob("trace_*_run_ahead_*.json"))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.bundled import prompts, standalone_dir, target_dir
 from slipstream.services.models.checkpoint import tokenizer_fingerprint
 from slipstream.training.bits_per_byte import measure
-from tests.services.models.paged_model import PAGE_SIZE, PagedModel
+from tests.harness.paged_model import PAGE_SIZE, PagedModel
 
 FOLDER = target_dir().parent
 MAX_BYTES = 24_000_000

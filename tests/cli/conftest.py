@@ -16,8 +16,8 @@ from slipstream.cli.service_command import ServiceCommand
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
-_FAKE_MPS_CONTROL = Path(__file__).with_name("fake_mps_control.py")
+_FAKE_SERVICE = Path(__file__).parent.parent / "harness" / "fake_service.py"
+_FAKE_MPS_CONTROL = Path(__file__).parent.parent / "harness" / "fake_mps_control.py"
 
 
 class MakeCommand(Protocol):

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from slipstream.cli.main import app
-from tests.cli.running import slipstream
+from tests.harness.running import slipstream
 
 if TYPE_CHECKING:
     from pathlib import Path

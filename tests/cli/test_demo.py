@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from slipstream.common.device.choose import cuda_obstacle
-from tests.cli.running import running, slipstream, until
+from tests.harness.running import running, slipstream, until
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from slipstream.cli.doctor.models import check_models
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.errors import FailedPreconditionError
-from tests.cli.running import slipstream
+from tests.harness.running import slipstream
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,15 +12,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.client import AsyncClient
-from tests.checkpoints import write_checkpoint
-from tests.cli.running import leftovers, running_up, status
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.running import leftovers, running_up, status
+from tests.harness.transformers_reference import greedy_tokens
 from tests.scheduler.test_families import CHANGES
-from tests.transformers_reference import greedy_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.chunk import Chunk
+    from slipstream.common.api.output_chunk import OutputChunk
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,7 +57,7 @@ async def test_a_target_that_is_its_own_draft(tmp_path: Path) -> None:
         assert usage.num_verify_steps == -(-(NUM_TOKENS - 1) // (NUM_DRAFT_TOKENS + 1))
 
 
-async def check(folder: Path, family: str, *options: str) -> list[list[Chunk]]:
+async def check(folder: Path, family: str, *options: str) -> list[list[OutputChunk]]:
     """Serves a checkpoint, as its own draft if the options say so, and compares; returns what came, by prompt."""
     target = write_checkpoint(folder / "target", family=family, seed=SEED, **CHANGES[family])
     if options:
@@ -89,7 +89,7 @@ async def check(folder: Path, family: str, *options: str) -> list[list[Chunk]]:
     return outputs
 
 
-async def generate(client: AsyncClient, prompt: str | list[int]) -> list[Chunk]:
+async def generate(client: AsyncClient, prompt: str | list[int]) -> list[OutputChunk]:
     """All that a greedy request gives."""
     options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
     return [chunk async for chunk in client.generate(prompt, **options)]

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tests.cli.running import slipstream
+from tests.harness.running import slipstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

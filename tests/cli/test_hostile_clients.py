@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from slipstream.client import Client
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.status import error_from_rpc
+from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import generation_pb2 as pb
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
-from tests.cli.running import running_up, until
-from tests.hostile_messages import decodes, mangled, messages, methods
+from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
+from tests.harness.hostile_messages import decodes, mangled, messages, methods
+from tests.harness.running import running_up, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.message import Message
 
-    from tests.cli.running import Running
+    from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(180)
 

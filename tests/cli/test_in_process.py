@@ -13,11 +13,11 @@ import pytest
 from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.client import Client
 from slipstream.common.errors import ConfigError
-from slipstream.common.scrape import scrape
+from slipstream.common.rpc.scrape import scrape
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.config import EAGLE3, WorkerConfig
-from tests.cli.running import running, running_up, slipstream
-from tests.cli.trace_format import check, slices_by_thread
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from tests.harness.running import running, running_up, slipstream
+from tests.harness.trace_format import check, slices_by_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from slipstream.cli import mps
 from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps, placed
 from slipstream.cli.service_command import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError
-from tests.waiting import until
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 

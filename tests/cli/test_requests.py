@@ -13,14 +13,14 @@ from transformers import AutoTokenizer
 from slipstream.bundled import target_dir
 from slipstream.client import Client
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.scheduler.checked_request import sample_seed
-from tests.cli.running import running_up, slipstream
+from slipstream.gateway.checked_request import sample_seed
+from tests.harness.running import running_up, slipstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slipstream.common.chunk import Chunk
+    from slipstream.common.api.output_chunk import OutputChunk
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,17 +43,17 @@ def client(server: str) -> Iterator[Client]:
         yield connected
 
 
-def tokens_of(chunks: list[Chunk], sample: int = 0) -> list[int]:
+def tokens_of(chunks: list[OutputChunk], sample: int = 0) -> list[int]:
     """The tokens of a sample."""
     return [token for chunk in chunks if chunk.sample_index == sample for token in chunk.token_ids]
 
 
-def text_of(chunks: list[Chunk], sample: int = 0) -> str:
+def text_of(chunks: list[OutputChunk], sample: int = 0) -> str:
     """Its text."""
     return "".join(chunk.text for chunk in chunks if chunk.sample_index == sample)
 
 
-def generate(client: Client, prompt: Any = PROMPT, **options: Any) -> list[Chunk]:
+def generate(client: Client, prompt: Any = PROMPT, **options: Any) -> list[OutputChunk]:
     """Everything that comes for a request."""
     return list(client.generate(prompt, **options))
 

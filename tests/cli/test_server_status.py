@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.supervisor import Supervisor
-from slipstream.common.server_state import ServerState, ServiceState
+from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.protos import generation_pb2_grpc
 
 if TYPE_CHECKING:

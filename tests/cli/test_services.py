@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.cli.running import leftovers, running, running_up, slipstream, status, until
+from tests.harness.running import leftovers, running, running_up, slipstream, status, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.cli.running import Running
+    from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(60)
 

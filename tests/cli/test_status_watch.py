@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.cli.running import COMMAND, Running, running, running_up, slipstream, until
+from tests.harness.running import COMMAND, Running, running, running_up, slipstream, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,15 +16,15 @@ from slipstream.cli.status_watch import blocks, live
 from slipstream.cli.status_watch_look import Look, Watcher
 from slipstream.cli.status_watch_numbers import IntervalNumbers, Reading
 from slipstream.cli.status_watch_screen import bar_cells, duration, frame
+from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import UnavailableError
-from slipstream.common.metrics import make_registry
-from slipstream.common.scrape import Scrape
-from slipstream.common.server_state import ServerState, ServiceState
-from slipstream.common.step import StepKind
-from slipstream.scheduler.draft_tally import DraftTally
-from slipstream.scheduler.request_metrics import RequestMetrics
-from slipstream.scheduler.step_metrics import StepMetricFamilies, StepMetrics
-from slipstream.scheduler.step_timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
+from slipstream.common.rpc.metrics import make_registry
+from slipstream.common.rpc.scrape import Scrape
+from slipstream.common.worker.step import StepKind
+from slipstream.gateway.request_metrics import RequestMetrics
+from slipstream.scheduler.core.draft_tally import DraftTally
+from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

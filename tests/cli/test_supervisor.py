@@ -20,7 +20,7 @@ from slipstream.cli.health import check
 from slipstream.cli.stop_signals import StopSignals
 from slipstream.cli.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from tests.waiting import until
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.cli.running import running, running_up, slipstream, until
-from tests.cli.trace_format import check, slices_by_thread
-from tests.grpc_server import running_server
+from tests.harness.grpc_server import running_server
+from tests.harness.running import running, running_up, slipstream, until
+from tests.harness.trace_format import check, slices_by_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,10 +10,10 @@ import pytest
 from slipstream.cli.trace_clock import StampClock
 from slipstream.cli.trace_events import trace_json
 from slipstream.common.device.clock import ClockBounds, ClockSample
-from slipstream.common.flight_recorder import Record, Site
-from slipstream.common.step import FenceName, FencePoint, StepKind
-from slipstream.common.trace import Trace, TracedProcess, TracedStep
-from tests.cli.trace_format import around, arrows, check, slices_by_thread
+from slipstream.common.worker.recorder import Record, Site
+from slipstream.common.worker.step import FenceName, FencePoint, StepKind
+from slipstream.common.worker.trace import Trace, TracedProcess, TracedStep
+from tests.harness.trace_format import around, arrows, check, slices_by_thread
 
 STEPS_LANE, LOOP, COPIES = (1, 11), (1, 12), (1, 13)
 DRAFT_HOST, DRAFT_STREAM = (2, 21), (2, 22)

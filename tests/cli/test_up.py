@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(30)
 
-UP = Path(__file__).with_name("up_on_fakes.py")
+UP = Path(__file__).parent.parent / "harness" / "up_on_fakes.py"
 
 
 @contextmanager

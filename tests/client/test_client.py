@@ -13,7 +13,8 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.client.requests import OutputReader
-from slipstream.common.chunk import Chunk, FinishReason
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+from slipstream.common.api.usage import Usage
 from slipstream.common.errors import (
     ConnectionLostError,
     DeadlineExceededError,
@@ -22,9 +23,8 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from slipstream.common.usage import Usage
 from slipstream.protos import generation_pb2, generation_pb2_grpc
-from tests.grpc_server import running_server
+from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,14 +44,16 @@ USAGE = Usage(
     time_to_first_token_seconds=0.5,
     end_to_end_seconds=0.75,
 )
-FIRST = Chunk(job_id="a", token_offset=0, token_ids=(5, 6), text="hé", is_draft=(True, False), text_lengths=(1, 1))
-LAST = Chunk(job_id="a", token_offset=2, finish_reason=FinishReason.LENGTH, usage=USAGE, job_usage=USAGE)
+FIRST = OutputChunk(
+    job_id="a", token_offset=0, token_ids=(5, 6), text="hé", is_draft=(True, False), text_lengths=(1, 1)
+)
+LAST = OutputChunk(job_id="a", token_offset=2, finish_reason=FinishReason.LENGTH, usage=USAGE, job_usage=USAGE)
 
 
 class Script(generation_pb2_grpc.GenerationServicer):
     """Sends chunks, and then waits for ever if it is told to."""
 
-    def __init__(self, *chunks: Chunk, is_endless: bool = False) -> None:
+    def __init__(self, *chunks: OutputChunk, is_endless: bool = False) -> None:
         self.chunks = chunks
         self.is_endless = is_endless
         self.requests: list[generation_pb2.GenerateRequest] = []
@@ -130,7 +132,7 @@ async def test_everything_that_is_asked_for_is_sent() -> None:
 
 
 async def test_the_stream_ends_with_the_last_sample() -> None:
-    other = Chunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=1)
+    other = OutputChunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=1)
     ends = [replace(LAST, job_usage=None), replace(LAST, token_offset=1, sample_index=1)]
     async with client_of(Script(FIRST, other, *ends)) as client:
         assert [chunk async for chunk in client.generate("a", n=2)] == [FIRST, other, *ends]
@@ -152,12 +154,12 @@ def test_an_end_that_is_told_again_is_not_repeated() -> None:
     end = replace(LAST, job_usage=None)
     assert [reader.read(chunk.to_pb()) for chunk in (FIRST, end)] == [FIRST, end]
     assert reader.request("a") == generation_pb2.WatchJobRequest(job_id="a", from_token=2)
-    other = Chunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=2)
+    other = OutputChunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=2)
     assert [reader.read(chunk.to_pb()) for chunk in (end, other)] == [None, other]
     assert reader.request("a") == generation_pb2.WatchJobRequest(job_id="a", from_tokens=[2, 0, 1])
     assert not reader.is_over
     # The server cannot know which sample's end came last.
-    assert reader.read(LAST.to_pb()) == Chunk(job_id="a", token_offset=2, job_usage=USAGE)
+    assert reader.read(LAST.to_pb()) == OutputChunk(job_id="a", token_offset=2, job_usage=USAGE)
     assert reader.is_over
     with pytest.raises(InternalError):
         reader.read(replace(FIRST, token_offset=2).to_pb())
@@ -165,7 +167,7 @@ def test_an_end_that_is_told_again_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
 async def test_a_gap_or_a_repetition_is_seen(offset: int) -> None:
-    wrong = Chunk(job_id="a", token_offset=offset, token_ids=(7,))
+    wrong = OutputChunk(job_id="a", token_offset=offset, token_ids=(7,))
     async with client_of(Script(FIRST, wrong, is_endless=True)) as client:
         chunks = client.generate("a")
         assert await anext(chunks) == FIRST

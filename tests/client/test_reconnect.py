@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.client import AsyncClient, Client
+from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     AlreadyExistsError,
     ConnectionLostError,
@@ -19,18 +20,17 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from slipstream.common.job_info import JobState
-from tests.client.breaking_proxy import breaking_proxy
-from tests.scheduler.fake_loop import TOKENS_PER_STEP
-from tests.scheduler.generation_server import STATE, generation_server
-from tests.waiting import until
+from tests.harness.breaking_proxy import breaking_proxy
+from tests.harness.fake_loop import TOKENS_PER_STEP
+from tests.harness.generation_server import STATE, generation_server
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from slipstream.common.chunk import Chunk
-    from tests.client.breaking_proxy import BreakingProxy
-    from tests.scheduler.generation_server import GenerationServer
+    from slipstream.common.api.output_chunk import OutputChunk
+    from tests.harness.breaking_proxy import BreakingProxy
+    from tests.harness.generation_server import GenerationServer
 
 
 @asynccontextmanager
@@ -44,7 +44,7 @@ async def behind_a_proxy() -> AsyncIterator[tuple[GenerationServer, BreakingProx
         yield server, proxy, client
 
 
-def tokens_of(chunks: list[Chunk]) -> list[int]:
+def tokens_of(chunks: list[OutputChunk]) -> list[int]:
     """The tokens of a job."""
     return [token for chunk in chunks for token in chunk.token_ids]
 
@@ -53,7 +53,7 @@ async def test_a_watch_goes_on_where_the_connection_broke() -> None:
     async with behind_a_proxy() as (server, proxy, client):
         server.loop.pause_tokens = TOKENS_PER_STEP
         await client.create_job("Hello", job_id="mine", max_new_tokens=31)
-        chunks: list[Chunk] = []
+        chunks: list[OutputChunk] = []
         async for chunk in client.watch_job("mine"):
             chunks.append(chunk)
             # Before, between and after tokens, wherever the stream is.
@@ -74,7 +74,7 @@ async def test_every_sample_goes_on_where_the_connection_broke() -> None:
         # Two slots, so that some end before others begin.
         server.loop.slots = 2
         await client.create_job("Hello", job_id="mine", n=4, max_new_tokens=16)
-        chunks: list[Chunk] = []
+        chunks: list[OutputChunk] = []
         async for chunk in client.watch_job("mine"):
             chunks.append(chunk)
             proxy.cut()

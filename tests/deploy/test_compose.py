@@ -17,14 +17,14 @@ import yaml
 from slipstream.bundled import target_dir
 from slipstream.cli import mps
 from slipstream.cli.main import app
-from slipstream.common.address import TcpAddress, UnixAddress, parse_address
-from slipstream.common.logs import FORMATS
+from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
+from slipstream.common.rpc.logs import FORMATS
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
-from slipstream.services.config import WorkerConfig
 from slipstream.services.draft.main import draft
 from slipstream.services.verify.main import verify
-from tests.deploy.compose_files import DEPLOY, VARIABLE, load
+from slipstream.services.worker.config import WorkerConfig
+from tests.harness.compose_files import DEPLOY, VARIABLE, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

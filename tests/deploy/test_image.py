@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.compose_files import DEPLOY, load
+from tests.harness.compose_files import DEPLOY, load
 
 ROOT = DEPLOY.parent
 DOCKERFILE = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))

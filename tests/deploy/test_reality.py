@@ -22,10 +22,10 @@ from slipstream.benchmarks.dashboard_queries import (
 )
 from slipstream.benchmarks.observed_stack import SERVICES, busy, observed_stack
 from slipstream.benchmarks.prometheus_server import find_prometheus
-from slipstream.common import metrics as common_metrics
-from slipstream.common.scrape import Scrape
+from slipstream.common.rpc import metrics as common_metrics
+from slipstream.common.rpc.scrape import Scrape
 from slipstream.deploy.metrics_page import CATALOGUE
-from slipstream.services.host_stalls import ATTACH
+from slipstream.services.worker.host_stalls import ATTACH
 
 if TYPE_CHECKING:
     from pathlib import Path

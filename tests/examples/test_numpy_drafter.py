@@ -17,25 +17,25 @@ from tokenizers import Tokenizer
 from slipstream.bundled import target_dir
 from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
+from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import UnavailableError
-from slipstream.common.flight_recorder import Site
-from slipstream.common.sampling import SamplingParams
-from slipstream.common.step import Role
-from slipstream.common.trace import TraceRequest
-from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.common.worker.recorder import Site
+from slipstream.common.worker.step import Role
+from slipstream.common.worker.trace import TraceRequest
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
 from slipstream.scheduler.ordering.replay import Replay
-from tests.checkpoints import write_checkpoint
-from tests.cli.trace_format import check
-from tests.scheduler.timeline_server import timeline_server
-from tests.waiting import until
-from tests.worker_processes import WorkerProcesses, conducting
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.timeline_server import timeline_server
+from tests.harness.trace_format import check
+from tests.harness.waiting import until
+from tests.harness.worker_processes import WorkerProcesses, conducting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SEED = 5
 DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
-LOGGED = Path(__file__).with_name("logged_drafter.py")
+LOGGED = Path(__file__).parent.parent / "harness" / "logged_drafter.py"
 REPETITIVE = "import unittest\n\n" + "".join(
     f"    def test_{name}(self):\n        self.assertEqual(self.{name}, 1)\n\n" for name in ("one", "two", "six", "ten")
 )
@@ -67,7 +67,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
         yield made
 
 
-def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Job]:
+def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Sequence]:
     """Greedy, sampled, and sampled with filters; every prompt repeats itself."""
     rng = random.Random(SEED)
     jobs = []
@@ -78,10 +78,10 @@ def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Job]:
     return jobs
 
 
-def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max_new_tokens: int) -> Job:
+def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max_new_tokens: int) -> Sequence:
     """A request that ends with its last token."""
-    return Job(
-        JobSpec(
+    return Sequence(
+        SequenceSpec(
             job_id=job_id,
             prompt=prompt,
             max_new_tokens=max_new_tokens,
@@ -98,7 +98,7 @@ def settings(**changes: object) -> dict[str, Any]:
 
 
 async def serve(
-    processes: WorkerProcesses, jobs: list[Job], *, has_draft: bool = True, **changes: object
+    processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
     """The tokens of jobs, by a conductor of their own."""
     with conducting(processes, has_draft=has_draft, **settings(**changes)) as client:

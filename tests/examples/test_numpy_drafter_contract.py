@@ -13,17 +13,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.common.step import FenceName
-from slipstream.common.wire import attachment_to_pb
+from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.wire import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from tests.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
-from tests.workers import SHAPE, attachment_to, make_arena
+from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
+from tests.harness.workers import SHAPE, attachment_to, make_arena
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from slipstream.common.device.host_arena import HostArena
+    from slipstream.common.device.cpu.arena import HostArena
 
 DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
 EPOCHS = itertools.count(1)

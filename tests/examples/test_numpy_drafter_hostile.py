@@ -15,20 +15,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.common.buffers import BufferName
-from slipstream.common.device.host_arena import FENCE_KIND
+from slipstream.common.device.cpu.arena import FENCE_KIND
 from slipstream.common.device.manifest import FenceWord, Manifest, Placed
-from slipstream.common.step import FenceName, Role
-from slipstream.common.wire import attachment_to_pb, description_from_pb
-from slipstream.common.worker_contract import Attachment
+from slipstream.common.worker.contract import Attachment
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.wire import attachment_to_pb, description_from_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from tests.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
-from tests.hostile_messages import change
-from tests.services.guarded_arena import GuardedArena
-from tests.services.hosted import FUZZ, REFUSALS, TIMEOUT_S, allow, error_of, send_bytes
-from tests.services.test_hostile_commands import hostile_commands
-from tests.workers import SHAPE
+from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
+from tests.harness.guarded_arena import GuardedArena
+from tests.harness.hosted import FUZZ, REFUSALS, TIMEOUT_S, allow, error_of, send_bytes
+from tests.harness.hostile_messages import change
+from tests.harness.workers import SHAPE
+from tests.services.worker.test_hostile_commands import hostile_commands
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,18 +17,18 @@ from examples.numpy_drafter.fingerprint import tokenizer_fingerprint
 from examples.numpy_drafter.ngram import Continuation, History
 from examples.numpy_drafter.noise import choose, gumbel_noise, random_words
 from slipstream.bundled import target_dir
+from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.manifest import lay_out
-from slipstream.common.future_map import FutureMapShape
-from slipstream.common.noise import gumbel_noise_of
-from slipstream.common.sampling import SamplingParams
-from slipstream.common.step import FenceName
-from slipstream.common.wire import manifest_to_pb
+from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.wire import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.services.models import checkpoint
+from slipstream.services.models.noise import gumbel_noise_of
 from slipstream.services.models.sampler import SamplingRows, sample
-from tests.checkpoints import write_json, write_tokenizer
-from tests.tokenizers_by_kind import KINDS, make_tokenizer
-from tests.workers import SHAPE, make_arena
+from tests.harness.checkpoints import write_json, write_tokenizer
+from tests.harness.tokenizers_by_kind import KINDS, make_tokenizer
+from tests.harness.workers import SHAPE, make_arena
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "numpy_drafter"

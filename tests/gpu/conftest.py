@@ -10,12 +10,12 @@ import torch
 
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.device.manifest import EVENT, TIMELINE, BufferSpec
-from tests.gpu.other_process import OtherProcess
+from tests.harness.gpu_other_process import OtherProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
 
 SPECS = (
     BufferSpec("lengths", (3, 4), torch.int64, "verify"),
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> CudaDevice:
     """The GPU with its best fences."""
-    from slipstream.common.device.cuda_device import CudaDevice
+    from slipstream.common.device.cuda.device import CudaDevice
 
     return CudaDevice()
 
@@ -50,7 +50,7 @@ def device() -> CudaDevice:
 @pytest.fixture(scope="session", params=KINDS)
 def device_of_kind(request: pytest.FixtureRequest) -> CudaDevice:
     """The GPU with fences of either kind."""
-    from slipstream.common.device.cuda_device import CudaDevice
+    from slipstream.common.device.cuda.device import CudaDevice
 
     return CudaDevice(request.param)
 
@@ -71,7 +71,7 @@ def other(pair: tuple[OtherProcess, OtherProcess]) -> OtherProcess:
 @pytest.fixture
 def arena(device: CudaDevice) -> Iterator[OwnedArena]:
     """An arena that this process owns."""
-    from slipstream.common.step import FenceName
+    from slipstream.common.worker.step import FenceName
 
     made = device.create_arena(SPECS, list(FenceName))
     yield made
@@ -81,7 +81,7 @@ def arena(device: CudaDevice) -> Iterator[OwnedArena]:
 @pytest.fixture
 def arena_of_kind(device_of_kind: CudaDevice) -> Iterator[OwnedArena]:
     """An arena with fences of either kind."""
-    from slipstream.common.step import FenceName
+    from slipstream.common.worker.step import FenceName
 
     made = device_of_kind.create_arena(SPECS, list(FenceName))
     yield made

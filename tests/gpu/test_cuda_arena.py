@@ -11,13 +11,13 @@ import torch
 
 from slipstream.common.device.manifest import EVENT, HOST, TIMELINE, BufferSpec
 from slipstream.common.errors import ManifestError, OutOfMemoryError
-from slipstream.common.step import FenceName
+from slipstream.common.worker.step import FenceName
 from tests.gpu.conftest import SPECS
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
     from slipstream.common.device.manifest import FenceWord
-    from tests.gpu.other_process import OtherProcess
+    from tests.harness.gpu_other_process import OtherProcess
 
 
 def with_fences(arena: OwnedArena, **changes: Any) -> tuple[FenceWord, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda_device import CudaDevice
+    from slipstream.common.device.cuda.device import CudaDevice
 
 PAUSE_S = 0.2
 MOST_DRIFT = 1e-3

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from slipstream.cli.mps import CONTROL
-from tests.cli.running import slipstream
+from tests.harness.running import slipstream
 
 
 @pytest.mark.timeout(180)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.device.manifest import EVENTS
-from slipstream.common.step import FenceName
+from slipstream.common.worker.step import FenceName
 from tests.gpu.conftest import SPECS
-from tests.gpu.other_process import OtherProcess, attached
+from tests.harness.gpu_other_process import OtherProcess, attached
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
-    from tests.gpu.other_process import Pair
+    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
+    from tests.harness.gpu_other_process import Pair
 
 DONE, PUBLISH, STASH = (int(name) for name in FenceName)
 

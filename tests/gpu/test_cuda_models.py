@@ -10,24 +10,24 @@ from transformers import AutoTokenizer
 
 from slipstream.benchmarks.near_tie_scores import Scores
 from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
-from slipstream.common.access_log import JsonLinesAccessLog, StreamName
-from slipstream.common.device.host_device import HostDevice
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
 from slipstream.scheduler.ordering.replay import Replay
-from slipstream.services.config import EAGLE3, STANDALONE, WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
-from tests.scheduler.local_epoch import LocalEpoch
-from tests.workers import LocalWorker
+from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import LocalWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import abc
     from pathlib import Path
 
-    from slipstream.common.device.cuda_device import CudaDevice
-    from slipstream.common.device.face import Device
-    from slipstream.common.step import StepCommand
+    from slipstream.common.device.cuda.device import CudaDevice
+    from slipstream.common.device.interface import Device
+    from slipstream.common.worker.step import StepCommand
 
 DRAFTS = {"none": None, STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
 SAMPLINGS = (
@@ -57,12 +57,12 @@ class WatchedWorker(LocalWorker):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def make_jobs(count: int = NUM_PROMPTS) -> list[Job]:
+def make_jobs(count: int = NUM_PROMPTS) -> list[Sequence]:
     """Held-out prompts, each with another sampling."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir())
     return [
-        Job(
-            JobSpec(
+        Sequence(
+            SequenceSpec(
                 job_id=prompt.id,
                 prompt=tuple(tokenizer(prompt.text).input_ids),
                 max_new_tokens=MAX_NEW_TOKENS,
@@ -93,7 +93,7 @@ def serve_ways(
     draft: str,
     dtype: str,
     *,
-    at_once: Sequence[int],
+    at_once: abc.Sequence[int],
     slots: int = SLOTS,
     log_dir: Path | None = None,
     is_deterministic: bool = False,

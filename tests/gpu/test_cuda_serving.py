@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from slipstream.bundled import standalone_dir, target_dir
+from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import UnavailableError
-from slipstream.common.sampling import SamplingParams
-from slipstream.common.step import Role
-from slipstream.scheduler.jobs import Job, JobSpec
-from slipstream.services.stand_in import token_at
-from tests.waiting import until
-from tests.worker_processes import WorkerProcesses, conducting
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.services.worker.dummy_model import token_at
+from tests.harness.waiting import until
+from tests.harness.worker_processes import WorkerProcesses, conducting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.device.cuda_device import CudaDevice
+    from slipstream.common.device.cuda.device import CudaDevice
 
 MODELS = {Role.VERIFY: target_dir(), Role.DRAFT: standalone_dir()}
 OPTIONS = ("--device", "cuda", "--stand-in-ms", "0.4")
@@ -35,19 +35,19 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
         yield made
 
 
-def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Job:
+def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Sequence:
     """A greedy job."""
-    spec = JobSpec(
+    spec = SequenceSpec(
         job_id=str(prompt_tokens),
         prompt=tuple(range(prompt_tokens)),
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(),
         stop_token_ids=frozenset(),
     )
-    return Job(spec)
+    return Sequence(spec)
 
 
-def expected(job: Job) -> list[int]:
+def expected(job: Sequence) -> list[int]:
     """What stand-ins answer."""
     first = len(job.spec.prompt)
     tokens: list[int] = token_at(torch.arange(first, first + job.spec.max_new_tokens)).tolist()

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from slipstream.common.errors import DeadlineExceededError
-from slipstream.common.step import FenceName
-from tests.gpu.other_process import OtherProcess, attached
+from slipstream.common.worker.step import FenceName
+from tests.harness.gpu_other_process import OtherProcess, attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.device.cuda_device import CudaDevice, OwnedArena
-    from slipstream.common.device.cuda_stream import CudaStream
-    from tests.gpu.other_process import Pair
+    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.stream import CudaStream
+    from tests.harness.gpu_other_process import Pair
 
 DONE = int(FenceName.DRAFT_DONE)
 

@@ -7,35 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.client import AsyncClient
-from slipstream.common.device.host_device import HostDevice
-from slipstream.services.config import WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
-from tests.checkpoints import write_checkpoint, write_guesser
-from tests.scheduler.generation_server import generation_server
-from tests.scheduler.local_serving import Models, Served, Way
-from tests.scheduler.seeded_jobs import SEED, make_jobs
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.local_serving import Models, Served, Way
+from tests.harness.seeded_jobs import SEED, make_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from slipstream.services.engine import RoleEngine
-    from tests.scheduler.generation_server import GenerationServer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[GenerationServer]:
-    """The clients' side, with a fake loop behind it."""
-    async with generation_server() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(server: GenerationServer) -> AsyncIterator[AsyncClient]:
-    """Connected to `server`."""
-    async with AsyncClient(server.address) as connected:
-        yield connected
+    from slipstream.services.worker.engine import RoleEngine
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.common.sampling import SamplingParams
-from tests.scheduler.local_serving import Models, Served, Way
-from tests.scheduler.seeded_jobs import adjusted_jobs, make_jobs
+from slipstream.common.api.sampling import SamplingParams
+from tests.harness.local_serving import Models, Served, Way
+from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:
-    from slipstream.common.logprobs import TokenLogprobs
-    from slipstream.scheduler.jobs import Job
+    from slipstream.common.api.logprobs import TokenLogprobs
+    from slipstream.scheduler.core.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,7 +100,7 @@ def test_logprobs_are_those_of_a_plain_forward(
     for job, number in zip(jobs, asked, strict=True):
         job.spec = replace(job.spec, top_logprobs=number)
     served = Served(models, Way(num_draft_tokens=num_draft_tokens, run_ahead=2, slots=3))
-    found: dict[Job, list[TokenLogprobs]] = {job: [] for job in jobs}
+    found: dict[Sequence, list[TokenLogprobs]] = {job: [] for job in jobs}
     served.epoch.on_progress = lambda job, progress: found[job].extend(progress.logprobs)
     assert served.run(jobs) == adjusted_reference
     reference_model = AutoModelForCausalLM.from_pretrained(models.path, dtype=torch.float32)

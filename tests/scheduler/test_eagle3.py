@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream import bundled
-from slipstream.common.device.host_device import HostDevice
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
-from slipstream.common.sampling import SamplingParams
-from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
 from slipstream.scheduler.ordering.replay import Replay
-from slipstream.services.config import EAGLE3, WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
-from tests.eagle3_checkpoints import LAYOUTS, write_head
-from tests.scheduler.fair_head import make_head
-from tests.scheduler.local_serving import Models, Served, Way
-from tests.scheduler.seeded_jobs import adjusted_jobs, make_jobs
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.eagle3_checkpoints import LAYOUTS, write_head
+from tests.harness.fair_head import make_head
+from tests.harness.local_serving import Models, Served, Way
+from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.engine import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,8 +101,8 @@ def test_the_bundled_head_is_right_more_often_than_not() -> None:
     verify = make_verify(WorkerConfig(model=target), device, 0)
     head = make_draft(WorkerConfig(model=bundled.eagle3_dir(), target=target, algorithm=EAGLE3), device, 0)
     jobs = [
-        Job(
-            JobSpec(
+        Sequence(
+            SequenceSpec(
                 job_id=str(number),
                 prompt=tuple(range(300 * number, 300 * number + 20)),
                 max_new_tokens=48,

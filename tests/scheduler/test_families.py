@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.common.device.host_device import HostDevice
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.jobs import Job, JobSpec
-from slipstream.services.config import WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
-from tests.checkpoints import write_checkpoint, write_guesser
-from tests.scheduler.local_epoch import LocalEpoch
-from tests.transformers_reference import greedy_tokens
-from tests.workers import LocalWorker
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.transformers_reference import greedy_tokens
+from tests.harness.workers import LocalWorker
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.engine import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 SEED = 11
 NUM_TOKENS = 48
@@ -62,8 +62,8 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]
         debug=True,
     )
     jobs = [
-        Job(
-            JobSpec(
+        Sequence(
+            SequenceSpec(
                 job_id=str(number),
                 prompt=tuple(prompt),
                 max_new_tokens=NUM_TOKENS,

@@ -11,24 +11,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.buffers import BufferName
-from slipstream.common.device.host_arena import HostArena
-from slipstream.common.device.host_device import HostDevice
-from slipstream.common.step import Role
-from slipstream.services.config import WorkerConfig
-from slipstream.services.roles import make_draft
-from tests.scheduler.fair_head import make_head
-from tests.scheduler.local_epoch import LocalEpoch
-from tests.scheduler.local_serving import Way
-from tests.scheduler.seeded_jobs import adjusted_jobs, make_jobs
-from tests.workers import LocalWorker
+from slipstream.common.device.cpu.arena import HostArena
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import Role
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_draft
+from tests.harness.fair_head import make_head
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.local_serving import Way
+from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
+from tests.harness.workers import LocalWorker
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.worker_contract import Attachment
-    from slipstream.scheduler.jobs import Job
-    from slipstream.services.engine import RoleEngine
+    from slipstream.common.worker.contract import Attachment
+    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.services.worker.engine import RoleEngine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAUSE_S = 0.0003
@@ -78,7 +78,7 @@ class Vandal(LocalWorker):
         arena.close()
 
 
-def serve_plainly(verify: RoleEngine, jobs: list[Job]) -> list[list[int]]:
+def serve_plainly(verify: RoleEngine, jobs: list[Sequence]) -> list[list[int]]:
     """Plain decoding, one request at a time, nothing runs ahead."""
     worker = LocalWorker(verify)
     outputs = LocalEpoch(1, Way(run_ahead=0, slots=1).config(None), [worker]).run(*([job] for job in jobs))

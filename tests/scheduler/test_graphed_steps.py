@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from slipstream.common.access_log import JsonLinesAccessLog, StreamName
-from slipstream.common.device.host_device import HostDevice
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.jobs import Job, JobSpec
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
 from slipstream.scheduler.ordering.replay import Replay
-from slipstream.services.config import EAGLE3, WorkerConfig
-from slipstream.services.graphs import HostCapture
-from slipstream.services.language_model import LanguageModel
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.roles import make_draft, make_verify
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
-from tests.checkpoints import write_checkpoint, write_guesser
-from tests.eagle3_checkpoints import write_head
-from tests.inline_device import InlineDevice
-from tests.leaks import nothing_left
-from tests.scheduler.local_epoch import LocalEpoch
-from tests.workers import LocalWorker
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from slipstream.services.worker.graphs import HostCapture
+from slipstream.services.worker.language_model import LanguageModel
+from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.eagle3_checkpoints import write_head
+from tests.harness.inline_device import InlineDevice
+from tests.harness.leaks import nothing_left
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import LocalWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from slipstream.common.device.face import Device
-    from slipstream.services.engine import RoleEngine
-    from slipstream.services.graphs import Replay as ReplayedWork
+    from slipstream.common.device.interface import Device
     from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.graphs import Replay as ReplayedWork
 
 SEED = 5
 SAMPLINGS = (
@@ -79,11 +79,11 @@ def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | Non
     return made
 
 
-def make_jobs() -> list[Job]:
+def make_jobs() -> list[Sequence]:
     """Prompts of 1 to 40 tokens; one of each kind of sampling, twice; every third asks for logprobs."""
     rng = random.Random(SEED)
     specs = [
-        JobSpec(
+        SequenceSpec(
             job_id=str(number),
             prompt=tuple(rng.randrange(256) for _ in range(rng.choice((1, 7, 8, 9, 23, 40)))),
             max_new_tokens=rng.randrange(10, 24),
@@ -93,7 +93,7 @@ def make_jobs() -> list[Job]:
         )
         for number in range(2 * len(SAMPLINGS))
     ]
-    return [Job(spec) for spec in specs]
+    return [Sequence(spec) for spec in specs]
 
 
 def serve(
@@ -164,7 +164,7 @@ def test_one_size_for_all_steps(
 
     monkeypatch.setattr(Decoder, "forward", watched)
     loaded: list[Decoder] = []
-    monkeypatch.setattr("slipstream.services.roles.LanguageModel", lambda *args: _noted(loaded, *args))
+    monkeypatch.setattr("slipstream.services.worker.factory.LanguageModel", lambda *args: _noted(loaded, *args))
     decoder: Any = None
     opened = VerifyEngine.phases
 
@@ -228,7 +228,7 @@ def test_parts_of_a_step_share_no_more_than_memory(
 ) -> None:
     """A graph knows nothing of what the one before it left in Python's objects."""
     monkeypatch.setattr(verify_graphs, "Latest", SameMemory)
-    monkeypatch.setattr("slipstream.services.engine.HostCapture", CaptureAtOnce)
+    monkeypatch.setattr("slipstream.services.worker.engine.HostCapture", CaptureAtOnce)
     assert serve(checkpoints, "standalone", InlineDevice()) == reference
 
 

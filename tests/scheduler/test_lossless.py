@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from slipstream.common.chunk import FinishReason
-from slipstream.common.step import Role
-from tests.leaks import nothing_left
-from tests.scheduler.local_serving import Models, Served, Way
-from tests.scheduler.seeded_jobs import make_jobs
+from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.worker.step import Role
+from tests.harness.leaks import nothing_left
+from tests.harness.local_serving import Models, Served, Way
+from tests.harness.seeded_jobs import make_jobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

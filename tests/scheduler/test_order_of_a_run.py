@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.step import FenceName
+from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.draft.engine import DraftEngine
-from tests.scheduler.local_serving import Models, Served, Way
-from tests.scheduler.seeded_jobs import make_jobs
+from tests.harness.local_serving import Models, Served, Way
+from tests.harness.seeded_jobs import make_jobs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.common.future_map import Stash
     from slipstream.scheduler.ordering.replay import Report
-    from slipstream.services.engine import EpochState
-    from slipstream.services.padded_chunks import PaddedChunks
-    from slipstream.services.slot_table import Needs
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.padded_chunks import PaddedChunks
+    from slipstream.services.worker.slots import SamplingMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ class HiddenDrafter:
         assert hidden is not None
         assert len(hidden) == int(chunks.lengths.sum())
 
-    def propose(self, rows: torch.Tensor, stash: Stash, num_tokens: int, needs: Needs) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`."""
         assert stash.hidden_states is not None
         last = stash.hidden_states[torch.arange(len(rows)), stash.num_new - 1]

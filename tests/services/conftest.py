@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.device.host_device import HostDevice
-from slipstream.services.config import EAGLE3, WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.eagle3_checkpoints import write_head
-from tests.leaks import nothing_left
-from tests.services.hosted import Hosted
-from tests.services.recording_role import Recorder
-from tests.services.served_worker import serving
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.harness.eagle3_checkpoints import write_head
+from tests.harness.hosted import Hosted
+from tests.harness.leaks import nothing_left
+from tests.harness.recording_role import Recorder
+from tests.harness.served_worker import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slipstream.services.engine import RoleEngine
+    from slipstream.services.worker.engine import RoleEngine
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.benchmarks import accept_length as benchmark
 from slipstream.training.accept_length import Setting, Walk, generate, matches, measure, repeated_share, walk
-from tests.checkpoints import write_checkpoint
+from tests.harness.checkpoints import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from slipstream.training.bits_per_byte import measure, windows
-from tests.checkpoints import write_checkpoint
+from tests.harness.checkpoints import write_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

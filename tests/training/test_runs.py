@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.common.device.host_device import HostDevice
-from slipstream.services.config import WorkerConfig
-from slipstream.services.roles import make_draft, make_verify
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.training import checkpoint, distil, distil_eagle3, target
 from slipstream.training.llama import LlamaShape
 from slipstream.training.run import LOG_EVERY_STEPS
-from tests.checkpoints import write_tokenizer
+from tests.harness.checkpoints import write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

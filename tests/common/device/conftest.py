@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 import torch
 
-from slipstream.common.device.host_arena import HostArena
-from slipstream.common.device.host_stream import HostStream
+from slipstream.common.device.cpu.arena import HostArena
+from slipstream.common.device.cpu.stream import HostStream
 from slipstream.common.device.manifest import BufferSpec
-from slipstream.common.step import FenceName
-from tests.leaks import nothing_left
+from slipstream.common.worker.step import FenceName
+from tests.harness.leaks import nothing_left
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.common.device.choose import choose_device, cuda_obstacle
-from slipstream.common.device.host_device import HostDevice
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError
 
 

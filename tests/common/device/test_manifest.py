@@ -23,7 +23,7 @@ from slipstream.common.device.manifest import (
     lay_out,
 )
 from slipstream.common.errors import ManifestError
-from slipstream.common.step import FenceName
+from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

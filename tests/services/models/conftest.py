@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.checkpoints import write_checkpoint
-from tests.services.models.paged_model import PagedModel
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.paged_model import PagedModel
 
 if TYPE_CHECKING:
     from pathlib import Path

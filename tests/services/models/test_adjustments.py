@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.sampling import SamplingParams
+from slipstream.common.api.sampling import SamplingParams
 from slipstream.services.models.adjustments import AdjustmentRows, adjust
 from slipstream.services.models.token_history import TokenHistory
 

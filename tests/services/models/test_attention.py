@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.services.models.kv_cache import PADDING_PAGE, PagedKV
-from tests.services.models.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
+from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import load_decoder
-from tests.checkpoints import LLAMA, random_weights, write_checkpoint, write_json, write_weights
-from tests.services.models.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.checkpoints import LLAMA, random_weights, write_checkpoint, write_json, write_weights
+from tests.harness.paged_model import CPU, PagedModel, random_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, RopeConfig
-from tests.checkpoints import BOS_ID, LLAMA, write_json
+from tests.harness.checkpoints import BOS_ID, LLAMA, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path

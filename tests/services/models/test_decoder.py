@@ -13,8 +13,8 @@ from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.kv_cache import PagedKV
-from tests.checkpoints import write_checkpoint
-from tests.services.models.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.paged_model import CPU, PagedModel, random_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path

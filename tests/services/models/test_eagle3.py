@@ -13,8 +13,8 @@ from slipstream.services.models.batch import ForwardBatch
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.models.eagle3_config import Eagle3Config
 from slipstream.services.models.kv_cache import PagedKV
-from tests.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json
-from tests.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, LAYOUTS, SPECULATORS, head_weights, write_head
+from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json
+from tests.harness.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, LAYOUTS, SPECULATORS, head_weights, write_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,7 +173,7 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    from tests.checkpoints import write_weights
+    from tests.harness.checkpoints import write_weights
 
     path = write_head(tmp_path)
     weights = head_weights(AUTHORS, seed=0)

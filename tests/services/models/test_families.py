@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.config import ModelConfig
-from tests.checkpoints import FAMILIES, write_checkpoint, write_json
-from tests.services.models.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.checkpoints import FAMILIES, write_checkpoint, write_json
+from tests.harness.paged_model import CPU, PagedModel, random_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path

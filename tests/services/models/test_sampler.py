@@ -12,11 +12,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.noise import gumbel_noise
-from slipstream.common.sampling import LEAST_TEMPERATURE, SamplingParams
+from slipstream.common.api.sampling import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models.acceptance import accept
+from slipstream.services.models.noise import gumbel_noise
 from slipstream.services.models.sampler import SamplingRows, sample
-from tests.services.models.sampling_cases import KINDS, TIED, TIES
+from tests.harness.sampling_cases import KINDS, TIED, TIES
 
 Logits = npt.NDArray[np.float32]
 

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.checkpoint import tokenizer_fingerprint
-from tests.checkpoints import write_json, write_tokenizer
+from tests.harness.checkpoints import write_json, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from slipstream.services.models.fused_eagle3 import FusedEagle3Head
 from slipstream.services.models.kernels import products
 from slipstream.services.models.kv_cache import PagedKV
 from slipstream.services.models.linear import Linear
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.eagle3_checkpoints import LAYOUTS, write_head
+from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.harness.eagle3_checkpoints import LAYOUTS, write_head
 
 if TYPE_CHECKING:
     from pathlib import Path

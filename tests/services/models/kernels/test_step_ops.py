@@ -7,15 +7,16 @@ from dataclasses import fields
 import pytest
 import torch
 
-from slipstream.common.access_log import NullAccessLog
-from slipstream.common.captured_step import CapturedStep
-from slipstream.common.future_map import FutureMap, FutureMapShape, Outcome
-from slipstream.common.sampling import SamplingParams
-from slipstream.common.step import Role
-from slipstream.services.fused_future_map import FusedFutureMap
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.captured_step import CapturedStep
+from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.step import Role
 from slipstream.services.models.acceptance import SimulatedAcceptance, accept
 from slipstream.services.models.kernels.step_ops import embed_and_norm, settle, take_sampling
 from slipstream.services.models.sampler import SamplingRows
+from slipstream.services.worker.fused_future_map import FusedFutureMap
+from slipstream.services.worker.future_map import FutureMap, VerifyResult
 
 SLOTS = 6
 VOCAB_SIZE = 50
@@ -106,7 +107,7 @@ def test_rows_of_a_captured_step(ring_row: int, hidden_width: int, device: torch
     shape = FutureMapShape(num_slots=SLOTS, run_ahead=1, num_draft_tokens=3, chunk_tokens=8, hidden_width=hidden_width)
     rows = torch.tensor([5, 1, 3], device=device)
     limits = torch.tensor([20, 60, 3], device=device)
-    outcome = Outcome(
+    outcome = VerifyResult(
         seq_lens=torch.tensor([7, 8, 9], device=device),
         num_accepted=torch.tensor([0, 3, 1], device=device),
         tokens=numbers(3, 4, high=VOCAB_SIZE).to(device),

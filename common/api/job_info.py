@@ -1,0 +1,134 @@
+"""What a server says of a job: the answer to `CreateJob`, `GetJob` and `ListJobs`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from slipstream.common.api.output_chunk import FinishReason, MatchedStop, matched_stop_from_pb, matched_stop_to_pb
+from slipstream.common.api.usage import Usage
+from slipstream.protos import generation_pb2
+
+
+class JobState(enum.StrEnum):
+    """Where a job is."""
+
+    WAITING = "waiting"
+    """In the queue."""
+    RUNNING = "running"
+    ENDED = "ended"
+    """`finish_reason` or `error` says how."""
+
+
+_STATE_TO_PB: dict[JobState, generation_pb2.JobState] = {
+    JobState.WAITING: generation_pb2.JOB_STATE_WAITING,
+    JobState.RUNNING: generation_pb2.JOB_STATE_RUNNING,
+    JobState.ENDED: generation_pb2.JOB_STATE_ENDED,
+}
+_STATE_FROM_PB: dict[int, JobState] = {number: state for state, number in _STATE_TO_PB.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInfo:
+    """One of a job's outputs at one moment."""
+
+    num_tokens: int
+    """Tokens generated so far."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; None before that, and when the job failed first."""
+    matched_stop: MatchedStop | None = None
+    """What stopped it, when the reason is "stop"."""
+    usage: Usage | None = None
+    """What it took. Set when it has ended."""
+
+    def to_pb(self) -> generation_pb2.Sample:
+        """The sample as it travels."""
+        return generation_pb2.Sample(
+            num_tokens=self.num_tokens,
+            finish_reason=FinishReason.to_pb(self.finish_reason),
+            usage=None if self.usage is None else self.usage.to_pb(),
+            **matched_stop_to_pb(self.matched_stop),
+        )
+
+    @classmethod
+    def from_pb(cls, message: generation_pb2.Sample) -> SampleInfo:
+        """The sample that `to_pb` was made of."""
+        return cls(
+            num_tokens=message.num_tokens,
+            finish_reason=FinishReason.from_pb(message.finish_reason),
+            matched_stop=matched_stop_from_pb(message),
+            usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInfo:
+    """A job at one moment."""
+
+    job_id: str
+    state: JobState
+    created_at: datetime
+    """By the server's clock, in UTC."""
+    num_tokens: int
+    """Tokens generated so far, of all samples together."""
+    finish_reason: FinishReason | None = None
+    """Why it ended; None before that, and for a job that failed. If its samples differ: "abort", else "length"."""
+    error: str = ""
+    """What made it fail; empty if nothing did."""
+    usage: Usage | None = None
+    """What it took, all samples together. Set when it has ended."""
+    samples: tuple[SampleInfo, ...] = ()
+    """Each of its outputs."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will be no more tokens."""
+        return self.state is JobState.ENDED
+
+    def to_pb(self) -> generation_pb2.Job:
+        """The job as it travels."""
+        message = generation_pb2.Job(
+            job_id=self.job_id,
+            state=_STATE_TO_PB[self.state],
+            num_tokens=self.num_tokens,
+            finish_reason=FinishReason.to_pb(self.finish_reason),
+            error=self.error,
+            usage=None if self.usage is None else self.usage.to_pb(),
+            samples=[sample.to_pb() for sample in self.samples],
+        )
+        message.create_time.FromDatetime(self.created_at)
+        return message
+
+    @classmethod
+    def from_pb(cls, message: generation_pb2.Job) -> JobInfo:
+        """The job that `to_pb` was made of. A state that is not known yet is one that goes on."""
+        return cls(
+            job_id=message.job_id,
+            state=_STATE_FROM_PB.get(message.state, JobState.RUNNING),
+            created_at=message.create_time.ToDatetime(tzinfo=UTC),
+            num_tokens=message.num_tokens,
+            finish_reason=FinishReason.from_pb(message.finish_reason),
+            error=message.error,
+            usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
+            samples=tuple(map(SampleInfo.from_pb, message.samples)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """Some of a server's jobs, the latest first."""
+
+    jobs: tuple[JobInfo, ...]
+    next_page_token: str = ""
+    """For the next page; empty when this is the last."""
+
+    def to_pb(self) -> generation_pb2.ListJobsResponse:
+        """The page as it travels."""
+        jobs = [job.to_pb() for job in self.jobs]
+        return generation_pb2.ListJobsResponse(jobs=jobs, next_page_token=self.next_page_token)
+
+    @classmethod
+    def from_pb(cls, message: generation_pb2.ListJobsResponse) -> JobPage:
+        """The page that `to_pb` was made of."""
+        return cls(jobs=tuple(map(JobInfo.from_pb, message.jobs)), next_page_token=message.next_page_token)

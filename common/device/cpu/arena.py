@@ -1,0 +1,152 @@
+"""The arena of the CPU: a file in /dev/shm that each process maps."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.cpu.futex import FutexWord
+from slipstream.common.device.manifest import HOST, Manifest, lay_out
+from slipstream.common.errors import ManifestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from slipstream.common.device.manifest import BufferSpec
+    from slipstream.common.worker.step import FenceName
+
+KIND = "file"
+FENCE_KIND = HOST
+DIRECTORY = Path("/dev/shm")
+PREFIX = "slipstream-"
+
+
+class HostArena:
+    """Implements `Arena` on a mapped file.
+
+    Whoever made the file holds a lock on it for as long as it maps it: a file without one was left behind.
+    """
+
+    def __init__(self, manifest: Manifest, memory: mmap.mmap, *, is_owner: bool) -> None:
+        """Use `create` or `open`."""
+        self.manifest = manifest
+        self._memory = memory
+        self._is_owner = is_owner
+        self._places = {placed.spec.name: placed for placed in manifest.buffers}
+        view = memoryview(memory)
+        self._fences = {word.fence: HostFence(FutexWord(view, word.offset)) for word in manifest.fences}
+
+    @classmethod
+    def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+        """A new file of the size that this takes, all zero, that only this user can open.
+
+        Removes files that owners who were killed left behind before they could seal them.
+        """
+        buffers, words, size = lay_out(specs, fences, FENCE_KIND)
+        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        manifest = Manifest(KIND, str(path), size, buffers, words)
+        manifest.check()
+        _remove_leftovers()
+        descriptor = _create_locked(path)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm shows here, not as SIGBUS later
+            # The mapping keeps a duplicate of the descriptor, and with it the lock.
+            return cls(manifest, mmap.mmap(descriptor, size), is_owner=True)
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, manifest: Manifest) -> HostArena:
+        """Maps another process's file. Raises ManifestError if it is not what the manifest says."""
+        if manifest.kind != KIND:
+            raise ManifestError(f"arena kind {manifest.kind!r}: this worker opens {KIND!r}")
+        for word in manifest.fences:
+            if word.kind != FENCE_KIND:
+                raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r}: this worker opens {FENCE_KIND!r}")
+        manifest.check()
+        path = Path(manifest.path)
+        if path.parent != DIRECTORY or not path.name.startswith(PREFIX):
+            raise ManifestError(f"arena path {manifest.path!r} is not {DIRECTORY}/{PREFIX}…")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise ManifestError(f"arena {manifest.path!r}: {error}") from error
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != manifest.size:
+                raise ManifestError(f"arena {manifest.path}: not a file of this user with {manifest.size} bytes")
+            return cls(manifest, mmap.mmap(descriptor, manifest.size), is_owner=False)
+        finally:
+            os.close(descriptor)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See `Arena.tensor`."""
+        placed = self._places.get(name)
+        if placed is None:
+            raise ManifestError(f"the arena has no buffer {name}")
+        spec = placed.spec
+        flat = torch.frombuffer(self._memory, dtype=spec.dtype, count=math.prod(spec.shape), offset=placed.offset)
+        return flat.view(spec.shape)
+
+    def fence(self, name: FenceName) -> HostFence:
+        """See `Arena.fence`."""
+        fence = self._fences.get(name)
+        if fence is None:
+            raise ManifestError(f"the arena has no fence {name.name}")
+        return fence
+
+    def seal(self) -> None:
+        """Removes the name: the memory lives as long as somebody maps it, and nothing is left behind a crash."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.manifest.path)
+
+    def close(self) -> None:
+        """See `Arena.close`. The mapping itself goes with its last view."""
+        if self._is_owner:
+            self.seal()
+        self._fences.clear()
+
+
+def _create_locked(path: Path) -> int:
+    """A new, empty file, locked; returns its descriptor."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Another process may have taken it for a leftover before it was locked.
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _remove_leftovers() -> None:
+    for path in DIRECTORY.glob(f"{PREFIX}*"):
+        # Whatever belongs to somebody else, or is locked, or is gone by now, is none of ours.
+        with contextlib.suppress(OSError):
+            _remove_if_left(path)
+
+
+def _remove_if_left(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,105 @@
+"""The CPU as a device: threads as streams, shared files as arenas, futexes as fences."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.device.clock import ClockSample
+from slipstream.common.device.cpu.arena import FENCE_KIND, HostArena
+from slipstream.common.device.cpu.stream import HostStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from slipstream.common.device.interface import Fence, Stream
+    from slipstream.common.device.manifest import BufferSpec, Manifest
+    from slipstream.common.worker.step import FenceName
+
+
+class HostDevice:
+    """Implements `Device`."""
+
+    identity = "cpu"
+    fence_kind = FENCE_KIND
+    has_stream_threads = True
+    under_mps = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> HostStream:
+        """See `Device.create_stream`."""
+        return HostStream(name, on_failure)
+
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
+        """See `Device.create_arena`."""
+        return HostArena.create(specs, fences)
+
+    def open_arena(self, manifest: Manifest) -> HostArena:
+        """See `Device.open_arena`."""
+        return HostArena.open(manifest)
+
+    def stamp(self, stream: Stream, target: torch.Tensor) -> None:
+        """CLOCK_MONOTONIC, which all processes of a host share."""
+        word = ctypes.c_int64.from_address(target.data_ptr())
+        stream.enqueue(lambda: _write_time(word, target))
+
+    def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
+        """See `Device.stamp_row`."""
+        stream.enqueue(lambda: _write_row(targets, row))
+
+    def sample_clock(self) -> ClockSample:
+        """They are the same clock."""
+        now = time.monotonic_ns()
+        return ClockSample(now, now)
+
+    def fetch(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device.fetch`."""
+        target.copy_(source)
+
+    def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """They are there already."""
+        return tensors
+
+    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> PlainCopy:
+        """The rows are in host memory already: what is left is to wait for them."""
+        return PlainCopy(fence, sources)
+
+
+class PlainCopy:
+    """Implements `HostCopy` where the arena is host memory."""
+
+    def __init__(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._fence = fence
+        self._sources = sources
+
+    def start(self, value: int, row: int) -> None:
+        """Nothing to do ahead of time."""
+
+    def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
+        """See `HostCopy.finish`."""
+        if not self._fence.wait_on_host(value, timeout_s):
+            return None
+        return [source[row].clone() for source in self._sources]
+
+    def close(self) -> None:
+        """There is no stream to end."""
+
+
+def worker_threads() -> int:
+    """Compute threads for one of two workers: with more than half the cores each they wait for each other."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def _write_row(targets: torch.Tensor, row: torch.Tensor) -> None:
+    targets.index_fill_(0, row, time.monotonic_ns())
+
+
+def _write_time(word: ctypes.c_int64, owner: torch.Tensor) -> None:
+    # Straight to memory: a stamp must cost next to nothing. `owner` keeps the memory mapped until then.
+    word.value = time.monotonic_ns()

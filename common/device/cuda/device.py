@@ -1,0 +1,151 @@
+"""A GPU as a device: CUDA streams, one shared allocation, fences on streams."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from cuda.bindings import driver as cu
+
+from slipstream.common.device.cuda import event_fence, timeline_fence
+from slipstream.common.device.cuda.arena import CudaArena
+from slipstream.common.device.cuda.driver import CudaDriver
+from slipstream.common.device.cuda.kernels import WORD_BYTES, CudaKernels
+from slipstream.common.device.cuda.pinned_copy import LatePinnedCopy, PinnedCopy
+from slipstream.common.device.cuda.side_stream import SideStream
+from slipstream.common.device.cuda.stream import CudaStream, handle_of
+from slipstream.common.device.cuda.timeline_fence import TimelineFence
+from slipstream.common.device.cuda.word_fence import WordFence
+from slipstream.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.device.cuda.memory import CudaMemory
+    from slipstream.common.device.interface import Fence, HostCopy, Stream
+    from slipstream.common.device.manifest import BufferSpec, Manifest
+    from slipstream.common.worker.step import FenceName
+
+AUTO = "auto"
+_MPS_ENABLED = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+ORDINAL = 0
+"""The first GPU that CUDA_VISIBLE_DEVICES shows."""
+
+
+class CudaDevice:
+    """Implements `Device`."""
+
+    has_stream_threads = False
+
+    def __init__(self, fence: str = AUTO) -> None:
+        """`fence`: "timeline", "event", or "auto", the first of both that works. Raises DeviceError, ConfigError."""
+        self.torch_device = torch.device("cuda", ORDINAL)
+        self.driver = CudaDriver(ORDINAL)
+        self.kernels = CudaKernels(self.driver)
+        self.side = SideStream(self.driver, self.kernels)
+        self.identity = f"GPU-{torch.cuda.get_device_properties(ORDINAL).uuid}"
+        self.fence_kind = self._fence_kind(fence)
+        self._own: weakref.WeakValueDictionary[bytes, CudaMemory] = weakref.WeakValueDictionary()
+        self._retired: list[CudaArena] = []
+
+    @cached_property
+    def under_mps(self) -> bool:
+        """See `Device.under_mps`."""
+        return bool(self.driver.call(cu.cuDeviceGetAttribute, _MPS_ENABLED, self.driver.gpu))
+
+    @cached_property
+    def has_timelines(self) -> bool:
+        """Whether streams can wait for words."""
+        return timeline_fence.works(self.driver, self.side)
+
+    def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> CudaStream:
+        """See `Device.create_stream`."""
+        return CudaStream(name, self.driver, self.torch_device, on_failure)
+
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> OwnedArena:
+        """See `Device.create_arena`. Raises OutOfMemoryError, ConfigError where there is no CUDA IPC."""
+        arena = CudaArena.create(specs, fences, self.fence_kind, self)
+        assert arena.memory is not None, "it is open"
+        self._own[arena.manifest.handle] = arena.memory
+        return OwnedArena(arena, self._retired)
+
+    def open_arena(self, manifest: Manifest) -> CudaArena:
+        """See `Device.open_arena`. A process cannot map its own allocation twice: then it is just used."""
+        return CudaArena.open(manifest, self, own=self._own.get(manifest.handle))
+
+    def stamp(self, stream: Stream, target: torch.Tensor) -> None:
+        """%globaltimer, which all processes on the GPU share."""
+        handle, address = handle_of(stream), target.data_ptr()
+        stream.enqueue(lambda: self.kernels.stamp(handle, address))
+
+    def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
+        """See `Device.stamp_row`."""
+        handle, stride = handle_of(stream), targets.stride(0) * targets.element_size()
+        stream.enqueue(lambda: self.kernels.stamp_row(handle, targets.data_ptr(), stride, row.data_ptr()))
+
+    def fetch(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Device.fetch`."""
+        num_words = source.nbytes // WORD_BYTES
+        self.kernels.fetch(handle_of(stream), target.data_ptr(), source.data_ptr(), num_words)
+
+    def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
+        """See `Device.host_copy`."""
+        if isinstance(fence, TimelineFence):
+            return PinnedCopy(self.driver, fence, sources)
+        assert isinstance(fence, WordFence), "fences of a device are its own"
+        return LatePinnedCopy(self.side, fence, sources)
+
+    def sample_clock(self) -> ClockSample:
+        """See `Device.sample_clock`. About 10 us a look, more while another process has the GPU to itself."""
+        return self.side.sample_clock()
+
+    def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Device.to_host`."""
+        return self.side.to_host(tensors)
+
+    def _fence_kind(self, wanted: str) -> str:
+        if wanted == AUTO:
+            return timeline_fence.KIND if self.has_timelines else event_fence.KIND
+        if wanted == timeline_fence.KIND and not self.has_timelines:
+            raise ConfigError("fence", wanted, "event: this GPU or driver has no 64-bit stream memory operations")
+        return wanted
+
+
+class OwnedArena:
+    """The arena of the process that allocated it.
+
+    Memory that another process still maps must not be freed. A worker that was lost may be on its way down, or be
+    drained by itself: that everybody has attached to the next arena proves that they have left this one.
+    """
+
+    def __init__(self, arena: CudaArena, retired: list[CudaArena]) -> None:
+        """`retired`: earlier arenas, kept until then."""
+        self.manifest = arena.manifest
+        self._arena: CudaArena | None = arena
+        self._retired = retired
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See `Arena.tensor`."""
+        return self._open_arena.tensor(name)
+
+    def fence(self, name: FenceName) -> Fence:
+        """See `Arena.fence`."""
+        return self._open_arena.fence(name)
+
+    def seal(self) -> None:
+        """See `Arena.seal`: whoever has the handle can still open it, but earlier arenas are nobody's now."""
+        self._retired.clear()
+
+    def close(self) -> None:
+        """See `Arena.close`."""
+        if self._arena is not None:
+            self._retired.append(self._arena)
+            self._arena = None
+
+    @property
+    def _open_arena(self) -> CudaArena:
+        assert self._arena is not None, "it is open"
+        return self._arena

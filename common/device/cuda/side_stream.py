@@ -1,0 +1,137 @@
+"""Small reads and writes of a GPU's memory beside whatever is queued: on a stream that never waits for anybody."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from cuda.bindings import driver as cu
+
+from slipstream.common.device.clock import ClockBounds
+from slipstream.common.device.cuda.poll_backoff import PollBackoff
+from slipstream.common.errors import DeadlineExceededError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.device.cuda.driver import CudaDriver
+    from slipstream.common.device.cuda.kernels import CudaKernels
+
+TIMEOUT_S = 10.0
+"""Far more than a copy takes; only a GPU that is lost needs longer."""
+STAGING_BYTES = 1 << 20
+SPIN_S = 0.00003
+"""A copy of a few bytes takes 7 us: less than a sleep."""
+CLOCK_LOOKS = 32
+CLOCK_S = 0.1
+"""For all looks together; a GPU that others have to themselves for a time slice answers late."""
+
+
+class MemoryCopy(NamedTuple):
+    """Addresses, and bytes."""
+
+    source: int
+    target: int
+    size: int
+
+
+class SideStream:
+    """Any thread may call; each call is over when its copy or write is."""
+
+    def __init__(self, driver: CudaDriver, kernels: CudaKernels) -> None:
+        self.handle = driver.create_stream()
+        self._driver = driver
+        self._kernels = kernels
+        self._lock = threading.Lock()
+        # Pinned once: an allocation waits for all streams, and one of them may wait for somebody who is gone.
+        self._pinned = torch.zeros(8 + STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._word = self._pinned.data_ptr()
+        self._word_value = ctypes.c_uint64.from_address(self._word)
+        self._staging = self._word + 8
+
+    def read_word(self, address: int) -> int:
+        """The 64 bits at an address of the device."""
+        with self._lock:
+            self._driver.call(cu.cuMemcpyDtoHAsync, self._word, address, 8, self.handle)
+            self._finish()
+            return self._word_value.value
+
+    def write_word(self, address: int, value: int) -> None:
+        """Sets 64 bits at once."""
+        with self._lock:
+            self._kernels.store(self.handle, address, value)
+            self._finish()
+
+    def zero(self, address: int, size: int) -> None:
+        """Sets `size` bytes to 0."""
+        with self._lock:
+            self._driver.call(cu.cuMemsetD8Async, address, 0, size, self.handle)
+            self._finish()
+
+    def to_host(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of contiguous tensors, in host memory; all of them together at most `STAGING_BYTES`."""
+        copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu") for source in sources]
+        offsets = list(accumulate((source.nbytes for source in sources), initial=self._staging))
+        assert offsets[-1] <= self._staging + STAGING_BYTES, "only small tensors are read so"
+        with self._lock:
+            for source, offset in zip(sources, offsets, strict=False):
+                self._driver.call(cu.cuMemcpyDtoHAsync, offset, source.data_ptr(), source.nbytes, self.handle)
+            self._finish()
+            for copy, offset in zip(copies, offsets, strict=False):
+                ctypes.memmove(copy.data_ptr(), offset, copy.nbytes)
+        return copies
+
+    def copy_all(self, copies: Sequence[MemoryCopy]) -> None:
+        """From the device to pinned memory."""
+        with self._lock:
+            for copy in copies:
+                self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self.handle)
+            self._finish()
+
+    def sample_clock(self) -> ClockSample:
+        """%globaltimer against CLOCK_MONOTONIC, by several looks. Raises DeadlineExceededError."""
+        bounds = ClockBounds()
+        started = time.monotonic()
+        for _ in range(CLOCK_LOOKS):
+            with self._lock:
+                bounds.add(*self._look_at_clock())
+            if time.monotonic() - started > CLOCK_S:
+                break
+        return bounds.sample()
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Waits for what a caller enqueued on `handle`. Raises DeadlineExceededError."""
+        with self._lock:
+            self._finish(timeout_s)
+
+    def _look_at_clock(self) -> tuple[int, int, int]:
+        """The host's clock, the GPU's, and the host's: the stamp is seen as soon as it lands in pinned memory."""
+        self._word_value.value = 0
+        naps: PollBackoff | None = None
+        before_ns = time.monotonic_ns()
+        self._kernels.stamp(self.handle, self._word)
+        while not (device_ns := self._word_value.value):
+            waited = 1e-9 * (time.monotonic_ns() - before_ns)
+            if waited > TIMEOUT_S:
+                raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
+            if waited > SPIN_S:
+                naps = naps or PollBackoff()
+                naps.take(time.monotonic() + TIMEOUT_S - waited)
+        after_ns = time.monotonic_ns()
+        self._finish()
+        return before_ns, device_ns, after_ns
+
+    def _finish(self, timeout_s: float = TIMEOUT_S) -> None:
+        started = time.monotonic()
+        naps = PollBackoff()
+        while not self._driver.is_idle(self.handle):
+            waited = time.monotonic() - started
+            if waited > timeout_s:
+                raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
+            if waited > SPIN_S:
+                naps.take(started + timeout_s)

@@ -1,0 +1,146 @@
+"""What stands between gRPC and every handler: errors become statuses here, and calls are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from slipstream.common.errors import CancelledError, InternalError, SlipstreamError
+from slipstream.common.rpc.status import code_of, status_from_error
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from slipstream.common.rpc.metrics import RpcMetrics
+
+    # gRPC has no types of its own.
+    _ServerInterceptor = object
+else:
+    _ServerInterceptor = grpc.aio.ServerInterceptor
+
+logger = logging.getLogger(__name__)
+
+_METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+"""By whether request and response stream."""
+
+
+class StatusInterceptor(_ServerInterceptor):
+    """Ends a call whose handler raises with the status of the exception; what is not ours is INTERNAL and logged.
+
+    A handler that streams is an asynchronous generator. It is closed before its call ends, however that
+    ends, so its `finally` runs at once also when the client has gone away.
+    """
+
+    def __init__(self, metrics: RpcMetrics | None = None) -> None:
+        self._metrics = metrics
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        """Wraps the handler of a call; None, for a method that nobody serves, stays None."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind, make_handler = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
+        behavior = getattr(handler, kind)
+        wrap = self._streaming if handler.response_streaming else self._unary
+        return make_handler(
+            wrap(handler_call_details.method, behavior),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _unary(self, method: str, behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Any]:
+        async def call(request: Any, context: Any) -> Any:
+            async with self._outcome(method, context):
+                return await behavior(request, context)
+
+        return call
+
+    def _streaming(self, method: str, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        async def call(request: Any, context: Any) -> None:
+            async with self._outcome(method, context):
+                answer = behavior(request, context)
+                if not inspect.isasyncgen(answer):
+                    await answer
+                    return
+                async with aclosing(answer):
+                    async for response in answer:
+                        await context.write(response)
+
+        return call
+
+    @asynccontextmanager
+    async def _outcome(self, method: str, context: Any) -> AsyncIterator[None]:
+        code = grpc.StatusCode.CANCELLED
+        try:
+            yield
+            code = grpc.StatusCode.OK
+        except grpc.aio.AbortError as abort:
+            code = context.code()
+            _forget_frames(abort)
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            # gRPC leaves the client waiting when a handler is cancelled by anyone but gRPC itself.
+            await _abort(context, status_from_error(CancelledError("the server gave the call up")))
+        except grpc.aio.InternalError as error:
+            # What a write to a client that has gone away may raise, instead of a cancellation.
+            raise asyncio.CancelledError from error
+        except NotImplementedError:
+            code = grpc.StatusCode.UNIMPLEMENTED
+            await _abort(context, status_pb2.Status(code=code.value[0], message=f"{method} is not implemented"))
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            # Not only an Exception: a panic of a library in Rust is none, and the client must hear of that, too.
+            answer = _answer(method, error)
+            code = code_of(answer)
+            await _abort(context, status_from_error(answer))
+            # The traceback has this frame, too, which would refer to itself.
+            del answer
+        finally:
+            if self._metrics is not None:
+                self._metrics.count(method, code.name)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _answer(method: str, error: BaseException) -> SlipstreamError:
+    """What the client is told. The traceback of what should not have happened goes to the log, and only there."""
+    if isinstance(error, SlipstreamError) and code_of(error) is not grpc.StatusCode.INTERNAL:
+        return error
+    logger.error("%s failed", method, exc_info=error)
+    return error if isinstance(error, SlipstreamError) else InternalError("an internal error; the log has more")
+
+
+async def _abort(context: Any, status: status_pb2.Status) -> None:
+    """Ends the call with this status. gRPC raises what says so by itself when the handler has returned."""
+    grpc_status = rpc_status.to_status(status)
+    try:
+        await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
+    except grpc.aio.AbortError as abort:
+        _forget_frames(abort)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
+
+
+def _forget_frames(abort: BaseException) -> None:
+    """The call keeps `abort`, and frames keep the call: with the request, and all that the handler had in its hands."""
+    abort.__traceback__ = abort.__context__ = abort.__cause__ = None

@@ -1,0 +1,123 @@
+"""What a scheduler and a worker tell each other about themselves, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import ConfigError, MismatchError
+
+if TYPE_CHECKING:
+    from slipstream.common.device.manifest import Manifest
+    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.common.worker.step import Role
+
+PROTOCOL_VERSION = 1
+"""Grows when a message of the worker's contract changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What a worker has and needs of its device's memory, in bytes; all 0 where it is the host's."""
+
+    total: int = 0
+    free: int = 0
+    """What nobody has taken, when this was asked."""
+    weights: int = 0
+    """What the model's weights have taken."""
+    work: int = 0
+    """What an epoch will take beside KV pages and the steps' own tokens: graphs, libraries' workspaces."""
+    work_per_token: int = 0
+    """What an epoch will take for each token of its largest step."""
+    work_per_choice: int = 0
+    """What an epoch will take for each token that is chosen in its largest step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDescription:
+    """What a worker is, and what it must have in common with the one beside it."""
+
+    role: Role
+    device: str
+    """"cpu", or the GPU's UUID."""
+    vocab_size: int
+    tokenizer_sha256: str
+    dtype: str
+    max_context_tokens: int
+    kv_bytes_per_token: int
+    model: str
+    """Name, for people."""
+    pid: int
+    protocol_version: int = PROTOCOL_VERSION
+    metrics_port: int = 0
+    hidden_width: int = 0
+    hidden_layers: tuple[int, ...] = ()
+    """The target's layers whose inputs a draft reads, side by side; empty where it leaves the choice to verify."""
+    algorithm: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    tokenizer_path: str = ""
+    under_mps: bool = False
+    """Whether it shares the GPU under NVIDIA MPS."""
+    last_epoch: int = 0
+    """The largest epoch that it was attached to."""
+    memory: DeviceMemory = DeviceMemory()
+    pid_namespace: str = ""
+    """As `/proc/self/ns/pid` has it; empty if unknown."""
+    shm_device: int = 0
+    """Of what is mounted at /dev/shm; 0 if unknown."""
+    has_scheduler: bool = False
+    """Whether somebody has its stream of commands."""
+
+    def check_fits(self, other: WorkerDescription) -> None:
+        """Raises MismatchError that says everything in which the two differ and must not."""
+        pairs = (
+            ("protocol version", self.protocol_version, other.protocol_version),
+            ("device", self.device, other.device),
+            ("vocabulary size", self.vocab_size, other.vocab_size),
+            ("tokenizer (SHA-256)", self.tokenizer_sha256, other.tokenizer_sha256),
+            ("dtype", self.dtype, other.dtype),
+        )
+        differences = [
+            f"{what}: {self.role.value} has {mine!r}, {other.role.value} has {theirs!r}"
+            for what, mine, theirs in pairs
+            if mine != theirs
+        ]
+        if differences:
+            raise MismatchError(differences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """One epoch of a worker: the memory it shares and the sizes it works with."""
+
+    epoch: int
+    manifest: Manifest
+    shape: FutureMapShape
+    page_tokens: int
+    num_pages: int
+    """Page 0 (padding) included."""
+    context_tokens: int
+    peer: WorkerDescription | None = None
+    protocol_version: int = PROTOCOL_VERSION
+    is_debug: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the size that is out of range."""
+        for name, value, low, high in (
+            ("epoch", self.epoch, 1, 2**63),
+            ("num_slots", self.shape.num_slots, 2, 2**16),
+            ("run_ahead", self.shape.run_ahead, 0, 64),
+            ("num_draft_tokens", self.shape.num_draft_tokens, 0, 64),
+            ("chunk_tokens", self.shape.chunk_tokens, 1, 2**20),
+            ("page_tokens", self.page_tokens, 1, 2**16),
+            ("num_pages", self.num_pages, 2, 2**31),
+            ("context_tokens", self.context_tokens, 2, 2**24),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(f"attach.{name}", value, f"{low} to {high}")
+
+    @property
+    def max_pages_per_slot(self) -> int:
+        """Entries of a slot's page list: a whole context and what run-ahead may write behind it."""
+        slack = (self.shape.run_ahead + 1) * (self.shape.num_draft_tokens + 1)
+        return -(-(self.context_tokens + slack) // self.page_tokens)

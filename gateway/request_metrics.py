@@ -1,0 +1,105 @@
+"""What a user of the server feels: how long requests wait, start, go on and take, and how they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.common.rpc.metric_spec import counter, gauge, histogram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
+
+REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+
+FAILED = "error"
+REFUSED = "refused"
+DISCONNECTED = "disconnected"
+DEADLINE = "deadline"
+OUTCOMES = ("stop", "length", "abort", FAILED, REFUSED, DISCONNECTED, DEADLINE)
+"""How a request ends: the finish reasons, and the ways without one."""
+
+FIRST_TOKEN = histogram(
+    "slipstream_time_to_first_token_seconds",
+    "Time from the arrival of a request to its first token.",
+    buckets=FIRST_TOKEN_BUCKETS_S,
+)
+INTER_TOKEN = histogram(
+    "slipstream_inter_token_latency_seconds",
+    "Time between tokens of a request; those that arrive together share the time since the ones before.",
+    buckets=TOKEN_BUCKETS_S,
+)
+END_TO_END = histogram(
+    "slipstream_e2e_request_latency_seconds",
+    "Time from the arrival of a request to its end.",
+    buckets=REQUEST_BUCKETS_S,
+)
+QUEUE_TIME = histogram(
+    "slipstream_request_queue_time_seconds", "Time that a request waited for a slot.", buckets=REQUEST_BUCKETS_S
+)
+PROMPT_TOKENS = counter("slipstream_prompt_tokens_total", "Tokens of the prompts of requests that began.")
+GENERATION_TOKENS = counter("slipstream_generation_tokens_total", "Tokens generated for clients.")
+REQUESTS = counter(
+    "slipstream_requests_total",
+    "Requests by how they ended: at a stop token, at their length, cancelled by a call, with an error, "
+    "refused because the queue is full or closed, because the client went away, or at its call's deadline.",
+    "outcome",
+)
+CUT_OFF = counter("slipstream_streams_cut_off_total", "Streams given up because their client read nothing.")
+RUNNING = gauge("slipstream_num_requests_running", "Requests that have a slot.")
+WAITING = gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.")
+SPECS = (
+    *(FIRST_TOKEN, INTER_TOKEN, END_TO_END, QUEUE_TIME),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, REQUESTS, CUT_OFF, RUNNING, WAITING),
+)
+
+
+class RequestMetrics:
+    """Written on the event loop."""
+
+    def __init__(
+        self, registry: CollectorRegistry, *, num_running: Callable[[], int], num_waiting: Callable[[], int]
+    ) -> None:
+        """The two callables are read at each scrape, on a thread of its own."""
+        self._first_token = FIRST_TOKEN.histogram(registry)
+        self._inter_token = INTER_TOKEN.bulk_histogram(registry)
+        self._end_to_end = END_TO_END.histogram(registry)
+        self._queue = QUEUE_TIME.histogram(registry)
+        self._prompt_tokens = PROMPT_TOKENS.counter(registry)
+        self._generation_tokens = GENERATION_TOKENS.counter(registry)
+        self._cut_off = CUT_OFF.counter(registry)
+        requests = REQUESTS.counter(registry)
+        self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
+        RUNNING.gauge(registry).set_function(num_running)
+        WAITING.gauge(registry).set_function(num_waiting)
+
+    def started(self, *, prompt_tokens: int, queue_seconds: float, first_token_seconds: float) -> None:
+        """A request's first token is there; both times are from its arrival."""
+        self._prompt_tokens.inc(prompt_tokens)
+        self._queue.observe(queue_seconds)
+        self._first_token.observe(first_token_seconds)
+
+    def went_on(self, num_tokens: int, seconds: float) -> None:
+        """More tokens of a request are there, so long after the ones before."""
+        if num_tokens:
+            self._inter_token.observe(seconds / num_tokens, num_tokens)
+
+    def generated(self, num_tokens: int) -> None:
+        """So many more tokens of a request are there."""
+        self._generation_tokens.inc(num_tokens)
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """A request came to its end, so long after its arrival; `reason` is a finish reason."""
+        self._outcomes[reason].inc()
+        self._end_to_end.observe(seconds)
+
+    def lost(self, outcome: str) -> None:
+        """A request is over before its end: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
+        self._outcomes[outcome].inc()
+
+    def cut_off(self) -> None:
+        """A stream is given up because its client reads nothing."""
+        self._cut_off.inc()

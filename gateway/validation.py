@@ -1,0 +1,203 @@
+"""A client's request, checked: what leaves here can be honoured in full, and is not protobuf any more."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.api.logprobs import MAX_TOP_LOGPROBS
+from slipstream.common.api.sampling import MAX_LISTED_IDS, SamplingParams
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.rpc.unknown_fields import reject_unknown_fields
+from slipstream.gateway.checked_request import CheckedRequest, samples_of
+from slipstream.gateway.prompt import check_ids, read_prompt
+from slipstream.scheduler.core.sequence import SequenceSpec
+
+if TYPE_CHECKING:
+    from slipstream.gateway.prompt import JobRequest, Tokenizer
+    from slipstream.protos import generation_pb2
+
+JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+MAX_SAMPLES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+
+_SAMPLING_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What the model and the server's settings allow."""
+
+    vocab_size: int
+    """Token ids are below it."""
+    context_tokens: int
+    """Prompt and output together."""
+    eos_token_ids: frozenset[int]
+    """Tokens with which the model ends a sequence."""
+    num_draft_tokens: int = 0
+    """K; 0 when nothing drafts."""
+    max_samples: int = MAX_SAMPLES
+    """Of one request; less where the queue has no room for as many."""
+    default_max_new_tokens: int = 256
+    """For a request that does not say; less where the context has no room for as many."""
+
+
+def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> CheckedRequest:
+    """Turns a request into jobs. Raises InvalidArgumentError naming the field that cannot be honoured.
+
+    An unset job id or seed is drawn here, so that the job can be told, and repeated, from then on.
+    """
+    reject_unknown_fields(request)
+    params = request.sampling_params
+    # What is cheap to check comes before the text is tokenised.
+    sampling = _sampling(params, limits)
+    stop_token_ids = _stop_token_ids(params, limits)
+    stop = _stop(params)
+    num_samples = _num_samples(params, limits)
+    top_logprobs = _top_logprobs(params, limits)
+    max_draft_tokens = _max_draft_tokens(request.speculation, limits)
+    job_id = _job_id(request.job_id)
+    prompt = read_prompt(request, tokenizer, vocab_size=limits.vocab_size, context_tokens=limits.context_tokens)
+    max_new_tokens = _max_new_tokens(params, len(prompt), limits)
+    min_new_tokens = _min_new_tokens(params, max_new_tokens, stop_token_ids, limits)
+    if min_new_tokens and stop_token_ids:
+        masked = tuple(sorted(stop_token_ids))
+        sampling = replace(sampling, masked_before=len(prompt) + min_new_tokens, masked_token_ids=masked)
+    first = SequenceSpec(
+        job_id=job_id,
+        prompt=prompt,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_token_ids=stop_token_ids,
+        top_logprobs=top_logprobs,
+        max_draft_tokens=max_draft_tokens,
+    )
+    return CheckedRequest(
+        job_id=job_id,
+        digest=digest_of(request),
+        samples=samples_of(first, num_samples),
+        stop=stop,
+        min_new_tokens=min_new_tokens,
+    )
+
+
+def digest_of(request: JobRequest) -> bytes:
+    """The same for the same request, whichever of the two it came by: their fields have the same numbers."""
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+
+
+def check_job_id(job_id: str) -> None:
+    """Raises InvalidArgumentError for a name that no job can have."""
+    if not JOB_ID.fullmatch(job_id):
+        raise InvalidArgumentError("job_id", job_id, "1 to 128 characters of A-Z a-z 0-9 . _ : -")
+
+
+def _job_id(given: str) -> str:
+    if not given:
+        return secrets.token_hex(16)
+    check_job_id(given)
+    return given
+
+
+def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> SamplingParams:
+    # Defaults are those of SamplingParams, which also checks the ranges; NaN is in none.
+    given: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS if params.HasField(name)}
+    seed = params.seed if params.HasField("seed") else secrets.randbits(64)
+    # Before they are sorted: half a million fit into a request.
+    if len(params.logit_bias) > MAX_LISTED_IDS:
+        given_ids = f"{len(params.logit_bias)} token ids"
+        raise InvalidArgumentError("sampling_params.logit_bias", given_ids, f"at most {MAX_LISTED_IDS}")
+    sampling = SamplingParams(seed=seed, logit_bias=tuple(sorted(params.logit_bias.items())), **given)
+    sampling.check_token_ids(limits.vocab_size)
+    return sampling
+
+
+def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits) -> frozenset[int]:
+    field = "sampling_params.stop_token_ids"
+    if len(params.stop_token_ids) > MAX_LISTED_IDS:
+        raise InvalidArgumentError(field, f"{len(params.stop_token_ids)} token ids", f"at most {MAX_LISTED_IDS}")
+    check_ids(params.stop_token_ids, limits.vocab_size, field)
+    given = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        return given | limits.eos_token_ids
+    # To go on after a token and to stop at it: one of the two is a mistake, and we cannot tell which.
+    for index, token in enumerate(params.stop_token_ids):
+        if token in limits.eos_token_ids:
+            raise InvalidArgumentError(
+                f"{field}[{index}]", token, "with ignore_eos, a token that is not the model's end of sequence"
+            )
+    return given
+
+
+def _stop(params: generation_pb2.SamplingParams) -> tuple[str, ...]:
+    field = "sampling_params.stop"
+    if len(params.stop) > MAX_STOPS:
+        raise InvalidArgumentError(field, f"{len(params.stop)} strings", f"at most {MAX_STOPS}")
+    for index, text in enumerate(params.stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            given = f"{len(text)} characters"
+            raise InvalidArgumentError(f"{field}[{index}]", given, f"1 to {MAX_STOP_CHARACTERS} characters")
+    return tuple(params.stop)
+
+
+def _num_samples(params: generation_pb2.SamplingParams, limits: RequestLimits) -> int:
+    if not params.HasField("n"):
+        return 1
+    if not 1 <= params.n <= limits.max_samples:
+        accepted = f"1 to {limits.max_samples}"
+        if limits.max_samples < MAX_SAMPLES:
+            accepted += ", for which the queue has room"
+        raise InvalidArgumentError("sampling_params.n", params.n, accepted)
+    return params.n
+
+
+def _top_logprobs(params: generation_pb2.SamplingParams, limits: RequestLimits) -> int | None:
+    field, most = "sampling_params.top_logprobs", min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    if params.top_logprobs > most:
+        raise InvalidArgumentError(field, params.top_logprobs, f"0 to {most}")
+    if params.top_logprobs and not params.logprobs:
+        raise InvalidArgumentError(field, params.top_logprobs, "0, or more with logprobs")
+    return params.top_logprobs if params.logprobs else None
+
+
+def _max_draft_tokens(speculation: generation_pb2.Speculation, limits: RequestLimits) -> int | None:
+    field, most = "speculation.max_draft_tokens", limits.num_draft_tokens
+    given = speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else None
+    if given is not None and given > most:
+        raise InvalidArgumentError(field, given, f"0 to {most}, as many as this server drafts in a step")
+    if speculation.HasField("enabled") and given is not None and speculation.enabled != (given > 0):
+        accepted = "1 or more where enabled is true" if speculation.enabled else "0 where enabled is false"
+        raise InvalidArgumentError(field, given, accepted)
+    return 0 if speculation.HasField("enabled") and not speculation.enabled else given
+
+
+def _max_new_tokens(params: generation_pb2.SamplingParams, prompt_tokens: int, limits: RequestLimits) -> int:
+    room = limits.context_tokens - prompt_tokens
+    if not params.HasField("max_new_tokens"):
+        return min(limits.default_max_new_tokens, room)
+    given = params.max_new_tokens
+    if not 1 <= given <= room:
+        accepted = f"1 to {room}: the context has {limits.context_tokens} tokens, the prompt takes {prompt_tokens}"
+        raise InvalidArgumentError("sampling_params.max_new_tokens", given, accepted)
+    return given
+
+
+def _min_new_tokens(
+    params: generation_pb2.SamplingParams, max_new_tokens: int, stop_token_ids: frozenset[int], limits: RequestLimits
+) -> int:
+    field, given = "sampling_params.min_new_tokens", params.min_new_tokens
+    if given > max_new_tokens:
+        raise InvalidArgumentError(field, given, f"0 to {max_new_tokens}, the tokens to generate at most")
+    most = min(MAX_LISTED_IDS, limits.vocab_size - 1)
+    if given and len(stop_token_ids) > most:
+        accepted = f"0 where more than {most} tokens end the output, here {len(stop_token_ids)}"
+        raise InvalidArgumentError(field, given, accepted)
+    return given

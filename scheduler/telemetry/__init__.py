@@ -1,0 +1,1 @@
+"""What the scheduler measures of its steps, and who may read it."""

@@ -1,0 +1,114 @@
+"""What the scheduler knows of the last steps: how they were ordered, what its loop did, what the workers stamped.
+
+Kept all the time, as a handful of tuples a step: whoever wants to see steps need not switch anything on, and
+sees those that nobody slowed down by looking.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import UnavailableError
+from slipstream.common.worker.recorder import FlightRecorder, Record, Site
+from slipstream.common.worker.step import Role
+from slipstream.common.worker.trace import MAX_STEPS, TracedStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.worker.step import FenceOps, StepKind
+    from slipstream.scheduler.core.batch import Step
+    from slipstream.scheduler.telemetry.timings import Interval
+
+_KEPT_STEPS = MAX_STEPS + 64
+
+
+class StepRecorder:
+    """One epoch's. The loop's thread adds; any other may read."""
+
+    def __init__(self) -> None:
+        self._host = FlightRecorder()
+        self._streams = {role: FlightRecorder(_KEPT_STEPS) for role in Role}
+        self._planned: deque[tuple[int, StepKind, int, FenceOps, FenceOps | None]] = deque(maxlen=_KEPT_STEPS)
+        self._lock = threading.Lock()
+        self._watchers: dict[Callable[[], None], int] = {}
+        self.is_closed = False
+        """Whether the epoch is over."""
+        self.last_sent = 0
+        """The last step that was decided on."""
+        self.last_complete = 0
+        """The last step of which everything is known."""
+
+    def sent(self, step: Step, verify: FenceOps, draft: FenceOps | None, begin_ns: int, end_ns: int) -> None:
+        """The step was decided on at `begin_ns`, and its commands were handed over until `end_ns`."""
+        self._planned.append((step.number, step.kind, len(step.members), verify, draft))
+        self._host.add(Site.SEND, step.number, begin_ns, end_ns)
+        self.last_sent = step.number
+
+    def add(self, site: Site, step: int, begin_ns: int, end_ns: int) -> None:
+        """The loop did something."""
+        self._host.add(site, step, begin_ns, end_ns)
+
+    def stamped(self, step: int, verify: Interval, draft: Interval | None) -> None:
+        """The stamps of a step were read: nothing more will be known of it."""
+        self._streams[Role.VERIFY].add(Site.STREAM, step, *verify)
+        if draft is not None:
+            self._streams[Role.DRAFT].add(Site.STREAM, step, *draft)
+        self.last_complete = step
+        if self._watchers:
+            self._notify(step)
+
+    def watch(self, step: int, call: Callable[[], None]) -> None:
+        """Has `call` called once this step is complete, or the epoch over; at once if it is."""
+        with self._lock:
+            self._watchers[call] = step
+        # Behind that: a step that is complete by now may have found nobody to tell.
+        if self.is_closed or self.last_complete >= step:
+            self.forget(call)
+            call()
+
+    def forget(self, call: Callable[[], None]) -> None:
+        """It is not to be called any more."""
+        with self._lock:
+            self._watchers.pop(call, None)
+
+    def close(self) -> None:
+        """The epoch is over."""
+        self.is_closed = True
+        self._notify(None)
+
+    def steps(self, first: int, last: int) -> list[TracedStep]:
+        """The complete steps among these. Raises UnavailableError if the epoch is over."""
+        if self.is_closed:
+            raise UnavailableError("the workers were lost, or the server ends, while steps were traced")
+        last = min(last, self.last_complete)
+        return [
+            TracedStep(
+                step=number,
+                kind=kind,
+                num_slots=num_slots,
+                has_draft=draft is not None,
+                draft_waits=() if draft is None else draft.waits,
+                verify_waits=verify.waits,
+            )
+            for number, kind, num_slots, verify, draft in self._planned.copy()
+            if first <= number <= last
+        ]
+
+    def host_records(self, first: int) -> list[Record]:
+        """What the loop did, from this step on."""
+        return self._host.since(first)
+
+    def stream_records(self, role: Role, first: int) -> list[Record]:
+        """What a worker stamped, from this step on."""
+        return self._streams[role].since(first)
+
+    def _notify(self, step: int | None) -> None:
+        with self._lock:
+            due = [call for call, wanted in self._watchers.items() if step is None or wanted <= step]
+            for call in due:
+                del self._watchers[call]
+        for call in due:
+            call()

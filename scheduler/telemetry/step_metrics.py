@@ -1,0 +1,176 @@
+"""The step metrics of the scheduler: where the time goes, and what drafting brings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from slipstream.common.rpc.metric_spec import counter, gauge, histogram
+from slipstream.common.rpc.metrics import HOST_STALL_SECONDS
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.telemetry.timings import EDGES
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter
+
+    from slipstream.scheduler.core.draft_tally import DraftTally
+    from slipstream.scheduler.telemetry.timings import StepTiming
+
+WINDOW_S = 10.0
+NS = 1e-9
+STEP_BUCKETS_S = (
+    *(0.0005, 0.00075, 0.001, 0.00125, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.01),
+    *(0.0125, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
+)
+LABELS = ("fence", "mps", "algorithm")
+RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
+"""Where the loop's thread may be blocked."""
+_PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "decode"}
+
+
+STEP_SECONDS = histogram(
+    "slipstream_step_seconds",
+    "Time from the end of one step to the end of the next, while requests run.",
+    *(*LABELS, "phase"),
+    buckets=STEP_BUCKETS_S,
+)
+BUBBLE_SECONDS = counter(
+    "slipstream_bubble_seconds_total",
+    "Time in which neither worker had work, by the edge between the work before and after it, and by phase.",
+    *(*LABELS, "edge", "phase"),
+)
+BUSY_SECONDS = counter(
+    "slipstream_busy_seconds_total",
+    "Time in which a worker worked, by service and phase.",
+    *(*LABELS, "service", "phase"),
+)
+OVERLAP_EFFICIENCY = gauge(
+    "slipstream_overlap_efficiency",
+    f"1 - bubble / wall over the steps of the last {WINDOW_S:.0f} s; NaN when there were none.",
+    *LABELS,
+)
+DRAFTS = counter("slipstream_drafts_total", "Drafts that the target checked, one a request and step.", "algorithm")
+DRAFT_TOKENS = counter("slipstream_draft_tokens_total", "Tokens that the draft proposed.", "algorithm")
+ACCEPTED_TOKENS = counter("slipstream_accepted_tokens_total", "Proposed tokens that the target accepted.", "algorithm")
+ACCEPTED_PER_POSITION = counter(
+    "slipstream_accepted_tokens_per_position_total",
+    "Drafts whose token at this position was accepted; the first position is 1.",
+    *("algorithm", "position"),
+)
+SPECS = (
+    *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
+    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION),
+)
+
+
+class StepMetricFamilies:
+    """The metrics by name, registered once in a process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.step_seconds = STEP_SECONDS.histogram(registry)
+        self.bubble_seconds = BUBBLE_SECONDS.counter(registry)
+        self.busy_seconds = BUSY_SECONDS.counter(registry)
+        self.host_stall_seconds = HOST_STALL_SECONDS.counter(registry)
+        self.overlap_efficiency = OVERLAP_EFFICIENCY.gauge(registry)
+        self.drafts = DRAFTS.counter(registry)
+        self.draft_tokens = DRAFT_TOKENS.counter(registry)
+        self.accepted_tokens = ACCEPTED_TOKENS.counter(registry)
+        self.accepted_per_position = ACCEPTED_PER_POSITION.counter(registry)
+
+
+class StepMetrics:
+    """The metrics of one epoch. Counted on the loop's thread, read by the scraper's."""
+
+    def __init__(self, families: StepMetricFamilies, *, fence: str, mps: str, algorithm: str) -> None:
+        """The last three become labels of all step metrics: what they are measured with."""
+        self.labels = (fence, mps, algorithm)
+        labels = dict(zip(LABELS, self.labels, strict=True))
+        phases = ("decode", "prefill")
+        self._step_seconds = {phase: families.step_seconds.labels(**labels, phase=phase) for phase in phases}
+        self._bubble = {
+            (edge, phase): families.bubble_seconds.labels(**labels, edge=edge, phase=phase)
+            for edge in EDGES
+            for phase in phases
+        }
+        self._busy = {
+            (service, phase): families.busy_seconds.labels(**labels, service=service, phase=phase)
+            for service in ("draft", "verify")
+            for phase in phases
+        }
+        self._stall = {
+            site: families.host_stall_seconds.labels(**labels, service="scheduler", site=site) for site in SITES
+        }
+        self._efficiency = _Window()
+        families.overlap_efficiency.labels(**labels).set_function(self._efficiency.value)
+        self._drafts = families.drafts.labels(algorithm)
+        self._draft_tokens = families.draft_tokens.labels(algorithm)
+        self._accepted = families.accepted_tokens.labels(algorithm)
+        self._accepted_per_position = families.accepted_per_position
+        self._algorithm = algorithm
+        self._accepted_at: list[Counter] = []
+
+    def observe(self, timing: StepTiming) -> None:
+        """Takes in the time of a step."""
+        phase = _PHASES[timing.kind]
+        self._busy["verify", phase].inc(timing.verify_ns * NS)
+        if timing.draft_ns:
+            self._busy["draft", phase].inc(timing.draft_ns * NS)
+        if timing.wall_ns is None:
+            return
+        self._step_seconds[phase].observe(timing.wall_ns * NS)
+        for edge, nanoseconds in timing.bubbles_ns.items():
+            self._bubble[edge, phase].inc(nanoseconds * NS)
+        self._efficiency.add(timing.wall_ns, sum(timing.bubbles_ns.values()))
+
+    def host_stalled(self, site: str, seconds: float) -> None:
+        """The loop's thread was blocked at `site`, one of SITES."""
+        self._stall[site].inc(seconds)
+
+    def drafted(self, drafts: DraftTally) -> None:
+        """Takes in what became of the drafts of a step."""
+        if not drafts.num_drafts:
+            return
+        accepted = drafts.accepted_per_position()
+        self._drafts.inc(drafts.num_drafts)
+        self._draft_tokens.inc(drafts.num_draft_tokens)
+        self._accepted.inc(sum(accepted))
+        self._add_positions(drafts.most_drafted)
+        for count_here, count in zip(self._accepted_at, accepted, strict=False):
+            if count:
+                count_here.inc(count)
+
+    def _add_positions(self, num_drafted: int) -> None:
+        """A position is there from the first draft on that reaches it."""
+        for position in range(len(self._accepted_at) + 1, num_drafted + 1):
+            self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
+
+
+class _Window:
+    """Bubble and wall of the last seconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: deque[tuple[float, int, int]] = deque()
+        self._wall_ns = 0
+        self._bubble_ns = 0
+
+    def add(self, wall_ns: int, bubble_ns: int) -> None:
+        with self._lock:
+            self._steps.append((time.monotonic(), wall_ns, bubble_ns))
+            self._wall_ns += wall_ns
+            self._bubble_ns += bubble_ns
+            self._forget()
+
+    def value(self) -> float:
+        with self._lock:
+            self._forget()
+            return 1.0 - self._bubble_ns / self._wall_ns if self._wall_ns else float("nan")
+
+    def _forget(self) -> None:
+        oldest = time.monotonic() - WINDOW_S
+        while self._steps and self._steps[0][0] < oldest:
+            _, wall_ns, bubble_ns = self._steps.popleft()
+            self._wall_ns -= wall_ns
+            self._bubble_ns -= bubble_ns

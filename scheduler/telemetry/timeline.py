@@ -1,0 +1,137 @@
+"""The `Timeline` service: waits for steps, and puts together what all three processes recorded of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.errors import DeadlineExceededError, UnavailableError
+from slipstream.common.rpc.unknown_fields import reject_unknown_fields
+from slipstream.common.worker.step import Role
+from slipstream.common.worker.trace import Trace, TracedProcess, TraceRequest
+from slipstream.protos import trace_pb2, trace_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.recorder import Record
+    from slipstream.common.worker.trace import HostRecords, TracedStep
+    from slipstream.scheduler.telemetry.recorder import StepRecorder
+    from slipstream.scheduler.workers.epoch import Epoch
+
+SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["Timeline"].full_name
+
+
+class TimelineServicer(trace_pb2_grpc.TimelineServicer):
+    """Serves `Timeline`."""
+
+    def __init__(self, epoch: Callable[[], Epoch | None]) -> None:
+        """`epoch`: the current one, or the last; None before the first."""
+        self._epoch = epoch
+
+    async def Trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceResponse:
+        """See trace.proto."""
+        reject_unknown_fields(request)
+        asked = TraceRequest.from_pb(request)
+        epoch = self._epoch()
+        if epoch is None or epoch.recorder.is_closed:
+            raise UnavailableError("the scheduler is not attached to its workers")
+        return (await _trace(epoch, asked)).to_pb()
+
+
+async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
+    """Raises DeadlineExceededError when nothing runs, UnavailableError when the workers are lost."""
+    recorder = epoch.recorder
+    before = await asyncio.to_thread(_Look.take, epoch, recorder.last_sent + 1)
+    first = recorder.last_sent + 1
+    last = first + asked.steps - 1
+    await _until_complete(recorder, last, asked.wait_ms / 1000)
+    steps = recorder.steps(first, last)
+    if not steps:
+        raise DeadlineExceededError(f"no step was complete within {asked.wait_ms / 1000:g} s: ask while requests run")
+    # Now, as the workers take their time to answer, and the rings go on.
+    host = recorder.host_records(first)
+    streams = {role: recorder.stream_records(role, first) for role in _attached(epoch)}
+    after = await asyncio.to_thread(_Look.take, epoch, first)
+    return _put_together(epoch, steps, host, streams, after.answers, (before.clock, after.clock))
+
+
+async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
+    """Returns when that step is complete, the epoch over, or no other step came for so long."""
+    loop, is_complete = asyncio.get_running_loop(), asyncio.Event()
+
+    def call() -> None:
+        # The server may be on its way down.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(is_complete.set)
+
+    recorder.watch(last, call)
+    try:
+        while True:
+            seen = recorder.last_complete
+            try:
+                async with asyncio.timeout(wait_s):
+                    await is_complete.wait()
+                return
+            except TimeoutError:
+                if recorder.last_complete == seen:
+                    return
+    finally:
+        recorder.forget(call)
+
+
+def _put_together(
+    epoch: Epoch,
+    steps: list[TracedStep],
+    host: list[Record],
+    streams: dict[Role, list[Record]],
+    answers: dict[Role, HostRecords | None],
+    samples: tuple[ClockSample, ...],
+) -> Trace:
+    workers = epoch.workers
+    numbers = {step.step for step in steps}
+
+    def traced(records: Iterable[Record]) -> tuple[Record, ...]:
+        return tuple(record for record in records if record.step in numbers)
+
+    processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=traced(host))]
+    for role, worker in _attached(epoch).items():
+        answer = answers[role]
+        records = traced([*streams[role], *(() if answer is None else answer.records)])
+        processes.append(TracedProcess(name=role.value, pid=worker.pid, model=worker.model, records=records))
+    return Trace(
+        epoch=epoch.number,
+        device=workers.verify.device,
+        fence=epoch.fence_kind,
+        under_mps=workers.under_mps,
+        algorithm=workers.algorithm,
+        run_ahead=epoch.sizes.batch.run_ahead,
+        steps=tuple(steps),
+        processes=tuple(processes),
+        clock_samples=samples,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the workers answered, and the clock of the stamps at that time."""
+
+    answers: dict[Role, HostRecords | None]
+    clock: ClockSample
+
+    @classmethod
+    def take(cls, epoch: Epoch, from_step: int) -> _Look:
+        """Blocks. The workers' looks at the clock are preferred: outside MPS, the scheduler gets the GPU late."""
+        answers = {role: epoch.read_records(role, from_step) for role in _attached(epoch)}
+        clocks = [answer.clock for answer in answers.values() if answer is not None and answer.clock is not None]
+        tightest = min(clocks, key=lambda clock: clock.uncertainty_ns) if clocks else epoch.sample_clock()
+        return cls(answers, tightest)
+
+
+def _attached(epoch: Epoch) -> dict[Role, WorkerDescription]:
+    workers = epoch.workers
+    return {Role.VERIFY: workers.verify} | ({} if workers.draft is None else {Role.DRAFT: workers.draft})

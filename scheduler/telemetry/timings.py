@@ -1,0 +1,176 @@
+"""Where the time of each step went, from the stamps that the workers leave in the arena.
+
+For consecutive steps while requests run (all on one clock):
+
+    wall(n)              = verify.end(n) - verify.end(n-1)
+    bubble verify->draft = draft.start(n)  - verify.end(n-1)
+    bubble draft->verify = verify.start(n) - draft.end(n)
+
+A bubble is time in which neither worker worked: measured from the end of the work before it, so that a command
+that was sent too late counts. In a step without a draft on its path the gap is between verify and itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.common.worker.access_log import LogOp
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import FenceName, StepKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.scheduler.core.batch import Step
+    from slipstream.scheduler.telemetry.recorder import StepRecorder
+
+VERIFY_TO_DRAFT = "verify_to_draft"
+DRAFT_TO_VERIFY = "draft_to_verify"
+VERIFY_TO_VERIFY = "verify_to_verify"
+EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
+
+Interval = tuple[int, int]
+"""Start and end, in nanoseconds of the stamps' clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTiming:
+    """The time of one step, in nanoseconds."""
+
+    kind: StepKind
+    draft_ns: int
+    verify_ns: int
+    wall_ns: int | None = None
+    """None for the first step after an idle time."""
+    bubbles_ns: dict[str, int]
+    """By edge."""
+
+
+def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: Interval | None) -> StepTiming:
+    """`before`: when verify ended the step before, and when the last of both workers did; None after an idle time."""
+    bubbles: dict[str, int] = {}
+    if before is not None:
+        verify_end, all_end = before
+        if draft is not None and kind is StepKind.DECODE:
+            bubbles[VERIFY_TO_DRAFT] = max(0, draft[0] - all_end)
+            bubbles[DRAFT_TO_VERIFY] = max(0, verify[0] - draft[1])
+        else:
+            bubbles[VERIFY_TO_VERIFY] = max(0, verify[0] - all_end)
+    return StepTiming(
+        kind=kind,
+        # Stamps are the workers': whatever they hold, time does not go back.
+        draft_ns=0 if draft is None else max(0, draft[1] - draft[0]),
+        verify_ns=max(0, verify[1] - verify[0]),
+        wall_ns=None if before is None else max(0, verify[1] - verify_end),
+        bubbles_ns=bubbles,
+    )
+
+
+class StepTimings:
+    """Takes in the stamps of each step, which is one step late.
+
+    As a rule they come with the next step's result. Where that does not imply that they are complete, they are read
+    when the fences say so.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        arena: Arena,
+        shape: FutureMapShape,
+        log: AccessLog,
+        observe: Callable[[StepTiming], None],
+        recorder: StepRecorder,
+    ) -> None:
+        """`observe` is called by `report`, once for each step, in order; `recorder` gets the stamps themselves."""
+        self._device = device
+        self._ring = shape.ring
+        self._has_draft = shape.num_draft_tokens > 0
+        self._log = log
+        self._observe = observe
+        self._recorder = recorder
+        self._stash = arena.fence(FenceName.VERIFY_STASH)
+        self._done = arena.fence(FenceName.DRAFT_DONE)
+        names = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * self._has_draft
+        self._stamps = {name: arena.tensor(name) for name in names}
+        self._unread: deque[tuple[Step, bool]] = deque()
+        self._unreported: deque[StepTiming] = deque()
+        self._is_idle = True
+        self._before: Interval = (0, 0)
+
+    def sent(self, step: Step) -> None:
+        """A step was sent; its stamps are to be read."""
+        self._unread.append((step, self._is_idle))
+        self._is_idle = False
+
+    def idle(self) -> None:
+        """There is nothing to do: the time until the next step is nobody's loss."""
+        self._is_idle = True
+
+    def came(self, step: Step, stamps_before: tuple[Interval, ...]) -> None:
+        """The result of `step` is there, and with it the stamps of the step before.
+
+        Verify had ended that one. Draft had, if verify waited in `step` for the draft's next tokens.
+        """
+        self.collect(step.number - 2)
+        if not self._unread or self._unread[0][0].number != step.number - 1:
+            return
+        before, _ = self._unread[0]
+        has_half = self._has_half_in(before)
+        if has_half and step.kind is not StepKind.DECODE:
+            self.collect(before.number)
+            return
+        names = list(self._stamps)[: 1 + has_half]
+        self._log_read(before, names)
+        self._take(list(stamps_before[: len(names)]))
+
+    def report(self) -> None:
+        """Has the steps observed whose stamps came in: when nobody waits for this thread."""
+        while self._unreported:
+            self._observe(self._unreported.popleft())
+
+    def collect(self, up_to_step: int) -> None:
+        """Reads the stamps of steps up to this one that are there by now."""
+        while self._unread and self._unread[0][0].number <= up_to_step and self._is_there(self._unread[0][0]):
+            self._take(self._read(self._unread[0][0]))
+
+    def _take(self, stamps: list[Interval]) -> None:
+        """Of the first step that is unread: verify's, and draft's if the step has a half in it."""
+        step, is_first = self._unread.popleft()
+        verify, *drafts = stamps
+        draft = drafts[0] if drafts else None
+        self._recorder.stamped(step.number, verify, draft)
+        self._unreported.append(time_step(step.kind, None if is_first else self._before, verify, draft))
+        self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
+
+    def _has_half_in(self, step: Step) -> bool:
+        return self._has_draft and step.kind is not StepKind.PLAIN
+
+    def _is_there(self, step: Step) -> bool:
+        fences = [(FenceName.VERIFY_STASH, self._stash)]
+        if self._has_half_in(step):
+            fences.append((FenceName.DRAFT_DONE, self._done))
+        if any(fence.poll() < step.number for _, fence in fences):
+            return False
+        if self._log.is_enabled:
+            for name, _ in fences:
+                self._log.fence(LogOp.POLL, name, step.number, step=step.number)
+        return True
+
+    def _read(self, step: Step) -> list[Interval]:
+        """Of verify, and of draft if the step has a half in it."""
+        row = step.number % self._ring
+        names = list(self._stamps)[: 1 + self._has_half_in(step)]
+        self._log_read(step, names)
+        copies = self._device.to_host([self._stamps[name][row] for name in names])
+        return [(start, end) for start, end in (copy.tolist() for copy in copies)]
+
+    def _log_read(self, step: Step, names: list[BufferName]) -> None:
+        if self._log.is_enabled:
+            for name in names:
+                self._log.access(name, [step.number % self._ring], is_write=False, step=step.number)

@@ -1,0 +1,1 @@
+"""The scheduler's side of the draft and verify services: epochs, links, sizes, heartbeats."""

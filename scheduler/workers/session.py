@@ -1,0 +1,200 @@
+"""The scheduler's own thread: attaches the workers, runs the loop, and starts over when a worker was lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from slipstream.common.errors import (
+    CheckpointError,
+    ConfigError,
+    ManifestError,
+    MismatchError,
+    OutOfMemoryError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.common.rpc.thread_names import STEP_LOOP, name_this_thread
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.workers.epoch import Epoch
+from slipstream.scheduler.workers.heartbeats import Heartbeats
+from slipstream.scheduler.workers.sharing import check_sharing
+from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from prometheus_client import CollectorRegistry
+
+    from slipstream.common.device.interface import Device
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.core.batch import Delivery
+    from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.scheduler.workers.link import Link
+
+logger = logging.getLogger(__name__)
+
+_FINAL = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
+"""What another try would only repeat."""
+RETRY_S = 0.2
+"""Between two looks whether the workers are there."""
+
+
+class SessionListener(Protocol):
+    """Who is told what happens here. Called on the conductor's thread; must return at once."""
+
+    def attached(self, epoch: Epoch) -> None:
+        """Jobs can run."""
+        ...
+
+    def detached(self, reason: str) -> None:
+        """They cannot, for now."""
+        ...
+
+    def failed(self, error: SlipstreamError) -> None:
+        """They never will: the workers do not fit each other, or a setting is wrong."""
+        ...
+
+
+class WorkerSession:
+    """Runs epochs one after the other until the queue is stopped."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        device: Device,
+        queue: WaitingQueue,
+        *,
+        registry: CollectorRegistry,
+        audience: SessionListener,
+        deliver: Callable[[list[Delivery]], None],
+        make_links: Callable[[], dict[Role, Link]] | None = None,
+    ) -> None:
+        """`deliver` hands progress to the clients' side and returns at once.
+
+        `make_links`: to workers that are not services at the addresses of the configuration.
+        """
+        self._config = config
+        self._device = device
+        self._queue = queue
+        self._audience = audience
+        self._deliver = deliver
+        self._metric_families = StepMetricFamilies(registry)
+        self._links = LinkThread()
+        self._make_links = make_links or self._links_to_services
+        self._heartbeats = Heartbeats(registry, {} if make_links is not None else self._addresses(), self._links)
+        self._thread = threading.Thread(target=self._run, name="loop")
+        self._last_epoch = 0
+        self._last_cause = ""
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._heartbeats.start()
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for its end, which a stopped queue brings about."""
+        self._thread.join()
+        self._heartbeats.close()
+        self._links.close()
+
+    def _run(self) -> None:
+        name_this_thread(STEP_LOOP)
+        try:
+            while not self._queue.is_stopped:
+                self._conduct(self._make_links())
+        except SlipstreamError as error:
+            logger.error("%s", error)
+            self._audience.failed(error)
+        except Exception as error:
+            logger.exception("the loop failed")
+            self._audience.failed(SlipstreamError(f"the loop failed: {error!r}"))
+
+    def _links_to_services(self) -> dict[Role, Link]:
+        return {role: WorkerLink(role, address, self._links) for role, address in self._addresses().items()}
+
+    def _addresses(self) -> dict[Role, str]:
+        config = self._config
+        return {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
+
+    def _conduct(self, links: dict[Role, Link]) -> None:
+        """One epoch, if the workers are there. Raises what no other try would change."""
+        try:
+            epoch = self._epoch_with(links)
+        except SlipstreamError as error:
+            _close(links)
+            if isinstance(error, _FINAL):
+                raise
+            logger.debug("waiting for the workers: %s", error)
+            self._queue.wait_for_stop(RETRY_S)
+            return
+        reason = None
+        try:
+            self._run_epoch(epoch)
+        except _FINAL as error:
+            reason = str(error)
+            raise
+        except SlipstreamError as error:
+            reason = f"epoch {epoch.number} is over: {error}"
+            self._lose(epoch, reason)
+        finally:
+            self._queue.close(reason or "the scheduler is not attached to its workers")
+            self._end_jobs(epoch, UnavailableError(reason or "the server is shutting down"))
+            epoch.close(drain=reason is None)
+        self._queue.wait_for_stop(RETRY_S)
+
+    def _epoch_with(self, links: dict[Role, Link]) -> Epoch:
+        verify = links[Role.VERIFY].describe()
+        workers = Workers(verify=verify, draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None)
+        check_sharing(self._device, workers)
+        labels = {
+            "fence": self._device.fence_kind,
+            "mps": "on" if workers.under_mps else "off",
+            "algorithm": workers.algorithm,
+        }
+        return Epoch(
+            self._next_epoch(workers),
+            self._config,
+            workers,
+            EpochSizes.decide(self._config, workers),
+            device=self._device,
+            links=links,
+            queue=self._queue,
+            metrics=StepMetrics(self._metric_families, **labels),
+            deliver=self._deliver,
+        )
+
+    def _run_epoch(self, epoch: Epoch) -> None:
+        loop = epoch.open()
+        self._queue.open()
+        self._audience.attached(epoch)
+        loop.run()
+        loop.finish()
+
+    def _lose(self, epoch: Epoch, reason: str) -> None:
+        # The same trouble again and again is worth a line once.
+        cause = reason.partition(": ")[2]
+        level = logging.DEBUG if cause == self._last_cause else logging.ERROR
+        logger.log(level, "%s", reason, extra={"epoch": epoch.number, "step": epoch.batch.last_step})
+        self._last_cause = cause
+        self._queue.close(reason)
+        self._audience.detached(reason)
+
+    def _end_jobs(self, epoch: Epoch, error: UnavailableError) -> None:
+        deliveries = epoch.batch.fail(error, waiting=self._queue.take_all())
+        if deliveries:
+            self._deliver(deliveries)
+
+    def _next_epoch(self, workers: Workers) -> int:
+        """One more than any that the workers or this process have seen."""
+        seen = [worker.last_epoch for worker in (workers.verify, workers.draft) if worker is not None]
+        self._last_epoch = max(self._last_epoch, *seen) + 1
+        return self._last_epoch
+
+
+def _close(links: dict[Role, Link]) -> None:
+    for link in links.values():
+        link.detach(drain=False)

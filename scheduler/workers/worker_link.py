@@ -1,0 +1,202 @@
+"""The line from the scheduler to one worker: one long-lived stream of commands, and its acknowledgements.
+
+gRPC runs on an event loop and a thread of its own (`LinkThread`), apart from the clients' one: a step must not
+wait for the fan-out of the last one's tokens. The scheduler's loop calls from its own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+import uvloop
+
+from slipstream.common.errors import CancelledError, SlipstreamError, UnavailableError
+from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.worker.trace import HostRecords
+from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
+from slipstream.protos import trace_pb2, trace_pb2_grpc
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.step import Role, StepCommand
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 300.0
+"""Attaching allocates the KV pages and warms up."""
+CALL_TIMEOUT_S = 60.0
+RECORDS_TIMEOUT_S = 5.0
+
+
+class LinkThread:
+    """The event loop of all links."""
+
+    def __init__(self) -> None:
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Runs a coroutine there and blocks until it is done. Raises what it raises, gRPC's errors as ours."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        except grpc.RpcError as error:
+            raise _unavailable_if_cancelled(error_from_rpc(error)) from error
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class WorkerLink:
+    """One worker, as its scheduler sees it."""
+
+    def __init__(self, role: Role, address: str, thread: LinkThread) -> None:
+        self.role = role
+        self.address = address
+        self.failure: SlipstreamError | None = None
+        """Why the stream of commands is broken; set at any time."""
+        self._thread = thread
+        self._epoch = 0
+        self._acknowledged = 0
+        self._changed = threading.Condition()
+        self._outbox: asyncio.Queue[pb.StepCommand | None] = asyncio.Queue()
+        self._channel: grpc.aio.Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def describe(self) -> WorkerDescription:
+        """Asks what the worker is. Raises UnavailableError if it is not there."""
+        return self._thread.call(self._describe())
+
+    def attach(self, attachment: Attachment) -> None:
+        """Opens an epoch and the stream of commands. Raises FailedPreconditionError (and its kinds)."""
+        self._thread.call(self._attach(attachment))
+
+    def send(self, command: StepCommand) -> None:
+        """Hands a command over and returns. Raises the link's failure."""
+        if self.failure is not None:
+            raise self.failure
+        message = command_to_pb(command)
+        self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
+        """Blocks until the worker has acknowledged `step`; False if the time is over. Raises the link's failure."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._acknowledged >= step or self.failure is not None, timeout_s)
+        if self.failure is not None:
+            raise self.failure
+        return arrived
+
+    def read_records(self, from_step: int) -> HostRecords | None:
+        """What the worker recorded of steps from this one on; None if it tells nothing. Called on any thread."""
+        return self._thread.call(self._read_records(from_step))
+
+    def detach(self, *, drain: bool) -> None:
+        """Ends the stream and the connection; with `drain` the worker finishes what it was sent first."""
+        self._thread.call(self._detach(drain=drain))
+
+    async def _connect(self) -> pb_grpc.WorkerStub:
+        if self._channel is None:
+            # Watched by heartbeats of its own: a stopped peer shows in about two seconds.
+            self._channel = grpc.aio.insecure_channel(self.address, options=SAME_HOST.options())
+        return pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def _describe(self) -> WorkerDescription:
+        stub = await self._connect()
+        answer = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)
+        description = description_from_pb(answer)
+        if description.role is not self.role:
+            raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
+        return description
+
+    async def _attach(self, attachment: Attachment) -> None:
+        stub = await self._connect()
+        await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
+        self._epoch = attachment.epoch
+        self._outbox = asyncio.Queue()
+        call = stub.Execute()
+        await call.wait_for_connection()
+        self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+
+    async def _read_records(self, from_step: int) -> HostRecords | None:
+        if self._channel is None:
+            return None
+        stub = trace_pb2_grpc.RecorderStub(self._channel)  # type: ignore[no-untyped-call]
+        request = trace_pb2.ReadRecordsRequest(from_step=from_step)
+        try:
+            return HostRecords.from_pb(await stub.ReadRecords(request, timeout=RECORDS_TIMEOUT_S))
+        except grpc.RpcError as error:
+            # A drafter need not have any; and without those of one worker a trace is worth having.
+            logger.info("no records of the %s service: %s", self.role.value, error_from_rpc(error))
+            return None
+        except asyncio.CancelledError:
+            # A channel that is closed meanwhile says so, too.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return None
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
+        try:
+            while (message := await self._outbox.get()) is not None:
+                await call.write(message)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self._fail(error)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
+        try:
+            async for ack in call:
+                with self._changed:
+                    self._acknowledged = ack.step
+                    self._changed.notify_all()
+            self._fail(UnavailableError(f"the {self.role.value} service ended the stream"))
+        except grpc.RpcError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if self.failure is None:
+                if isinstance(error, grpc.RpcError):
+                    error = error_from_rpc(error)
+                reason = str(error) or type(error).__name__
+                self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
+                self._changed.notify_all()
+
+    async def _detach(self, *, drain: bool) -> None:
+        if drain and self.failure is None and self._channel is not None:
+            await self._drain(pb_grpc.WorkerStub(self._channel))  # type: ignore[no-untyped-call]
+        self._outbox.put_nowait(None)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=1.0)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    async def _drain(self, stub: pb_grpc.WorkerStub) -> None:
+        try:
+            await stub.Drain(pb.DrainRequest(epoch=self._epoch), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            # The end of the stream ends the epoch in any case.
+            logger.warning("the %s service did not drain: %s", self.role.value, error_from_rpc(error))
+
+
+def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
+    """Nobody here cancels a call: a service that does is on its way down."""
+    return UnavailableError(str(error)) if isinstance(error, CancelledError) else error

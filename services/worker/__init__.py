@@ -1,0 +1,1 @@
+"""The frame of a worker: server, engine, slots, staging, the FutureMap, graphs."""

@@ -1,0 +1,180 @@
+"""Stand-ins of a known length in place of the models: what is left of a step's time is the system's own.
+
+The tokens follow a rule that draft and verify share; the draft guesses the first half of its tokens right.
+Everything else of a step is real: waits, stamps, the FutureMap, signals. Context costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.services.models.acceptance import accept
+from slipstream.services.worker.dummy_graphs import StandInDraftGraphs, StandInVerifyGraphs
+from slipstream.services.worker.dummy_kernel import GpuKernel, HostKernel, Kernel
+from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.future_map import VerifyResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.future_map import StepNumber
+
+MAX_CONTEXT_TOKENS = 1 << 20
+FIRST_TOKEN = 32
+NUM_TOKENS = 64
+
+
+def without_context_cost(description: WorkerDescription) -> WorkerDescription:
+    """The description of a stand-in for a model: it keeps no KV, so a request may be as long as it likes."""
+    return replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
+
+
+def token_at(positions: torch.Tensor) -> torch.Tensor:
+    """The token that stand-ins put at each position: int64 of the same shape."""
+    return FIRST_TOKEN + positions % NUM_TOKENS
+
+
+def make_kernel(length_ms: float, device: Device | None) -> Kernel:
+    """A kernel of the device; None is the CPU."""
+    if device is None or device.torch_device.type == "cpu":
+        return HostKernel(length_ms)
+    from slipstream.common.device.cuda.device import CudaDevice
+
+    assert isinstance(device, CudaDevice), "there is no other device"
+    return GpuKernel(length_ms, device.kernels, device.torch_device)
+
+
+class _StandIn:
+    """What both stand-ins are: a description, and a kernel in place of a model."""
+
+    def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
+        """`device`: None is the CPU."""
+        self._description = without_context_cost(description)
+        self._kernel = make_kernel(length_ms, device)
+
+    def describe(self) -> WorkerDescription:
+        """See `RoleEngine.describe`."""
+        return self._description
+
+    def open(self, state: EpochState) -> None:
+        """There is nothing to allocate."""
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+class DummyVerify(_StandIn):
+    """Implements `RoleEngine` for verify."""
+
+    _graphs: StandInVerifyGraphs | None = None
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+        if state.graphs is not None:
+            self._graphs = StandInVerifyGraphs(state, state.graphs, partial(self._check, state))
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+        self._graphs = None
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        if self._graphs is not None and command.slots and command.kind is not StepKind.PREFILL:
+            return self._graphs.phases(command)
+        chunks = [chunk for chunk in command.chunks if chunk.is_last]
+        is_prefill = command.kind is StepKind.PREFILL
+        rows = self._kernel.rows([chunk.slot for chunk in chunks] if is_prefill else command.slots)
+        outcome: list[VerifyResult] = []
+
+        def publish() -> None:
+            if is_prefill:
+                ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
+                outcome.append(self._kernel.run(lambda: _first_tokens(ends)))
+            else:
+                outcome.append(self._kernel.run(_look(state, command.step, rows, command.kind)))
+            state.future_map.publish(command.step, rows, outcome[0])
+
+        def stash() -> None:
+            state.future_map.stash(command.step, rows, outcome[0])
+
+        return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
+
+    def _check(self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> VerifyResult:
+        return self._kernel.run(lambda: _look(state, step, rows, kind)())
+
+
+class DummyDraft(_StandIn):
+    """Implements `RoleEngine` for draft."""
+
+    _graphs: StandInDraftGraphs | None = None
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+        if state.graphs is not None:
+            self._graphs = StandInDraftGraphs(state, state.graphs, partial(self._guess, state))
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+        self._graphs = None
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        if self._graphs is not None and command.slots and command.kind is StepKind.DECODE:
+            return self._graphs.phases(command)
+        rows = self._kernel.rows(command.slots)
+
+        def propose() -> None:
+            guess = _look_ahead(state, command.step, rows)
+            state.future_map.propose(command.step, rows, self._kernel.run(guess))
+
+        def prefill() -> None:
+            self._kernel.run(lambda: None)
+
+        return [Phase(propose if command.kind is StepKind.DECODE else prefill, FenceName.DRAFT_DONE)]
+
+    def _guess(self, state: EpochState, step: StepNumber, rows: torch.Tensor) -> None:
+        state.future_map.propose(step, rows, self._kernel.run(lambda: _look_ahead(state, step, rows)()))
+
+
+def _look(state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> Callable[[], VerifyResult]:
+    """Reads what verify needs; what it then computes is a kernel's."""
+    seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
+    if kind is StepKind.PLAIN:
+        return lambda: _first_tokens(seq_lens + 1)
+    draft_tokens = state.future_map.copy_in(step, rows)
+    most = state.slots.max_draft_tokens.index_select(0, rows)
+    return lambda: _verified(seq_lens, draft_tokens, most)
+
+
+def _look_ahead(state: EpochState, step: StepNumber, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The same for draft."""
+    seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
+    return lambda: _guessed(seq_lens, state.attachment.shape.num_draft_tokens)
+
+
+def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[B, num_tokens] draft tokens behind B bonus tokens, the first half of them right."""
+    tokens = token_at(seq_lens[:, None] + 1 + torch.arange(num_tokens, device=seq_lens.device))
+    tokens[:, (num_tokens + 1) // 2 :] = 0
+    return tokens
+
+
+def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor, most: torch.Tensor) -> VerifyResult:
+    steps = torch.arange(draft_tokens.shape[1] + 1, device=seq_lens.device)
+    tokens = token_at(seq_lens[:, None] + 1 + steps)
+    num_accepted = torch.minimum(accept(draft_tokens, tokens), most)
+    return VerifyResult(seq_lens=seq_lens + num_accepted + 1, num_accepted=num_accepted, tokens=tokens)
+
+
+def _first_tokens(seq_lens: torch.Tensor) -> VerifyResult:
+    """One token behind each of B lengths."""
+    return VerifyResult(seq_lens=seq_lens, num_accepted=torch.zeros_like(seq_lens), tokens=token_at(seq_lens)[:, None])

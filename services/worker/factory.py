@@ -1,0 +1,174 @@
+"""Makes what a worker does from its settings: loads the model and describes it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES
+from slipstream.common.device.namespaces import pid_namespace, shm_device
+from slipstream.common.errors import ConfigError
+from slipstream.common.worker.contract import WorkerDescription
+from slipstream.common.worker.step import Role
+from slipstream.services.draft.eagle3 import Eagle3Drafter
+from slipstream.services.draft.engine import DraftEngine
+from slipstream.services.draft.standalone import StandaloneDrafter
+from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
+from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.eagle3 import Eagle3Head
+from slipstream.services.models.eagle3_checkpoint import load_eagle3
+from slipstream.services.models.eagle3_config import Eagle3Config
+from slipstream.services.verify.engine import VerifyEngine, fused_layers
+from slipstream.services.worker.config import EAGLE3
+from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
+from slipstream.services.worker.language_model import LanguageModel
+from slipstream.services.worker.memory import is_out_of_memory, needed_for_work, too_large
+
+if TYPE_CHECKING:
+    from slipstream.common.device.interface import Device
+    from slipstream.services.worker.config import WorkerConfig
+    from slipstream.services.worker.engine import RoleEngine
+
+logger = logging.getLogger(__name__)
+
+_NOWHERE = torch.device("meta")
+
+
+def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
+    """The verify service's side of a step. Raises CheckpointError, OutOfMemoryError."""
+    description = _describe_verify(config, device, metrics_port)
+    if config.stand_in_ms is not None:
+        return DummyVerify(description, config.stand_in_ms, device)
+    if config.simulate_accept_length is not None:
+        logger.warning(
+            "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
+            config.simulate_accept_length,
+        )
+    return VerifyEngine(
+        _load(config, device),
+        description,
+        simulate_accept_length=config.simulate_accept_length,
+        deterministic_width=config.deterministic_width,
+    )
+
+
+def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
+    """The draft service's side of a step. Raises CheckpointError, OutOfMemoryError."""
+    is_head = config.algorithm == EAGLE3
+    description = (_describe_head if is_head else _describe_draft)(config, device, metrics_port)
+    if config.stand_in_ms is not None:
+        return DummyDraft(description, config.stand_in_ms, device)
+    return DraftEngine(_load_head(config, device) if is_head else StandaloneDrafter(_load(config, device)), description)
+
+
+def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
+    """What to compute in. Raises ConfigError for what a CPU does not: it computes in float32."""
+    is_cpu = device.torch_device.type == "cpu"
+    if config.dtype == "auto":
+        return torch.float32 if is_cpu else torch.bfloat16
+    if is_cpu and config.dtype != "float32":
+        raise ConfigError("dtype", config.dtype, "auto or float32, on a CPU")
+    return DTYPES[config.dtype]
+
+
+def _load(config: WorkerConfig, device: Device) -> LanguageModel:
+    where, dtype = device.torch_device, dtype_of(config, device)
+    load_format = LoadFormat(config.load_format)
+    try:
+        decoder = load_decoder(
+            config.model, device=where, dtype=dtype, load_format=load_format, on_progress=_log_progress
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        weights = Decoder(ModelConfig.from_directory(config.model), device=_NOWHERE, dtype=dtype)
+        raise too_large(weights, config.model.name, where, error) from error
+    return LanguageModel(decoder, where, dtype)
+
+
+def _load_head(config: WorkerConfig, device: Device) -> Eagle3Drafter:
+    where, dtype = device.torch_device, dtype_of(config, device)
+    try:
+        head = load_eagle3(
+            config.model,
+            target=config.target,
+            device=where,
+            dtype=dtype,
+            load_format=LoadFormat(config.load_format),
+            on_progress=_log_progress,
+        )
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        weights = Eagle3Head(Eagle3Config.from_directory(config.model), device=_NOWHERE, dtype=dtype)
+        raise too_large(weights, config.model.name, where, error) from error
+    return Eagle3Drafter(head, where, dtype)
+
+
+def _log_progress(fraction: float) -> None:
+    logger.debug("loading: %.0f %%", 100 * fraction)
+
+
+def _describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+    model = ModelConfig.from_directory(config.model)
+    return replace(
+        _describe(Role.VERIFY, config, model, device, metrics_port),
+        hidden_width=len(fused_layers(model.num_layers)) * model.hidden_size,
+        eos_token_ids=tuple(sorted(model.eos_token_ids)),
+        tokenizer_path=str(config.model.resolve()),
+    )
+
+
+def _describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+    model = ModelConfig.from_directory(config.model)
+    return replace(_describe(Role.DRAFT, config, model, device, metrics_port), algorithm=config.algorithm)
+
+
+def _describe_head(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+    head = Eagle3Config.from_directory(config.model)
+    return replace(
+        _describe(Role.DRAFT, config, head.layer, device, metrics_port),
+        hidden_width=head.fused_width,
+        hidden_layers=head.fused_layers,
+        algorithm=config.algorithm,
+    )
+
+
+def _describe(
+    role: Role, config: WorkerConfig, model: ModelConfig, device: Device, metrics_port: int
+) -> WorkerDescription:
+    """What all have in common; `model` has the layers that keep keys and values."""
+    directory = config.model.resolve()
+    dtype = dtype_of(config, device)
+    tokenizer = directory
+    if config.target is not None and not (directory / "tokenizer.json").is_file():
+        tokenizer = config.target
+    return WorkerDescription(
+        role=role,
+        device=device.identity,
+        under_mps=device.under_mps,
+        vocab_size=model.vocab_size,
+        tokenizer_sha256=tokenizer_fingerprint(tokenizer),
+        dtype=DTYPE_NAMES[dtype],
+        max_context_tokens=model.max_position_embeddings,
+        kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        model=_name(config),
+        memory=needed_for_work(model, dtype),
+        pid=os.getpid(),
+        metrics_port=metrics_port,
+        pid_namespace=pid_namespace(),
+        shm_device=shm_device(),
+    )
+
+
+def _name(config: WorkerConfig) -> str:
+    """The model's name, and what there is to know of it before anybody takes its output for text."""
+    notes = [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
+    if config.simulate_accept_length is not None:
+        notes.append(f"accept length simulated: {config.simulate_accept_length:g}")
+    return config.model.resolve().name + (f" ({', '.join(notes)})" if notes else "")

@@ -1,0 +1,118 @@
+"""The FutureMap on a GPU: its rows are read and written by kernels, while a graph is captured for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.worker.captured_step import CapturedStep
+from slipstream.common.worker.layout import BufferName
+from slipstream.services.models.kernels.step_kernels import gather_kernel, publish_kernel, stash_kernel
+from slipstream.services.models.kernels.step_ops import power_of_two
+from slipstream.services.worker.future_map import FutureMap, NextStepState
+
+if TYPE_CHECKING:
+    from slipstream.services.worker.future_map import StepNumber, VerifyResult
+
+
+class FusedFutureMap(FutureMap):
+    """As `FutureMap`. Steps that are not captured go its way, as do outcomes with logprobs."""
+
+    def publish(self, step: StepNumber, rows: torch.Tensor, outcome: VerifyResult) -> None:
+        """See `FutureMap.publish`."""
+        if not isinstance(step, CapturedStep) or outcome.logprobs is not None:
+            super().publish(step, rows, outcome)
+            return
+        tokens = outcome.tokens.contiguous()
+        publish_kernel[(len(rows),)](
+            self._ring_write(BufferName.NEW_SEQ_LENS, step),
+            self._ring_write(BufferName.NUM_ACCEPTED, step),
+            output_tokens := self._ring_write(BufferName.OUTPUT_TOKENS, step),
+            step.ring_row,
+            rows,
+            outcome.seq_lens,
+            outcome.num_accepted,
+            tokens,
+            self._shape.num_slots,
+            ROW=output_tokens.shape[1],
+            WIDTH=tokens.shape[1],
+            BLOCK_W=power_of_two(tokens.shape[1]),
+            num_warps=1,
+        )
+
+    def stash(self, step: StepNumber, rows: torch.Tensor, outcome: VerifyResult) -> None:
+        """See `FutureMap.stash`."""
+        if not isinstance(step, CapturedStep):
+            super().stash(step, rows, outcome)
+            return
+        tokens = outcome.tokens.contiguous()
+        stash_kernel[(len(rows),)](
+            self._slot_write(BufferName.SEQ_LENS, rows, step),
+            self._slot_write(BufferName.BONUS_TOKENS, rows, step),
+            self._slot_write(BufferName.NUM_NEW, rows, step),
+            last_tokens := self._slot_write(BufferName.LAST_TOKENS, rows, step),
+            rows,
+            outcome.seq_lens,
+            outcome.num_accepted,
+            tokens,
+            ROW=last_tokens.shape[1],
+            WIDTH=tokens.shape[1],
+            BLOCK_W=power_of_two(tokens.shape[1]),
+            num_warps=1,
+        )
+        if outcome.hidden_states is not None:
+            self._stash_hidden(step, rows, outcome.hidden_states)
+
+    def gather_ends(
+        self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FutureMap.gather_ends`."""
+        if not isinstance(step, CapturedStep):
+            return super().gather_ends(step, rows, limits)
+        seq_lens, bonus_tokens, _, _ = self._gather(step, rows, limits, has_last=False)
+        return seq_lens, bonus_tokens
+
+    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
+        """See `FutureMap.gather`."""
+        if not isinstance(step, CapturedStep):
+            return super().gather(step, rows, limits)
+        seq_lens, bonus_tokens, num_new, last_tokens = self._gather(step, rows, limits, has_last=True)
+        return NextStepState(
+            seq_lens=seq_lens,
+            bonus_tokens=bonus_tokens,
+            num_new=num_new,
+            last_tokens=last_tokens,
+            hidden_states=self._hidden(step, rows),
+        )
+
+    def _gather(
+        self, step: CapturedStep, rows: torch.Tensor, limits: torch.Tensor, *, has_last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        names = [BufferName.SEQ_LENS, BufferName.BONUS_TOKENS]
+        if has_last:
+            names += [BufferName.NUM_NEW, BufferName.LAST_TOKENS]
+        for name in names:
+            self._declare(name, rows, step, is_write=False)
+        last_tokens = self._buffers[BufferName.LAST_TOKENS]
+        width = last_tokens.shape[1]
+        seq_lens, bonus_tokens, num_new = torch.empty((3, len(rows)), dtype=torch.int64, device=rows.device)
+        last = torch.empty((len(rows), width), dtype=torch.int64, device=rows.device)
+        gather_kernel[(len(rows),)](
+            self._buffers[BufferName.SEQ_LENS],
+            self._buffers[BufferName.BONUS_TOKENS],
+            self._buffers[BufferName.NUM_NEW],
+            last_tokens,
+            rows,
+            limits,
+            seq_lens,
+            bonus_tokens,
+            num_new,
+            last,
+            self._vocab_size,
+            WIDTH=width,
+            BLOCK_W=power_of_two(width),
+            HAS_LAST=has_last,
+            num_warps=1,
+        )
+        return seq_lens, bonus_tokens, num_new, last

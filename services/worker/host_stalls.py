@@ -1,0 +1,57 @@
+"""How long a worker's device thread was blocked on the device, by place."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily
+
+from slipstream.common.rpc.metrics import HOST_STALL_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prometheus_client import CollectorRegistry
+
+ATTACH, STAGING, ACKNOWLEDGEMENT, DRAIN = SITES = ("attach", "staging", "acknowledgement", "drain")
+"""An epoch is opened and its graphs are captured; the device is a whole ring of steps behind; a worker that was told to
+acknowledges work that is done; an epoch comes to its end."""
+
+
+class HostStalls:
+    """Written by the thread that is blocked, read by the scraper's."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(SITES, 0.0)
+
+    @contextmanager
+    def at(self, site: str) -> Iterator[None]:
+        """Counts the block's time for `site`, one of SITES."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[site] += time.monotonic() - begun
+
+    def seconds(self) -> dict[str, float]:
+        """Until now, by site."""
+        return dict(self._seconds)
+
+
+class StallCollector:
+    """Implements prometheus_client's `Collector` with a worker's stalls."""
+
+    def __init__(self, registry: CollectorRegistry, stalls: HostStalls, *labels: str) -> None:
+        """`labels`: fence, MPS, algorithm and service."""
+        self._stalls = stalls
+        self._labels = labels
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See `Collector.collect`."""
+        family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
+        for site, seconds in self._stalls.seconds().items():
+            family.add_metric((*self._labels, site), seconds)
+        yield family

@@ -1,0 +1,79 @@
+"""Parts of prompts side by side, as a forward takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.common.worker.step import PrefillChunk
+    from slipstream.services.worker.staging import Staging
+
+
+MOST_PADDING = 0.25
+"""Of what a group of chunks has: more of it costs more than another forward, on a device that is fast."""
+
+
+def alike(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+    """The same chunks in their order, those side by side that are nearly as long as each other."""
+    groups: list[list[PrefillChunk]] = []
+    for chunk in chunks:
+        if groups and _padding([*groups[-1], chunk]) <= MOST_PADDING:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups
+
+
+def _padding(chunks: Sequence[PrefillChunk]) -> float:
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    return len(lengths) * max(lengths) / sum(lengths) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedChunks:
+    """B rows of as many tokens as the longest has, T tokens that count in all. Everything is on the device."""
+
+    rows: torch.Tensor
+    """[B] int64: their slots."""
+    tokens: torch.Tensor
+    """[B, W] int64."""
+    positions: torch.Tensor
+    """[B, W] int64; padding repeats the chunk's last position, so that it makes no row longer than it is."""
+    is_valid: torch.Tensor
+    """[B, W] bool: False for padding."""
+    lengths: torch.Tensor
+    """[B] int64."""
+    places: torch.Tensor
+    """[T] int64: which of the B * W tokens count, row after row."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None) -> PaddedChunks:
+        """Lays them out on the host, in rows of `width` tokens; None is as wide as the longest."""
+        width = width or max(len(chunk.tokens) for chunk in chunks)
+        tokens = torch.tensor([[*chunk.tokens, *([0] * (width - len(chunk.tokens)))] for chunk in chunks])
+        starts = torch.tensor([chunk.start for chunk in chunks])
+        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
+        columns = torch.arange(width)
+        is_valid = columns < lengths[:, None]
+        return cls(
+            rows=staging.put(torch.tensor([chunk.slot for chunk in chunks])),
+            tokens=staging.put(tokens),
+            positions=staging.put(starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)),
+            is_valid=staging.put(is_valid),
+            lengths=staging.put(lengths),
+            places=staging.put(is_valid.flatten().nonzero()[:, 0]),
+        )
+
+    def counting(self, states: torch.Tensor) -> torch.Tensor:
+        """Those that belong to tokens that count: [B, W, size] to [T, size], chunk after chunk."""
+        return states.flatten(0, 1).index_select(0, self.places)
+
+    def padded(self, states: torch.Tensor) -> torch.Tensor:
+        """The other way: [T, size] to [B, W, size], with zeros for padding."""
+        laid_out = states.new_zeros(self.tokens.numel(), states.shape[1])
+        return laid_out.index_copy_(0, self.places, states).view(*self.tokens.shape, -1)

@@ -1,0 +1,180 @@
+"""An epoch's slots as a model's forward wants them: their KV pages, limits and sampling."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from slipstream.common.errors import OutOfMemoryError
+from slipstream.services.models.adjustments import adjust
+from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.kv_cache import PagedKV
+from slipstream.services.models.sampler import sample
+from slipstream.services.worker.slots import SamplingMode
+
+if TYPE_CHECKING:
+    from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.sampler import SamplingRows
+    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.padded_chunks import PaddedChunks
+    from slipstream.services.worker.slots import SlotTable
+
+
+class SlotRows:
+    """What a step must know of B slots, each thing read when it is first asked for.
+
+    Good for one graph: what it has read belongs to the graph that read it, and another one's replays do not renew it.
+    """
+
+    def __init__(self, rows: torch.Tensor, table: SlotTable) -> None:
+        """`rows`: [B] int64 slots."""
+        self.rows = rows
+        self._table = table
+        self._sampling: dict[int, SamplingRows] = {}
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """[B, pages] int64."""
+        return self._table.page_table.index_select(0, self.rows)
+
+    @cached_property
+    def limits(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._table.limits_of(self.rows)
+
+    def sampling(self, width: int) -> SamplingRows:
+        """How they sample, each row for `width` tokens in a row: [B * width]."""
+        if width not in self._sampling:
+            self._sampling[width] = _take_sampling(self._table.sampling, self.rows, width)
+        return self._sampling[width]
+
+
+class PagedSlots:
+    """Stream work, all of it but `open` and `close`."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        """`config`: of the layers that keep keys and values."""
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._state: EpochState | None = None
+        self._cache: PagedKV | None = None
+        self._fused_sample = _fused_sample() if device.type == "cuda" else None
+
+    @property
+    def state(self) -> EpochState:
+        """The open epoch."""
+        assert self._state is not None, "stream work belongs into an epoch"
+        return self._state
+
+    @property
+    def cache(self) -> PagedKV:
+        """Its pages."""
+        assert self._cache is not None, "a forward belongs into an epoch"
+        return self._cache
+
+    def open(self, state: EpochState) -> None:
+        """Allocates the KV pages. Raises OutOfMemoryError."""
+        attachment = state.attachment
+        num_pages, page_tokens = attachment.num_pages, attachment.page_tokens
+        try:
+            self._cache = PagedKV(
+                self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self._dtype
+            )
+        except RuntimeError as error:  # what PyTorch raises on a CPU, too
+            message = f"{num_pages} KV pages of {page_tokens} tokens do not fit into memory"
+            raise OutOfMemoryError(message) from error
+        self._state = state
+
+    def close(self) -> None:
+        """Frees them."""
+        self._cache = self._state = None
+
+    def take(self, rows: torch.Tensor) -> SlotRows:
+        """`rows`: [B] int64 slots."""
+        return SlotRows(rows, self.state.slots)
+
+    def batch(
+        self, slots: SlotRows, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
+    ) -> ForwardBatch:
+        """B rows of W tokens. `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W], None for all."""
+        return ForwardBatch(
+            tokens=tokens,
+            positions=positions,
+            is_valid=torch.ones_like(tokens, dtype=torch.bool) if is_valid is None else is_valid,
+            page_table=slots.page_table,
+            limits=slots.limits,
+            # Only where the host can look without waiting; elsewhere the whole page list is read.
+            max_kv_len=int(positions.max()) + 1 if self._device.type == "cpu" else None,
+        )
+
+    def sample(
+        self,
+        slots: SlotRows,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        needs: SamplingMode,
+        chain: torch.Tensor | None = None,
+        *,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tokens at `positions` ([B, W] int64) from the logits for them ([B, W, vocab_size]): [B, W].
+
+        `chain`: [B, L] int64, what the model was given that is not output yet; see `adjust`. `token_ids`: what the
+        logits stand for, where that is not every token; only on a GPU, and without adjustments.
+        """
+        (num_rows, width), table = positions.shape, self.state.slots
+        if needs is SamplingMode.ADJUSTMENTS:
+            assert token_ids is None, "bias, penalties and masks are by the target's ids"
+            chain = positions[:, :0] if chain is None else chain
+            logits = logits.to(torch.float32)
+            logits = adjust(logits, table.adjustments, table.history, slots.rows, positions, chain)
+        rows = slots.sampling(width)
+        flat, places = logits.reshape(num_rows * width, -1), positions.reshape(-1)
+        if self._fused_sample is None:
+            return sample(flat, rows, places).view(num_rows, width)
+        has_filters = needs is not SamplingMode.NOISE
+        tokens = self._fused_sample(flat, rows, places, has_filters=has_filters, token_ids=token_ids)
+        return tokens.view(num_rows, width)
+
+    def remember_prompt(self, chunks: PaddedChunks) -> None:
+        """Chunks of B prompts, for the penalties."""
+        slots = self.state.slots
+        if slots.has_penalties:
+            slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid)
+
+    def remember_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """The first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) are output now, for the penalties."""
+        slots = self.state.slots
+        if slots.has_penalties:
+            slots.history.add_output(rows, tokens, num_tokens)
+
+
+def _take_sampling(table: SamplingRows, rows: torch.Tensor, width: int) -> SamplingRows:
+    if rows.device.type == "cpu":
+        return table.take(rows if width == 1 else rows.repeat_interleave(width))
+    # Here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.step_ops import take_sampling
+
+    return take_sampling(table, rows, width)
+
+
+class _Sample(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        positions: torch.Tensor,
+        *,
+        has_filters: bool,
+        token_ids: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+def _fused_sample() -> _Sample:
+    # Here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.sampling import sample as fused
+
+    return fused

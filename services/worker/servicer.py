@@ -1,0 +1,103 @@
+"""The worker's side of the contract: decode, hand to the thread that owns the device, encode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVarTuple
+
+from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.worker.recorder import Site
+from slipstream.common.worker.wire import attachment_from_pb, command_from_pb, description_to_pb
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from concurrent.futures import Executor
+    from typing import Unpack
+
+    from grpc.aio import ServicerContext
+
+    from slipstream.common.worker.contract import Attachment
+    from slipstream.services.worker.engine import Engine
+
+_Ts = TypeVarTuple("_Ts")
+
+
+class WorkerServicer(pb_grpc.WorkerServicer):
+    """Serves `Worker`. All device work runs on `device_thread`, in the order in which it arrives."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        device_thread: Executor,
+        *,
+        acknowledge_done: bool = False,
+        on_command: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued.
+
+        `on_command` is called for each.
+        """
+        self._engine = engine
+        self._device_thread = device_thread
+        self._acknowledge_done = acknowledge_done
+        self._on_command = on_command
+        self._has_stream = False
+
+    async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
+        """See worker.proto."""
+        return description_to_pb(replace(self._engine.describe(), has_scheduler=self._has_stream))
+
+    async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
+        """See worker.proto."""
+        attachment = attachment_from_pb(request)
+        if self._has_stream:
+            raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
+        await self._on_device_thread(self._attach, attachment)
+        return pb.AttachResponse()
+
+    async def Execute(
+        self, requests: AsyncIterator[pb.StepCommand], context: ServicerContext
+    ) -> AsyncIterator[pb.StepAck]:
+        """See worker.proto. Whoever ends the stream ends the epoch."""
+        if self._has_stream:
+            raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
+        epoch = self._engine.epoch
+        if epoch is None:
+            raise FailedPreconditionError("not attached")
+        self._has_stream = True
+        try:
+            async for message in requests:
+                received_ns = time.monotonic_ns()
+                self._on_command()
+                command = command_from_pb(message)
+                self._engine.recorder.add(Site.RECEIVE, command.step, received_ns, time.monotonic_ns())
+                if self._engine.enqueues_at_once:
+                    self._engine.enqueue(command)
+                else:
+                    await self._on_device_thread(self._engine.enqueue, command)
+                if not command.wants_acknowledgement:
+                    continue
+                if self._acknowledge_done:
+                    await self._on_device_thread(self._engine.synchronize)
+                yield pb.StepAck(epoch=command.epoch, step=command.step, enqueued_ns=time.monotonic_ns())
+        finally:
+            # Not awaited: this may run while the call is torn down. The device thread does it before any new Attach.
+            self._has_stream = False
+            self._device_thread.submit(self._engine.abandon, epoch)
+
+    async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
+        """See worker.proto."""
+        await self._on_device_thread(self._engine.drain, request.epoch)
+        return pb.DrainResponse()
+
+    def _attach(self, attachment: Attachment) -> None:
+        # An epoch that is open and has no stream lost its scheduler between Attach and Execute.
+        self._engine.abandon(self._engine.epoch)
+        self._engine.attach(attachment)
+
+    async def _on_device_thread(self, function: Callable[[Unpack[_Ts]], None], *arguments: *_Ts) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)

@@ -1,0 +1,152 @@
+"""What a worker keeps of each slot: its pages, its limit and how it samples. Private, written in stream order."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.worker.step import StepKind
+from slipstream.services.models.adjustments import AdjustmentRows
+from slipstream.services.models.sampler import SamplingRows
+from slipstream.services.models.token_history import TokenHistory
+from slipstream.services.worker.slot_changes import SlotChanges
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.common.api.sampling import SamplingParams
+    from slipstream.common.worker.contract import Attachment
+    from slipstream.common.worker.step import SlotUpdate, StepCommand
+    from slipstream.services.worker.slot_changes import TakenSlots
+    from slipstream.services.worker.staging import Staging
+
+
+class SamplingMode(enum.Enum):
+    """What it takes to choose the tokens of a batch; each includes what is above it."""
+
+    NOISE = enum.auto()
+    """Some requests are greedy, the others have noise."""
+    FILTERS = enum.auto()
+    """Some have top-k, top-p or min-p."""
+    ADJUSTMENTS = enum.auto()
+    """Some change the logits before: bias, penalties, a mask."""
+
+
+class SlotTable:
+    """Rows are slots; row 0 is padding and has only the padding page."""
+
+    def __init__(self, attachment: Attachment, vocab_size: int, device: torch.device) -> None:
+        """`vocab_size`: token ids of updates are below it."""
+        slots = attachment.shape.num_slots
+        self._num_slots = slots
+        self._num_pages = attachment.num_pages
+        self._num_draft_tokens = attachment.shape.num_draft_tokens
+        self._chunk_tokens = attachment.shape.chunk_tokens
+        self._max_pages = attachment.max_pages_per_slot
+        self._max_limit = attachment.context_tokens
+        self._vocab_size = vocab_size
+        self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
+        """[slots, pages] int64 page numbers; 0 where a slot has none."""
+        self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[slots] int64: positions from here on have no KV."""
+        self.max_draft_tokens = torch.full((slots,), self._num_draft_tokens, dtype=torch.int64, device=device)
+        """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
+        self.sampling = SamplingRows.greedy(slots, device=device)
+        """One row a slot."""
+        self.adjustments = AdjustmentRows.off(slots, device=device)
+        """One row a slot."""
+        self.history = TokenHistory(slots, vocab_size, device)
+        """One row a slot; kept up to date while `has_penalties`."""
+        self.adjusts_logits = False
+        """Stream work: whether the last request of any slot has logit bias, penalties or a mask."""
+        self.has_penalties = False
+        """Stream work: whether the last request of any slot has penalties."""
+        self._params: dict[int, SamplingParams] = {}
+        self._adjusted: set[int] = set()
+
+    def check(self, command: StepCommand) -> None:
+        """Raises InvalidArgumentError for a slot, page or token that there is not, before anything is enqueued."""
+        for slot in command.slots:
+            _check("slots", slot, 1, self._num_slots - 1)
+        if len(set(command.slots)) < len(command.slots):
+            raise InvalidArgumentError("slots", command.slots, "each slot once")
+        if command.kind is StepKind.DECODE and not self._num_draft_tokens:
+            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN, where nothing drafts")
+        for update in command.updates:
+            self._check_update(update)
+        self._check_chunks(command)
+
+    def limits_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Stream work: the limits of B slots, [B] int64."""
+        return self.limits.index_select(0, rows)
+
+    def needs(self, slots: Sequence[int]) -> SamplingMode:
+        """Stream work: what it takes to choose tokens for these slots."""
+        if self._params.keys().isdisjoint(slots):
+            return SamplingMode.NOISE
+        params = [self._params[slot] for slot in slots if slot in self._params]
+        return SamplingMode.ADJUSTMENTS if any(row.adjusts_logits for row in params) else SamplingMode.FILTERS
+
+    def changes(self, updates: tuple[SlotUpdate, ...], staging: Staging) -> SlotChanges:
+        """What `take_over` is to write, in the order of the commands: it depends on what was taken over before."""
+        return SlotChanges.of(
+            updates,
+            staging,
+            max_pages=self._max_pages,
+            max_draft_tokens=[self._most_accepted(update) for update in updates],
+            adjusted=set(self._adjusted),
+        )
+
+    def take_over(self, changes: SlotChanges) -> None:
+        """Stream work: writes what changed."""
+        self.page_table.index_fill_(0, changes.emptied, 0)
+        self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
+        self.limits.index_copy_(0, changes.slots, changes.limits)
+        self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
+        if changes.taken is not None:
+            self._take(changes.taken)
+
+    def _take(self, taken: TakenSlots) -> None:
+        self.sampling.put(taken.slots, taken.sampling)
+        others = {slot: params for slot, params in self._params.items() if slot not in taken.params}
+        self._params = others | {slot: params for slot, params in taken.params.items() if not params.is_plain}
+        if taken.adjustments is None:
+            return
+        self.adjustments.put(taken.slots, taken.adjustments)
+        self.history.clear(taken.slots)
+        self._adjusted = {slot for slot, params in self._params.items() if params.adjusts_logits}
+        self.adjusts_logits = bool(self._adjusted)
+        self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
+
+    def _most_accepted(self, update: SlotUpdate) -> int:
+        most = self._num_draft_tokens
+        return most if update.max_draft_tokens is None else min(most, update.max_draft_tokens)
+
+    def _check_chunks(self, command: StepCommand) -> None:
+        slots = tuple(chunk.slot for chunk in command.chunks)
+        if slots != (command.slots if command.kind is StepKind.PREFILL else ()):
+            accepted = "one for each of slots, in their order, in a PREFILL, and none in other steps"
+            raise InvalidArgumentError("chunks", slots, accepted)
+        for chunk in command.chunks:
+            if not chunk.tokens:
+                raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
+            _check("chunks.start", chunk.start, 0, self._max_limit - len(chunk.tokens))
+            _check("chunks.tokens", max(chunk.tokens), 0, self._vocab_size - 1)
+        _check("chunks.tokens", sum(len(chunk.tokens) for chunk in command.chunks), 0, self._chunk_tokens)
+
+    def _check_update(self, update: SlotUpdate) -> None:
+        _check("updates.slot", update.slot, 1, self._num_slots - 1)
+        _check("updates.first_page_index", update.first_page_index, 0, self._max_pages - len(update.pages))
+        _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
+        for page in update.pages:
+            _check("updates.pages", page, 1, self._num_pages - 1)
+        if update.sampling is not None:
+            update.sampling.check_token_ids(self._vocab_size)
+
+
+def _check(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgumentError(field, value, f"{low} to {high}")

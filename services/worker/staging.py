@@ -1,0 +1,167 @@
+"""How what a command brings gets to the device: packed into pinned memory, and fetched at once, without waiting.
+
+A step puts together all that it needs of its command (slots, pages, limits, sampling, prompts), each piece as a host
+tensor for which it gets a device tensor, and flushes: one kernel on the worker's stream fetches it all. The device's
+side is one buffer, used over and over in stream order; the host's is a ring of buffers, each used again when what it
+had is fetched.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from slipstream.common.worker.layout import PADDING_SLOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from slipstream.common.worker.contract import Attachment
+
+_ALIGNMENT_BYTES = 16
+
+
+class Staging(Protocol):
+    """Belongs to the thread that enqueues. `begin`, then `put` what there is, then `flush` as stream work."""
+
+    def begin(self, ring_row: int, slots: Sequence[int]) -> None:
+        """Begins a step: its row of the ring, and who takes part."""
+        ...
+
+    def put(self, values: torch.Tensor) -> torch.Tensor:
+        """Where the values (on the host, contiguous) are for the step's work, once flushed; good for that step only."""
+        ...
+
+    def flush(self) -> None:
+        """Stream work: brings over what was put."""
+        ...
+
+
+class HostStaging:
+    """Implements `Staging` where the device is the host: nothing needs to be brought anywhere."""
+
+    def begin(self, ring_row: int, slots: Sequence[int]) -> None:
+        """See `Staging.begin`."""
+
+    def put(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Staging.put`."""
+        return values
+
+    def flush(self) -> None:
+        """See `Staging.flush`."""
+
+
+class PinnedStaging:
+    """Implements `Staging` for a device with memory of its own.
+
+    Two things are always at the same place, so that graphs can read them: the step's row of the ring and its slots.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_bytes: int,
+        depth: int,
+        device: torch.device,
+        fetch: Callable[[torch.Tensor, torch.Tensor], None],
+        blocked: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`num_bytes`: of all that is `put` in a step; more takes a copy of its own. `depth`: host buffers.
+
+        `fetch` brings to the first tensor, on the device, what the second has, on the host: whole words of 64 bits.
+        `blocked` is entered for as long as the thread waits for the device.
+        """
+        self._fetch = fetch
+        self._blocked = blocked
+        self._num_slots = num_slots
+        fixed = _aligned((1 + num_slots) * 8)
+        size = fixed + _aligned(num_bytes)
+        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(depth)]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        # Views that are made once: a step takes no longer than its writes.
+        self._bytes = [buffer.numpy() for buffer in self._host]
+        self._heads = [buffer[: (1 + num_slots) * 8].view(torch.int64).numpy() for buffer in self._host]
+        self._copied = [_Event(device) for _ in range(depth)]
+        self._spilled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._first_free = fixed
+        self._used = fixed
+        self._turn = 0
+        head = self._device[: (1 + num_slots) * 8].view(torch.int64)
+        self.ring_row = head[:1]
+        """[1] int64 on the device: the step's row of the FutureMap's ring."""
+        self.slots = head[1:]
+        """[num_slots] int64 on the device: the step's slots, then padding."""
+
+    def begin(self, ring_row: int, slots: Sequence[int]) -> None:
+        """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
+        self._turn = (self._turn + 1) % len(self._host)
+        if not self._copied[self._turn].is_done():
+            with self._blocked():
+                self._copied[self._turn].wait()
+        head = self._heads[self._turn]
+        head[0] = ring_row
+        head[1 : 1 + len(slots)] = slots
+        head[1 + len(slots) :] = PADDING_SLOT
+        self._used = self._first_free
+        self._spilled.clear()
+
+    def put(self, values: torch.Tensor) -> torch.Tensor:
+        """See `Staging.put`."""
+        assert values.is_contiguous(), "a host tensor is packed as it lies in memory"
+        end = self._used + values.nbytes
+        if end > len(self._device):
+            return self._spill(values)
+        place = self._device[self._used : end].view(values.dtype).view(values.shape)
+        self._bytes[self._turn][self._used : end] = values.view(-1).view(torch.uint8).numpy()
+        self._used = _aligned(end)
+        return place
+
+    def flush(self) -> None:
+        """See `Staging.flush`."""
+        self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
+        for source, target in self._spilled:
+            target.copy_(source, non_blocking=True)
+        self._copied[self._turn].record()
+
+    def _spill(self, values: torch.Tensor) -> torch.Tensor:
+        source = values.pin_memory() if self._device.is_cuda else values
+        target = torch.empty_like(values, device=self._device.device)
+        self._spilled.append((source, target))
+        return target
+
+
+class _Event:
+    """When a copy is done; at once where there are no streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = _event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def staged_bytes(attachment: Attachment) -> int:
+    """What a step's command takes at most, but for chunks of very different lengths side by side."""
+    shape, page_bytes, row_bytes = attachment.shape, 16, 8192
+    token_bytes = 2 * (8 + 8 + 1)
+    return attachment.num_pages * page_bytes + shape.num_slots * row_bytes + shape.chunk_tokens * token_bytes
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

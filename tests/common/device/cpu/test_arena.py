@@ -1,0 +1,238 @@
+"""The arena of the CPU: shared by name until it is sealed, never mapped beyond its bounds, nothing left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipstream.common.device.cpu.arena import DIRECTORY, PREFIX, HostArena
+from slipstream.common.device.manifest import BufferSpec
+from slipstream.common.errors import ManifestError
+from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.wire import manifest_from_pb, manifest_to_pb
+from tests.common.device.conftest import SPECS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.protos import worker_pb2 as pb
+
+
+INTERESTING = st.sampled_from([0, 1, 2, 63, 64, 255, 256, 512, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+NUMBERS = st.one_of(INTERESTING, st.integers(0, 4096), st.integers(0, 2**64 - 1))
+
+
+def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: HostArena) -> None:
+    other = HostArena.open(arena.manifest)
+    for spec in SPECS:
+        tensor = arena.tensor(spec.name)
+        assert (tensor.shape, tensor.dtype) == (spec.shape, spec.dtype)
+        assert not tensor.any()
+        other.tensor(spec.name).fill_(3)
+        assert (tensor == 3).all()
+    other.fence(FenceName.VERIFY_STASH).release(5)
+    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 5]
+    other.close()
+
+
+def test_buffers_do_not_touch_each_other(arena: HostArena) -> None:
+    for number, spec in enumerate(SPECS, start=1):
+        arena.tensor(spec.name).fill_(number)
+    assert [set(arena.tensor(spec.name).flatten().tolist()) for spec in SPECS] == [{1}, {2}, {3}]
+    assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 0]
+
+
+def test_what_is_not_there_is_named(arena: HostArena) -> None:
+    with pytest.raises(ManifestError, match="no buffer seq_lens"):
+        arena.tensor("seq_lens")
+    few = HostArena.create(SPECS, [FenceName.DRAFT_DONE])
+    with pytest.raises(ManifestError, match="no fence VERIFY_STASH"):
+        few.fence(FenceName.VERIFY_STASH)
+    few.close()
+
+
+def test_nobody_attaches_after_the_seal_and_who_has_it_keeps_it(arena: HostArena) -> None:
+    early = HostArena.open(arena.manifest)
+    arena.seal()
+    arena.seal()
+    assert not Path(arena.manifest.path).exists()
+    with pytest.raises(ManifestError, match="No such file"):
+        HostArena.open(arena.manifest)
+    arena.tensor("tokens").fill_(9)
+    assert (early.tensor("tokens") == 9).all()
+    early.close()
+
+
+def test_only_the_owner_takes_the_name_away(arena: HostArena) -> None:
+    HostArena.open(arena.manifest).close()
+    HostArena.open(arena.manifest).close()
+
+
+def test_the_file_is_for_this_user_alone(arena: HostArena) -> None:
+    assert os.stat(arena.manifest.path).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/dev/zero", "is not /dev/shm/slipstream-"),
+        ("/dev/shm/other", "is not"),
+        ("/dev/shm/slipstream-x/../../zero", "is not"),
+        ("/dev/shm/../shm/slipstream-x", "is not"),
+        ("", "is not"),
+        ("/dev/shm/slipstream-none", "No such file"),
+        ("/dev/shm/slipstream-\0", "null"),
+        ("/dev/shm/slipstream-" + "x" * 300, "too long"),
+    ],
+)
+def test_only_paths_of_arenas_are_opened(arena: HostArena, path: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        HostArena.open(replace(arena.manifest, path=path))
+
+
+def _link(path: Path, target: str) -> None:
+    path.symlink_to(target)
+
+
+def _directory(path: Path, target: str) -> None:
+    path.mkdir()
+
+
+def _pipe(path: Path, target: str) -> None:
+    os.mkfifo(path)
+
+
+def _short(path: Path, target: str) -> None:
+    path.write_bytes(bytes(64))
+
+
+@pytest.mark.parametrize("make", [_link, _directory, _pipe, _short])
+def test_what_is_not_the_file_is_refused(arena: HostArena, make: Callable[[Path, str], None]) -> None:
+    path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
+    make(path, arena.manifest.path)
+    try:
+        with pytest.raises(ManifestError):
+            HostArena.open(replace(arena.manifest, path=str(path)))
+    finally:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"kind": "cuda_ipc"}, "arena kind 'cuda_ipc'"), ({"size": 2**20}, "bytes"), ({"size": 512}, "aligned part")],
+)
+def test_another_kind_or_size_is_refused(arena: HostArena, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        HostArena.open(replace(arena.manifest, **changes))
+
+
+def test_a_fence_of_another_kind_is_refused(arena: HostArena) -> None:
+    words = tuple(replace(word, kind="event") for word in arena.manifest.fences)
+    with pytest.raises(ManifestError, match="fence DRAFT_DONE of kind 'event'"):
+        HostArena.open(replace(arena.manifest, fences=words))
+
+
+@st.composite
+def hostile(draw: st.DrawFn) -> Callable[[pb.Manifest], None]:
+    """Changes a few things of a manifest."""
+    count = draw(st.integers(1, 3))
+    changes = [draw(_change()) for _ in range(count)]
+
+    def apply(message: pb.Manifest) -> None:
+        for change in changes:
+            change(message)
+
+    return apply
+
+
+@st.composite
+def _change(draw: st.DrawFn) -> Callable[[pb.Manifest], None]:
+    number = draw(NUMBERS)
+    buffer, word = draw(st.integers(0, len(SPECS) - 1)), draw(st.integers(0, len(FenceName) - 1))
+    text = draw(st.one_of(st.sampled_from(["", "lengths", "tokens", "float32", "int64", "host"]), st.text(max_size=8)))
+
+    def set_shape(message: pb.Manifest) -> None:
+        del message.buffers[buffer].shape[:]
+        message.buffers[buffer].shape.extend(shape)
+
+    shape = draw(st.lists(NUMBERS, max_size=10))
+    changes: list[Callable[[pb.Manifest], None]] = [
+        lambda message: setattr(message, "size", number),
+        lambda message: setattr(message, "kind", text),
+        lambda message: setattr(message, "path", f"{DIRECTORY}/{PREFIX}{text}"),
+        lambda message: setattr(message.buffers[buffer], "offset", number),
+        lambda message: setattr(message.buffers[buffer], "name", text),
+        lambda message: setattr(message.buffers[buffer], "dtype", text),
+        lambda message: setattr(message.fences[word], "offset", number),
+        lambda message: setattr(message.fences[word], "kind", text),
+        lambda message: setattr(message.fences[word], "fence", number % 2**31),
+        lambda message: message.buffers.add().CopyFrom(message.buffers[buffer]),
+        lambda message: message.fences.add().CopyFrom(message.fences[word]),
+        set_shape,
+    ]
+    return draw(st.sampled_from(changes))
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(change=hostile())
+def test_any_manifest_is_refused_or_stays_within_bounds(
+    arena: HostArena, change: Callable[[pb.Manifest], None]
+) -> None:
+    message = manifest_to_pb(arena.manifest)
+    change(message)
+    try:
+        opened = HostArena.open(manifest_from_pb(message))
+    except ManifestError:
+        return
+    size = os.stat(arena.manifest.path).st_size
+    for placed in opened.manifest.buffers:
+        assert 0 <= placed.offset <= placed.end <= size
+        opened.tensor(placed.spec.name).zero_()  # every byte: outside it would be a fault
+    for word in opened.manifest.fences:
+        opened.fence(word.fence).poll()
+    opened.close()
+
+
+def test_what_a_killed_owner_left_is_removed_by_the_next(arena: HostArena) -> None:
+    script = (
+        "import torch, os, signal\n"
+        "from slipstream.common.device.cpu.arena import HostArena\n"
+        "from slipstream.common.device.manifest import BufferSpec\n"
+        "arena = HostArena.create([BufferSpec('a', (4,), torch.int64, 'x')], [])\n"
+        "print(arena.manifest.path, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None, "a pipe was asked for"
+        left = Path(owner.stdout.readline().strip())
+        _make_one().close()
+        assert left.exists(), "its owner lives"
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    assert left.exists()
+    _make_one().close()
+    assert not left.exists()
+    assert Path(arena.manifest.path).exists(), "another arena of a living owner"
+
+
+def test_a_failed_mapping_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        _make_one()
+
+
+def _make_one() -> HostArena:
+    return HostArena.create([BufferSpec("a", (4,), torch.int64, "verify")], list(FenceName))

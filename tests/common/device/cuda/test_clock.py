@@ -1,0 +1,91 @@
+"""The GPU's clock against the host's, with a GPU that answers as it is told in place of one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from slipstream.common.errors import DeadlineExceededError
+from tests.harness import fake_cuda
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AHEAD_NS = 1_700_000_000_000_000_000
+"""What the GPU's clock shows more than the host's."""
+
+
+@dataclass
+class Gpu:
+    """Stands in for the kernels: a stamp is written when it may be, by another thread or never."""
+
+    delays_s: list[float | None] = field(default_factory=list)
+    """Of the stamps, in order; then there is none. None: never."""
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def stamp(self, stream: int, target: int) -> None:
+        """See `CudaKernels.stamp`."""
+        delay_s = self.delays_s.pop(0) if self.delays_s else 0.0
+        word = ctypes.c_uint64.from_address(target)
+
+        def write() -> None:
+            time.sleep(delay_s or 0.0)
+            word.value = time.monotonic_ns() + AHEAD_NS
+
+        if delay_s == 0.0:
+            write()
+        elif delay_s is not None:
+            self.threads.append(threading.Thread(target=write))
+            self.threads[-1].start()
+
+
+@pytest.fixture
+def side_module() -> Iterator[Any]:
+    """`cuda_side`, whose pinned memory is plain memory."""
+    with fake_cuda.installed():
+        made = fake_cuda.module("cuda.side_stream")
+        made.torch = SimpleNamespace(zeros=lambda size, dtype, **_: torch.zeros(size, dtype=dtype), uint8=torch.uint8)
+        yield made
+
+
+def sample(side_module: Any, gpu: Gpu) -> Any:
+    """What a look at the clock gives."""
+    stream = SimpleNamespace(create_stream=lambda: 7, is_idle=lambda handle: True)
+    found = side_module.SideStream(stream, gpu).sample_clock()
+    for thread in gpu.threads:
+        thread.join()
+    return found
+
+
+def test_the_distance_is_found_within_what_is_stated(side_module: Any) -> None:
+    before_ns = time.monotonic_ns()
+    found = sample(side_module, Gpu())
+    assert before_ns < found.device_ns - AHEAD_NS < time.monotonic_ns()
+    assert abs(found.device_ns - found.host_ns - AHEAD_NS) <= found.uncertainty_ns
+
+
+def test_looks_that_others_hold_up_do_not_make_it_worse(side_module: Any) -> None:
+    gpu = Gpu([0.02, 0.0, 0.03, 0.0])
+    found = sample(side_module, gpu)
+    assert len(gpu.threads) == 2
+    assert abs(found.device_ns - found.host_ns - AHEAD_NS) <= found.uncertainty_ns < 10_000_000
+
+
+def test_it_is_asked_no_longer_than_it_may_take(side_module: Any) -> None:
+    side_module.CLOCK_S = 0.05
+    gpu = Gpu([0.02] * side_module.CLOCK_LOOKS)
+    sample(side_module, gpu)
+    assert len(gpu.threads) <= 4
+
+
+def test_a_gpu_that_does_not_answer_is_an_error(side_module: Any) -> None:
+    side_module.TIMEOUT_S = 0.05
+    with pytest.raises(DeadlineExceededError, match="did not answer"):
+        sample(side_module, Gpu([None]))

@@ -1,0 +1,33 @@
+"""The histogram for many observations at once, against Prometheus' own."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from slipstream.common.rpc.bulk_histogram import BulkHistogram
+
+BUCKETS = (0.001, 0.5, 1.0, 20.0)
+VALUES = st.one_of(st.sampled_from([0.0, *BUCKETS, 0.75, 1e6]), st.floats(0, 50))
+
+
+@given(st.lists(st.tuples(VALUES, st.integers(0, 5)), max_size=20))
+def test_it_is_what_prometheus_own_would_be(observations: list[tuple[float, int]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    bulk = BulkHistogram("x_seconds", "Help.", BUCKETS, ours)
+    single = Histogram("x_seconds", "Help.", buckets=BUCKETS, registry=theirs)
+    for value, count in observations:
+        bulk.observe(value, count)
+        for _ in range(count):
+            single.observe(value)
+    assert _without_sum(ours) == _without_sum(theirs)
+    expected = sum(value * count for value, count in observations)
+    found = ours.get_sample_value("x_seconds_sum")
+    assert found is not None
+    assert abs(found - expected) <= 1e-9 * max(1.0, expected)
+
+
+def _without_sum(registry: CollectorRegistry) -> list[str]:
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_sum" not in line and "_created" not in line]

@@ -1,0 +1,95 @@
+"""When the collector runs, and that it does nothing by itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.rpc import idle_collection
+from slipstream.common.rpc.idle_collection import BUSY_S, IDLE_S, MANY_OBJECTS, IdleCollection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Knot:
+    """Refers to itself: reference counts never free it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time pass."""
+    now = [1000.0]
+    monkeypatch.setattr(idle_collection.time, "monotonic", lambda: now[0])
+
+    def passes(seconds: float) -> None:
+        now[0] += seconds
+
+    return passes
+
+
+@pytest.fixture
+def collection(wait: Callable[[float], None]) -> IdleCollection:
+    """Without anything to do."""
+    return IdleCollection()
+
+
+def knot() -> weakref.ref[Knot]:
+    """One that nobody has any more."""
+    return weakref.ref(Knot())
+
+
+def test_it_collects_when_work_is_over(collection: IdleCollection, wait: Callable[[float], None]) -> None:
+    with collection.in_charge():
+        assert not gc.isenabled()
+        left = knot()
+        wait(0.01)
+        collection.worked()
+        collection.look()
+        assert left() is not None, "there may be more to do"
+        wait(IDLE_S)
+        collection.look()
+        assert left() is None
+    assert gc.isenabled()
+
+
+def test_it_leaves_an_idle_process_alone(collection: IdleCollection, wait: Callable[[float], None]) -> None:
+    with collection.in_charge():
+        left = knot()
+        wait(100 * BUSY_S)
+        collection.look()
+        assert left() is not None, "nothing was done, so nothing is new"
+    gc.collect()
+
+
+def test_what_was_done_without_a_word_is_collected_when_it_is_much(
+    collection: IdleCollection, wait: Callable[[float], None]
+) -> None:
+    with collection.in_charge():
+        left = [knot() for _ in range(MANY_OBJECTS)]
+        wait(IDLE_S)
+        collection.look()
+        assert left[0]() is None
+
+
+def test_a_process_that_never_rests_collects_now_and_then(
+    collection: IdleCollection, wait: Callable[[float], None]
+) -> None:
+    with collection.in_charge():
+        left = knot()
+        for _ in range(int(BUSY_S) - 1):
+            wait(1.0)
+            collection.worked()
+            collection.look()
+        assert left() is not None
+        for _ in range(2):
+            wait(1.0)
+            collection.worked()
+            collection.look()
+        assert left() is None

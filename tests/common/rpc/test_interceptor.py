@@ -1,0 +1,301 @@
+"""How calls end, for all four kinds of them, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+import pytest
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.errors import (
+    CancelledError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    OrderingError,
+    SlipstreamError,
+    StaleEpochError,
+)
+from slipstream.common.rpc.metrics import RpcMetrics
+from slipstream.common.rpc.status import error_from_rpc
+from tests.harness.grpc_server import bytes_service, running_server
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+NAME = "test.v1.Test"
+
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class Probe:
+    """One method of each kind; what they do is `act`, which the test sets."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], Awaitable[None]] = self.nothing
+        self.closed = asyncio.Event()
+
+    async def nothing(self) -> None:
+        """The default act."""
+
+    async def unary(self, request: Any, context: Any) -> bytes:
+        """Acts, then answers."""
+        try:
+            await self.act()
+            return b"answer"
+        finally:
+            self.closed.set()
+
+    async def stream(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        """Answers, acts, and answers again."""
+        try:
+            yield b"first"
+            await self.act()
+            yield b"second"
+        finally:
+            self.closed.set()
+
+
+class Fixture:
+    """A probe behind a server, and a client to call it."""
+
+    def __init__(self, probe: Probe, channel: grpc.aio.Channel, registry: CollectorRegistry) -> None:
+        self.probe = probe
+        self.channel = channel
+        self.registry = registry
+
+    def start(self, kind: str) -> Any:
+        """Calls the method of a kind."""
+        call = getattr(self.channel, kind)(f"/{NAME}/{kind}")
+        return call(iter([b"request"]) if kind.startswith("stream") else b"request")
+
+    async def call(self, kind: str) -> list[bytes]:
+        """Calls it and reads everything."""
+        call = self.start(kind)
+        try:
+            return [message async for message in call] if kind.endswith("stream") else [await call]
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    def count(self, kind: str, code: str) -> float | None:
+        """Calls counted of a kind and a code."""
+        return self.registry.get_sample_value("slipstream_rpcs_total", {"method": f"{NAME}/{kind}", "code": code})
+
+    async def counted(self, kind: str, code: str) -> None:
+        """Returns when one call is counted; a client may know of the end of its call before the server does."""
+        await until(lambda: self.count(kind, code) == 1)
+
+
+@pytest.fixture
+async def fixture() -> AsyncIterator[Fixture]:
+    async with make_fixture() as made:
+        yield made
+
+
+@asynccontextmanager
+async def make_fixture() -> AsyncIterator[Fixture]:
+    """Serves a probe."""
+    probe, registry = Probe(), CollectorRegistry()
+    service = bytes_service(
+        NAME,
+        **{
+            kind: getattr(grpc, f"{kind}_rpc_method_handler")(probe.stream if kind.endswith("stream") else probe.unary)
+            for kind in KINDS
+        },
+    )
+    async with calling(service, registry) as channel:
+        yield Fixture(probe, channel, registry)
+
+
+@asynccontextmanager
+async def calling(service: Any, registry: CollectorRegistry) -> AsyncIterator[grpc.aio.Channel]:
+    """Serves a service, counts its calls, and connects to it."""
+    async with (
+        running_server(service, metrics=RpcMetrics(registry)) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        yield channel
+
+
+def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
+    """An act that raises."""
+
+    async def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_answer_passes(fixture: Fixture, kind: str) -> None:
+    assert await fixture.call(kind) == ([b"first", b"second"] if kind.endswith("stream") else [b"answer"])
+    await fixture.counted(kind, "OK")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_our_error_arrives(fixture: Fixture, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    fixture.probe.act = raising(InvalidArgumentError("a.b[1]", 2, "1"))
+    with pytest.raises(InvalidArgumentError, match="got 2, accepted: 1") as caught:
+        await fixture.call(kind)
+    assert caught.value.field == "a.b[1]"
+    await fixture.counted(kind, "INVALID_ARGUMENT")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_unknown_error_is_logged_and_not_told(
+    fixture: Fixture, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fixture.probe.act = raising(ZeroDivisionError("a secret"))
+    with pytest.raises(InternalError) as caught:
+        await fixture.call(kind)
+    assert "secret" not in str(caught.value)
+    assert "ZeroDivisionError: a secret" in caplog.text
+    assert "Traceback" in caplog.text
+    await fixture.counted(kind, "INTERNAL")
+
+
+async def test_a_panic_does_not_leave_the_client_waiting(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+    class PanicError(BaseException):
+        """As of a library in Rust."""
+
+    fixture.probe.act = raising(PanicError("a secret"))
+    with pytest.raises(InternalError):
+        await fixture.call("unary_stream")
+    assert "PanicError" in caplog.text
+
+
+async def test_an_error_of_our_own_order_is_told_and_logged(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+    fixture.probe.act = raising(OrderingError("a hole"))
+    with pytest.raises(OrderingError, match="a hole"):
+        await fixture.call("unary_unary")
+    assert "Traceback" in caplog.text
+
+
+async def test_what_is_not_implemented_says_so(fixture: Fixture) -> None:
+    fixture.probe.act = raising(NotImplementedError())
+    with pytest.raises(FailedPreconditionError, match="not implemented"):
+        await fixture.call("unary_unary")
+    await fixture.counted("unary_unary", "UNIMPLEMENTED")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancellation_from_within_ends_the_call(fixture: Fixture, kind: str) -> None:
+    fixture.probe.act = raising(asyncio.CancelledError())
+    with pytest.raises(CancelledError):
+        await fixture.call(kind)
+    await fixture.counted(kind, "CANCELLED")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_client_that_goes_away_ends_the_handler(
+    fixture: Fixture, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    acting = asyncio.Event()
+
+    async def act() -> None:
+        acting.set()
+        await asyncio.Event().wait()
+
+    fixture.probe.act = act
+    call = fixture.start(kind)
+    reading = asyncio.ensure_future(call.read() if kind.endswith("stream") else _await(call))
+    await acting.wait()
+    call.cancel()
+    await fixture.probe.closed.wait()
+    await fixture.counted(kind, "CANCELLED")
+    await asyncio.gather(reading, return_exceptions=True)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def _await(call: Any) -> Any:
+    return await call
+
+
+async def test_a_client_that_goes_away_in_the_middle_of_a_write(caplog: pytest.LogCaptureFixture) -> None:
+    """A write may then end with an error of gRPC's instead of a cancellation."""
+    closed = asyncio.Event()
+    registry = CollectorRegistry()
+
+    async def flood(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(2**16)
+        finally:
+            closed.set()
+
+    service = bytes_service(NAME, flood=grpc.unary_stream_rpc_method_handler(flood))
+    async with calling(service, registry) as channel:
+        for num_reads in range(1, 10):
+            call: Any = channel.unary_stream(f"/{NAME}/flood", None, None)(b"")
+            for _ in range(num_reads):
+                await call.read()
+            call.cancel()
+            await closed.wait()
+            closed.clear()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [FailedPreconditionError("no"), ZeroDivisionError(), asyncio.CancelledError()])
+async def test_what_a_failed_call_had_in_its_hands_is_free_without_the_collector(
+    fixture: Fixture, kind: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    # What is logged, the tests themselves keep.
+    caplog.set_level(logging.CRITICAL, "slipstream.common.rpc.interceptor")
+    held: list[weakref.ref[set[int]]] = []
+
+    async def act() -> None:
+        mine = set[int]()
+        held.append(weakref.ref(mine))
+        raise type(error)(*error.args)
+
+    fixture.probe.act = act
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(SlipstreamError):
+            await fixture.call(kind)
+        await until(lambda: held[0]() is None)
+    finally:
+        gc.enable()
+
+
+async def test_the_handler_is_closed_before_its_call_is_over(fixture: Fixture) -> None:
+    fixture.probe.act = raising(StaleEpochError("over"))
+    with pytest.raises(StaleEpochError):
+        await fixture.call("unary_stream")
+    assert fixture.probe.closed.is_set()
+
+
+async def test_a_handler_may_write_by_itself_and_abort_by_itself() -> None:
+    async def stream(request: bytes, context: Any) -> None:
+        await context.write(request + b"!")
+        await context.abort(grpc.StatusCode.NOT_FOUND, "by hand")
+
+    registry = CollectorRegistry()
+    service = bytes_service(NAME, stream=grpc.unary_stream_rpc_method_handler(stream))
+    async with calling(service, registry) as channel:
+        call: Any = channel.unary_stream(f"/{NAME}/stream", None, None)(b"hello")
+        assert await call.read() == b"hello!"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert str(error_from_rpc(caught.value)) == "by hand"
+        assert isinstance(error_from_rpc(caught.value), NotFoundError)
+        await Fixture(Probe(), channel, registry).counted("stream", "NOT_FOUND")
+
+
+async def test_a_method_that_nobody_serves(fixture: Fixture) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await fixture.channel.unary_unary(f"/{NAME}/other", None, None)(b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert isinstance(error_from_rpc(caught.value), FailedPreconditionError)

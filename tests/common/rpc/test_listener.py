@@ -1,0 +1,162 @@
+"""Who may serve where: claims against claims, against strangers, and against what the dead leave behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import pytest
+
+from slipstream.common.errors import AddressInUseError, ConfigError
+from slipstream.common.rpc.listener import Listener
+from tests.harness.grpc_server import FREE_PORT, running_server
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(params=["tcp", "name", "unix"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """One of each kind."""
+    return {"tcp": FREE_PORT, "name": "localhost:0", "unix": f"unix:{tmp_path}/dir/a.sock"}[request.param]
+
+
+def open_descriptors() -> list[str]:
+    """What this process has open."""
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_a_claim_keeps_others_out_until_it_ends(address: str) -> None:
+    before = open_descriptors()
+    with Listener.claim(address) as listener:
+        with (
+            pytest.raises(AddressInUseError, match="listen") as caught,
+            Listener.claim(listener.address, field="listen"),
+        ):
+            pass
+        assert caught.value.field == "listen"
+    with Listener.claim(listener.address):
+        pass
+    assert open_descriptors() == before
+
+
+async def test_a_server_keeps_others_out_until_it_stops(address: str) -> None:
+    async with running_server(address=address) as server:
+        with pytest.raises(AddressInUseError), Listener.claim(server.address):
+            pass
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            await channel.channel_ready()
+    with Listener.claim(server.address):
+        pass
+
+
+async def test_two_servers_cannot_share_a_port_by_a_wildcard() -> None:
+    async with running_server() as server:
+        port = server.address.rpartition(":")[2]
+        with pytest.raises(AddressInUseError), Listener.claim(f"0.0.0.0:{port}"):
+            pass
+
+
+def test_a_stranger_who_shares_ports_keeps_its_own() -> None:
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        with pytest.raises(AddressInUseError), Listener.claim(f"127.0.0.1:{stranger.getsockname()[1]}"):
+            pass
+
+
+async def test_the_port_is_taken_between_the_claim_and_the_server() -> None:
+    with Listener.claim(FREE_PORT, field="listen") as listener, socket.socket() as stranger:
+        host, _, port = listener.address.rpartition(":")
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind((host, int(port)))
+        stranger.listen()
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        with pytest.raises(AddressInUseError) as caught:
+            listener.bind(server.add_insecure_port)
+        assert caught.value.field == "listen"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:50051", "no-such-host.invalid:50051"])
+def test_an_address_of_somebody_else_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="listen") as caught, Listener.claim(address, field="listen"):
+        pass
+    assert not isinstance(caught.value, AddressInUseError)
+
+
+async def test_only_this_user_can_reach_the_socket(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        async with running_server(address=f"unix:{tmp_path}/new/dir/a.sock"):
+            assert stat.S_IMODE((tmp_path / "new/dir").stat().st_mode) == 0o700
+            assert stat.S_IMODE((tmp_path / "new/dir/a.sock").stat().st_mode) == 0o600
+            assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(umask)
+    assert list((tmp_path / "new/dir").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o777])
+def test_a_directory_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match="mode 0700"), Listener.claim(f"unix:{tmp_path}/a.sock"):
+        pass
+
+
+def test_a_file_is_not_taken_for_a_socket(tmp_path: Path) -> None:
+    (tmp_path / "a.sock").write_text("precious")
+    with pytest.raises(ConfigError), Listener.claim(f"unix:{tmp_path}/a.sock"):
+        pass
+    assert (tmp_path / "a.sock").read_text() == "precious"
+
+
+def test_a_socket_of_a_stranger_without_our_lock_stays(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "a.sock"))
+        stranger.listen()
+        with pytest.raises(AddressInUseError), Listener.claim(f"unix:{tmp_path}/a.sock"):
+            pass
+        assert (tmp_path / "a.sock").exists()
+
+
+def test_what_a_killed_owner_leaves_is_taken_over(tmp_path: Path) -> None:
+    owner = _run(
+        f"""
+        import os, signal, socket
+        from slipstream.common.rpc.listener import Listener
+        with Listener.claim("unix:{tmp_path}/a.sock"):
+            server = socket.socket(socket.AF_UNIX)
+            server.bind("{tmp_path}/a.sock")
+            server.listen()
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert owner.returncode == -9
+    assert (tmp_path / "a.sock").exists()
+    with Listener.claim(f"unix:{tmp_path}/a.sock"):
+        assert not (tmp_path / "a.sock").exists()
+
+
+def test_a_claim_loads_nothing_heavy() -> None:
+    done = _run(
+        """
+        import sys
+        from slipstream.common.rpc import listener
+        from slipstream.common.rpc import logs
+        heavy = {"torch", "transformers", "grpc", "google", "numpy", "prometheus_client"} & set(sys.modules)
+        assert not heavy, heavy
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _run(source: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -1,0 +1,79 @@
+"""The Prometheus endpoint, over HTTP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from prometheus_client import Gauge
+
+from slipstream.common.errors import AddressInUseError, ConfigError
+from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+
+
+def scrape(port: int) -> str:
+    """What the endpoint has."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        text: bytes = response.read()
+    return text.decode()
+
+
+def test_what_is_counted_is_served() -> None:
+    registry = make_registry()
+    RpcMetrics(registry).count("/a.B/C", "OK")
+    with serve_metrics(registry, 0) as port:
+        text = scrape(port)
+    assert 'slipstream_rpcs_total{code="OK",method="a.B/C"} 1.0' in text
+    assert "process_resident_memory_bytes" in text
+    assert "_created" not in text
+
+
+def test_no_port_no_endpoint() -> None:
+    threads = threading.active_count()
+    with serve_metrics(make_registry(), None) as port:
+        assert port == 0
+        assert threading.active_count() == threads
+
+
+def test_it_is_not_served_to_other_hosts() -> None:
+    with serve_metrics(make_registry(), 0) as port, socket.socket() as other:
+        # Free on another address of the host, so not bound to all of them.
+        other.bind(("127.0.0.2", port))
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with serve_metrics(make_registry(), 0) as port, pytest.raises(AddressInUseError) as caught:
+        serve_metrics(make_registry(), port).__enter__()
+    assert caught.value.field == "metrics_port"
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_is_none_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match="metrics_port"), serve_metrics(make_registry(), port):
+        pass
+
+
+def test_nothing_is_left_behind_even_with_open_connections() -> None:
+    before = (sorted(os.listdir("/proc/self/fd")), threading.active_count())
+    for _ in range(3):
+        with serve_metrics(make_registry(), 0) as port:
+            scrape(port)
+            idle = socket.create_connection(("127.0.0.1", port))
+            scrape(port)
+        # The endpoint has hung up, although nothing was asked.
+        assert idle.recv(1) == b""
+        idle.close()
+    assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_scrapes_at_the_same_time() -> None:
+    registry = make_registry()
+    both = threading.Barrier(2)
+    Gauge("both", "Waits for the other.", registry=registry).set_function(lambda: both.wait(timeout=10) * 0 + 1)
+    with serve_metrics(registry, 0) as port, ThreadPoolExecutor(2) as pool:
+        assert all("both 1.0" in text for text in pool.map(scrape, [port, port]))

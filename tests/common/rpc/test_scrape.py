@@ -1,0 +1,46 @@
+"""What is read from a real endpoint, and what was added between two readings."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from slipstream.common.rpc.metric_spec import counter, histogram
+from slipstream.common.rpc.metrics import make_registry, serve_metrics
+from slipstream.common.rpc.scrape import Scrape, scrape
+
+OUTCOMES = counter("ends_total", "Ends.", "outcome", "phase")
+TIMES = histogram("times_seconds", "Times.", buckets=(0.5, 1.0))
+
+
+@pytest.mark.timeout(20)
+async def test_differences_by_label_over_a_real_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    registry = make_registry()
+    ends, times = OUTCOMES.counter(registry), TIMES.histogram(registry)
+    ends.labels("stop", "decode").inc(5)
+    with serve_metrics(registry, 0) as port:
+        before = await scrape(port)
+        for outcome, phase, count in (("stop", "decode", 2), ("stop", "prefill", 4), ("abort", "decode", 8)):
+            ends.labels(outcome, phase).inc(count)
+        times.observe(0.7)
+        added = (await scrape(port)).since(before)
+    assert added.total(OUTCOMES.name) == 14
+    assert added.total(OUTCOMES.name, phase="decode") == 10
+    assert added.by("outcome", OUTCOMES.name) == {"stop": 6, "abort": 8}
+    assert added.by("outcome", OUTCOMES.name, phase="decode") == {"stop": 2, "abort": 8}
+    assert added.by("le", "times_seconds_bucket") == {"0.5": 0, "1.0": 1, "+Inf": 1}
+    assert added.by("le", "no_such_bucket") == {}
+
+
+async def test_nobody_at_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(OSError, match="refused"):
+        await scrape(port)
+
+
+def test_what_is_no_scrape() -> None:
+    with pytest.raises(ValueError, match="name"):
+        Scrape.read("<html>not here</html>")

@@ -1,0 +1,87 @@
+"""Signals to a real process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from slipstream.common.rpc.shutdown import ShutdownSignals
+
+SERVICE = textwrap.dedent(
+    """
+    import asyncio, logging, sys
+    from slipstream.common.rpc.logs import configure_logging
+    from slipstream.common.rpc.shutdown import ShutdownSignals
+
+    async def main():
+        with ShutdownSignals() as signals:
+            print("ready", flush=True)
+            await signals.wait()
+            print("draining", flush=True)
+            if sys.argv[1] == "stuck":
+                while True:
+                    pass
+            if sys.argv[1] == "endless":
+                await asyncio.Event().wait()
+
+    configure_logging("test")
+    asyncio.run(main())
+    """
+)
+
+
+def start(ending: str) -> subprocess.Popen[str]:
+    """A service whose draining is `ending`, ready for signals."""
+    command = [sys.executable, "-c", SERVICE, ending]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert read_line(process) == "ready"
+    return process
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_drains(number: signal.Signals) -> None:
+    with start("quick") as process:
+        process.send_signal(number)
+        output, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert output == "draining\n"
+    assert f"{number.name}: finishing up" in log
+
+
+@pytest.mark.parametrize("ending", ["endless", "stuck"])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_at_once(ending: str, second: signal.Signals) -> None:
+    with start(ending) as process:
+        process.send_signal(signal.SIGTERM)
+        assert read_line(process) == "draining"
+        process.send_signal(second)
+        assert process.wait(timeout=30) == 128 + second
+
+
+async def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with ShutdownSignals() as signals:
+        assert not signals.is_requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        await signals.wait()
+        assert signals.is_requested
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+async def test_the_end_can_be_asked_for_without_a_signal() -> None:
+    with ShutdownSignals() as signals:
+        waiting = asyncio.ensure_future(signals.wait())
+        signals.request()
+        await waiting

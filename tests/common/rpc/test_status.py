@@ -1,0 +1,115 @@
+"""Exceptions to statuses and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from slipstream.common import errors
+from slipstream.common.rpc.status import CODES, DETAILS_KEY, code_of, error_from_rpc, status_from_error
+
+EXAMPLES: list[errors.SlipstreamError] = [
+    errors.InvalidArgumentError("sampling_params.top_p", 2.0, "above 0 to 1"),
+    errors.NotFoundError("no job 'a'"),
+    errors.AlreadyExistsError("a job 'a' is alive"),
+    errors.ResourceExhaustedError("the queue is full", retry_after_ms=1234),
+    errors.UnavailableError("gone"),
+    errors.ConnectionLostError("the connection broke"),
+    errors.DeadlineExceededError("too long"),
+    errors.CancelledError("on the way down"),
+    errors.FailedPreconditionError("not attached"),
+    errors.DeviceError("cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"),
+    errors.MismatchError(["vocab_size: 1 and 2", "dtype: float32 and bfloat16"]),
+    errors.StaleEpochError("epoch 1 is over"),
+    errors.OutOfMemoryError("GPU memory: 2 MiB are needed"),
+    errors.CheckpointError("no config.json"),
+    errors.ManifestError("buffer out of bounds"),
+    errors.OrderingError("a hole"),
+    errors.PendingLengthError("not known yet"),
+    errors.FutureMapError("twice"),
+    errors.InternalError("an internal error"),
+    errors.SlipstreamError("something"),
+]
+
+
+def failed_call(status: status_pb2.Status, metadata: Any = None) -> grpc.aio.AioRpcError:
+    """What a client's call raises for a status."""
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    trailing = grpc.aio.Metadata((DETAILS_KEY, status.SerializeToString())) if metadata is None else metadata
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=status.message)
+
+
+def detail(status: status_pb2.Status, kind: Any) -> Any:
+    """The one detail of this kind."""
+    (found,) = [packed for packed in status.details if packed.Is(kind.DESCRIPTOR)]
+    message = kind()
+    found.Unpack(message)
+    return message
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_an_error_arrives_as_it_was_raised(error: errors.SlipstreamError) -> None:
+    arrived = error_from_rpc(failed_call(status_from_error(error)))
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.__dict__ == error.__dict__
+
+
+def test_every_exception_of_ours_has_a_code() -> None:
+    def tree(kind: type[errors.SlipstreamError]) -> set[type[errors.SlipstreamError]]:
+        return {kind}.union(*(tree(child) for child in kind.__subclasses__()))
+
+    ours = {kind for kind in tree(errors.SlipstreamError) if kind.__module__ == errors.__name__}
+    tried = {type(error) for error in EXAMPLES} | {errors.ConfigError, errors.AddressInUseError}
+    assert ours == tried
+    assert set(CODES) <= ours
+
+
+def test_a_setting_s_error_is_a_failed_precondition_to_clients() -> None:
+    status = status_from_error(errors.AddressInUseError("listen", "a:1"))
+    assert status.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    assert isinstance(error_from_rpc(failed_call(status)), errors.FailedPreconditionError)
+
+
+def test_details_are_those_of_google_rpc() -> None:
+    status = status_from_error(errors.InvalidArgumentError("input_ids.ids[3]", 99, "0 to 9"))
+    violation = detail(status, error_details_pb2.BadRequest).field_violations[0]
+    assert (violation.field, violation.description) == ("input_ids.ids[3]", "got 99, accepted: 0 to 9")
+    status = status_from_error(errors.ResourceExhaustedError("full", retry_after_ms=1500))
+    assert detail(status, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1500
+    status = status_from_error(errors.StaleEpochError("over"))
+    info = detail(status, error_details_pb2.ErrorInfo)
+    assert (info.reason, info.domain) == ("STALE_EPOCH", "slipstream")
+    assert detail(status, error_details_pb2.PreconditionFailure).violations[0].type == "STALE_EPOCH"
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_a_status_without_details_is_an_error_of_ours_too(code: grpc.StatusCode) -> None:
+    status = status_pb2.Status(code=code.value[0], message="from a proxy")
+    for metadata in (grpc.aio.Metadata(), grpc.aio.Metadata((DETAILS_KEY, b"\xff\xff not a status"))):
+        error = error_from_rpc(failed_call(status, metadata))
+        assert isinstance(error, errors.SlipstreamError)
+        assert "from a proxy" in str(error)
+        assert code_of(error) in (code, grpc.StatusCode.INTERNAL, *_NEAREST.get(code, ()))
+
+
+_NEAREST = {
+    grpc.StatusCode.OUT_OF_RANGE: (grpc.StatusCode.INVALID_ARGUMENT,),
+    grpc.StatusCode.ABORTED: (grpc.StatusCode.FAILED_PRECONDITION,),
+    grpc.StatusCode.UNIMPLEMENTED: (grpc.StatusCode.FAILED_PRECONDITION,),
+}
+
+
+def test_a_long_error_fits_into_metadata() -> None:
+    for error in (
+        errors.InvalidArgumentError("é" * 10_000, "ü" * 10_000, "ö" * 10_000),
+        errors.MismatchError(["🤖" * 10_000] * 100),
+        errors.StaleEpochError("🤖" * 10_000),
+    ):
+        status = status_from_error(error)
+        # The message is percent-encoded, three bytes for one; the details in base64.
+        assert 3 * len(status.message.encode()) + 4 * status.ByteSize() // 3 < 14_000

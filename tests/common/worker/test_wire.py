@@ -1,0 +1,306 @@
+"""Between protobuf and plain data: whatever is sent comes out the same, and what makes no sense does not come out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, FenceWord, Manifest, lay_out
+from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError
+from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
+from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.step import (
+    FenceName,
+    FenceOps,
+    FencePoint,
+    PrefillChunk,
+    Role,
+    SlotUpdate,
+    StepCommand,
+    StepKind,
+)
+from slipstream.common.worker.wire import (
+    attachment_from_pb,
+    attachment_to_pb,
+    command_from_pb,
+    command_to_pb,
+    description_from_pb,
+    description_to_pb,
+    manifest_from_pb,
+    manifest_to_pb,
+)
+from slipstream.protos import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+UINT32, UINT64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+TOKEN_IDS = st.integers(0, 2**31 - 1)
+
+
+def _tuples(items: st.SearchStrategy[int], max_size: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(items, max_size=max_size).map(tuple)
+
+
+POINTS = st.lists(st.builds(FencePoint, st.sampled_from(FenceName), UINT64), max_size=4).map(tuple)
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.just(0.0) | st.floats(2.0**-16, 100, width=32),
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=st.floats(0, 1, width=32, exclude_min=True),
+    min_p=st.floats(0, 1, width=32),
+    seed=UINT64,
+    repetition_penalty=st.floats(2.0**-16, 2, width=32),
+    frequency_penalty=st.floats(-2, 2, width=32),
+    presence_penalty=st.floats(-2, 2, width=32),
+    logit_bias=st.dictionaries(TOKEN_IDS, st.floats(-100, 100, width=32), max_size=6).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+    masked_before=TOKEN_IDS,
+    masked_token_ids=st.sets(TOKEN_IDS, max_size=6).map(lambda ids: tuple(sorted(ids))),
+)
+CHUNKS = st.lists(
+    st.builds(PrefillChunk, slot=UINT32, start=UINT32, tokens=_tuples(UINT32), is_last=st.booleans()), max_size=3
+)
+UPDATES = st.lists(
+    st.builds(
+        SlotUpdate,
+        slot=UINT32,
+        generation=UINT32,
+        first_page_index=UINT32,
+        pages=_tuples(UINT32),
+        limit_tokens=UINT32,
+        sampling=st.none() | SAMPLING,
+        max_draft_tokens=st.none() | UINT32,
+    ),
+    max_size=3,
+)
+COMMANDS = st.builds(
+    StepCommand,
+    epoch=UINT64,
+    step=UINT64,
+    kind=st.sampled_from(StepKind),
+    slots=_tuples(UINT32),
+    ops=st.builds(FenceOps, POINTS, POINTS),
+    chunks=CHUNKS.map(tuple),
+    updates=UPDATES.map(tuple),
+    wants_acknowledgement=st.booleans(),
+    top_logprobs=st.none() | st.integers(0, 20),
+)
+DESCRIPTIONS = st.builds(
+    WorkerDescription,
+    role=st.sampled_from(Role),
+    device=st.text(),
+    vocab_size=UINT32,
+    tokenizer_sha256=st.text(),
+    dtype=st.text(),
+    max_context_tokens=UINT32,
+    kv_bytes_per_token=UINT64,
+    model=st.text(),
+    pid=UINT32,
+    protocol_version=UINT32,
+    metrics_port=UINT32,
+    hidden_width=UINT32,
+    algorithm=st.text(),
+    eos_token_ids=_tuples(UINT32),
+    tokenizer_path=st.text(),
+    memory=st.just(DeviceMemory())
+    | st.builds(
+        DeviceMemory,
+        total=st.integers(1, 2**64 - 1),
+        free=UINT64,
+        weights=UINT64,
+        work=UINT64,
+        work_per_token=UINT64,
+        work_per_choice=UINT64,
+    ),
+)
+SPECS = st.lists(
+    st.builds(
+        BufferSpec,
+        st.text(min_size=1),
+        st.lists(st.integers(1, 2**12), min_size=1, max_size=4).map(tuple),
+        st.sampled_from(list(DTYPES.values())),
+        st.sampled_from([role.value for role in Role]),
+    ),
+    max_size=5,
+    unique_by=lambda spec: spec.name,
+)
+SHAPES = st.builds(
+    FutureMapShape,
+    num_slots=st.integers(2, 2**16),
+    run_ahead=st.integers(0, 64),
+    num_draft_tokens=st.integers(0, 64),
+    chunk_tokens=st.integers(1, 2**20),
+    hidden_width=st.integers(0, 2**14),
+    hidden_dtype=st.sampled_from(list(DTYPES.values())),
+)
+
+
+HANDLES = st.binary(min_size=HANDLE_BYTES, max_size=HANDLE_BYTES)
+EVENTS = st.lists(HANDLES, max_size=3).map(tuple)
+
+
+@st.composite
+def manifests(draw: st.DrawFn, specs: list[BufferSpec] | None = None) -> Manifest:
+    """Layouts of `specs`, or of any."""
+    kind, path, fence_kind = draw(st.text()), draw(st.text()), draw(st.text())
+    buffers, words, size = lay_out(draw(SPECS) if specs is None else specs, list(FenceName), fence_kind)
+    words = tuple(replace(word, events=draw(EVENTS)) for word in words)
+    return Manifest(kind, path, size, buffers, words, draw(st.just(b"") | HANDLES))
+
+
+@st.composite
+def attachments(draw: st.DrawFn) -> Attachment:
+    """Attachments whose buffers are those of their shape."""
+    shape = draw(SHAPES)
+    if not shape.hidden_width:
+        shape = replace(shape, hidden_dtype=torch.float32)
+    return Attachment(
+        epoch=draw(st.integers(1, 2**63)),
+        manifest=draw(manifests(shape.specs())),
+        shape=shape,
+        page_tokens=draw(st.integers(1, 2**16)),
+        num_pages=draw(st.integers(2, 2**31)),
+        context_tokens=draw(st.integers(2, 2**24)),
+        peer=draw(st.none() | DESCRIPTIONS),
+        protocol_version=draw(UINT32),
+        is_debug=draw(st.booleans()),
+    )
+
+
+@given(COMMANDS)
+def test_commands_come_out_as_they_went_in(command: StepCommand) -> None:
+    message = pb.StepCommand.FromString(command_to_pb(command).SerializeToString())
+    assert command_from_pb(message) == command
+
+
+@given(DESCRIPTIONS)
+def test_descriptions_come_out_as_they_went_in(description: WorkerDescription) -> None:
+    message = pb.DescribeResponse.FromString(description_to_pb(description).SerializeToString())
+    assert description_from_pb(message) == description
+
+
+@given(manifests())
+def test_manifests_come_out_as_they_went_in(manifest: Manifest) -> None:
+    message = pb.Manifest.FromString(manifest_to_pb(manifest).SerializeToString())
+    assert manifest_from_pb(message) == manifest
+
+
+@given(attachments())
+def test_attachments_come_out_as_they_went_in(attachment: Attachment) -> None:
+    message = pb.AttachRequest.FromString(attachment_to_pb(attachment).SerializeToString())
+    assert attachment_from_pb(message) == attachment
+
+
+SHAPE = FutureMapShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+
+
+def _attach_request() -> pb.AttachRequest:
+    buffers, words, size = lay_out(SHAPE.specs(), list(FenceName), "host")
+    return attachment_to_pb(
+        Attachment(
+            epoch=1,
+            manifest=Manifest("file", "/dev/shm/slipstream-x", size, buffers, words),
+            shape=SHAPE,
+            page_tokens=16,
+            num_pages=9,
+            context_tokens=64,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda m: setattr(m, "epoch", 0), ConfigError, r"attach\.epoch: got 0"),
+        (lambda m: setattr(m, "num_slots", 1), ConfigError, r"attach\.num_slots"),
+        (lambda m: setattr(m, "run_ahead", 65), ConfigError, r"attach\.run_ahead"),
+        (lambda m: setattr(m, "num_draft_tokens", 65), ConfigError, r"attach\.num_draft_tokens"),
+        (lambda m: setattr(m, "chunk_tokens", 0), ConfigError, r"attach\.chunk_tokens"),
+        (lambda m: setattr(m, "page_tokens", 0), ConfigError, r"attach\.page_tokens"),
+        (lambda m: setattr(m, "num_pages", 1), ConfigError, r"attach\.num_pages"),
+        (lambda m: setattr(m, "context_tokens", 2**25), ConfigError, r"attach\.context_tokens"),
+        (lambda m: setattr(m, "num_slots", 4), ManifestError, "not those that the sizes ask for"),
+        (lambda m: setattr(m, "run_ahead", 2), ManifestError, "not those that the sizes ask for"),
+        (lambda m: m.manifest.buffers.pop(), ManifestError, "not those that the sizes ask for"),
+        (lambda m: setattr(m.manifest.buffers[0], "writer", "draft"), ManifestError, "not those that the sizes ask"),
+        (lambda m: setattr(m.manifest.buffers[0], "dtype", "object"), ManifestError, "dtype 'object', accepted: int32"),
+        (lambda m: setattr(m.manifest.buffers[0], "offset", 2**63), ManifestError, "not an aligned part"),
+        (lambda m: setattr(m.manifest.fences[0], "fence", 9), ManifestError, "fence 9: there is no such"),
+        (lambda m: setattr(m.peer, "role", "scheduler"), InvalidArgumentError, "role: got 'scheduler'"),
+    ],
+)
+def test_attachments_that_make_no_sense_are_refused(
+    change: Callable[[pb.AttachRequest], None], error: type[Exception], message: str
+) -> None:
+    request = _attach_request()
+    attachment_from_pb(request)
+    change(request)
+    with pytest.raises(error, match=message):
+        attachment_from_pb(request)
+
+
+def _taken(**changes: object) -> pb.StepCommand:
+    """A request takes a slot, with these changes to its sampling."""
+    sampling = pb.SlotSampling(**{"top_p": 1.0, "repetition_penalty": 1.0, **changes})  # type: ignore[arg-type]
+    return pb.StepCommand(kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=sampling)])
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.StepCommand(), "kind"),
+        (pb.StepCommand(kind=17), "kind"),  # type: ignore[arg-type]
+        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, waits=[pb.FencePoint(value=3)]), "fence"),
+        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, signals=[pb.FencePoint(fence=8)]), "fence"),  # type: ignore[arg-type]
+        (
+            pb.StepCommand(
+                kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=pb.SlotSampling(temperature=float("nan")))]
+            ),
+            "sampling_params.temperature",
+        ),
+        (
+            pb.StepCommand(kind=pb.STEP_KIND_PLAIN, updates=[pb.SlotUpdate(sampling=pb.SlotSampling(top_p=0.0))]),
+            "sampling_params.top_p",
+        ),
+        (_taken(repetition_penalty=0.0), "sampling_params.repetition_penalty"),
+        (_taken(repetition_penalty=2.5), "sampling_params.repetition_penalty"),
+        (_taken(frequency_penalty=-2.5), "sampling_params.frequency_penalty"),
+        (_taken(presence_penalty=float("nan")), "sampling_params.presence_penalty"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=7, bias=float("inf"))]), "sampling_params.logit_bias[7]"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=7), pb.TokenBias(token_id=7)]), "sampling_params.logit_bias"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=2**31)]), "sampling_params.logit_bias"),
+        (_taken(logit_bias=[pb.TokenBias(token_id=i) for i in range(257)]), "sampling_params.logit_bias"),
+        (_taken(masked_before=2**31), "sampling_params.masked_before"),
+        (_taken(masked_token_ids=[4, 3]), "sampling_params.masked_token_ids"),
+        (_taken(masked_token_ids=list(range(257))), "sampling_params.masked_token_ids"),
+        (pb.StepCommand(kind=pb.STEP_KIND_PLAIN, top_logprobs=21), "top_logprobs"),
+    ],
+)
+def test_commands_that_make_no_sense_are_refused(message: pb.StepCommand, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        command_from_pb(message)
+    assert caught.value.field == field
+
+
+def test_a_peer_that_does_not_fit_is_told_in_everything_that_differs() -> None:
+    mine = description_from_pb(pb.DescribeResponse(role="draft", vocab_size=5, dtype="float32", protocol_version=1))
+    theirs = description_from_pb(pb.DescribeResponse(role="verify", vocab_size=6, dtype="float32", protocol_version=2))
+    with pytest.raises(Exception, match="protocol version: draft has 1, verify has 2; vocabulary size: draft has 5"):
+        mine.check_fits(theirs)
+    mine.check_fits(mine)
+
+
+def test_an_unknown_fence_word_is_a_manifest_error() -> None:
+    words = (FenceWord(FenceName.DRAFT_DONE, "host", 0),)
+    message = manifest_to_pb(Manifest("file", "p", 64, (), words))
+    message.fences[0].fence = 0  # type: ignore[assignment]
+    with pytest.raises(ManifestError, match="fence 0"):
+        manifest_from_pb(message)

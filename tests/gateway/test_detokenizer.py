@@ -1,0 +1,196 @@
+"""The text that is sent in parts is the text of the whole, for every kind of decoder."""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.gateway.detokenizer import (
+    MAX_WINDOW_TOKENS,
+    ByteLevelDetokenizer,
+    PieceDetokenizer,
+    Vocabulary,
+    WindowDetokenizer,
+)
+from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, TEXT, make_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MAX_ID = 370
+"""Some ids are no tokens, as with a model whose vocabulary is padded."""
+
+
+def parts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
+    """What is sent token by token, and at the end."""
+    detokenizer = vocabulary.new_detokenizer()
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+def whole(tokenizer: Any, ids: Sequence[int]) -> str:
+    """What the tokenizer makes of all tokens at once."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_random_tokens_are_sent_as_the_whole_would_be(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.integers(0, MAX_ID), max_size=20))
+    def check(ids: list[int]) -> None:
+        assert "".join(parts(vocabulary, ids)) == whole(tokenizer, ids)
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_come_together_are_spelled_as_those_that_come_alone(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+    # Whole characters, as most tokens are, and halves among them.
+    words = st.sampled_from([TEXT, "a b", "Hello", "你", "é"]).map(tokenizer.encode)
+    groups = st.lists(st.one_of(words, st.lists(st.integers(0, MAX_ID), max_size=6)), max_size=6)
+
+    @settings(max_examples=100, deadline=None)
+    @given(groups)
+    def check(groups: list[list[int]]) -> None:
+        detokenizer = vocabulary.new_detokenizer()
+        texts: list[str] = []
+        for group in groups:
+            text, lengths = detokenizer.push_all(group)
+            assert len(lengths) == len(group)
+            assert sum(lengths) == len(text)
+            ends = list(accumulate(lengths))
+            texts += [text[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        assert [*texts, detokenizer.finish()] == parts(vocabulary, [token for group in groups for token in group])
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_sent_as_they_are_decoded(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    vocabulary = Vocabulary(tokenizer)
+    texts = [TEXT, " leading", "  two", "trailing ", "👩‍👩‍👧" * 5, "e\u0301" * 5, "你好" * 20, "\ufffd!", " ", "\n"]
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.one_of(st.sampled_from(texts), st.text(max_size=30)))
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text)
+        assert "".join(parts(vocabulary, ids)) == whole(tokenizer, ids)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("byte level", ByteLevelDetokenizer),
+        ("llama", PieceDetokenizer),
+        ("metaspace", PieceDetokenizer),
+        ("none", PieceDetokenizer),
+        ("suffix", WindowDetokenizer),
+        ("strip", WindowDetokenizer),
+    ],
+)
+def test_the_way_follows_the_decoder(kind: str, expected: type) -> None:
+    assert type(Vocabulary(make_tokenizer(kind)).new_detokenizer()) is expected
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+@pytest.mark.parametrize("text", ["é", "你", "👍"])
+def test_half_a_character_is_never_sent(kind: str, text: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    # Bytes as tokens: by their printable stand-ins, or as <0x..>.
+    alphabet = {vocabulary_byte(tokenizer, kind, byte): byte for byte in text.encode()}
+    ids = [token for byte in text.encode() for token, value in alphabet.items() if value == byte]
+    plain = tokenizer.convert_tokens_to_ids("<plain>")
+    sent = parts(Vocabulary(tokenizer), [plain, *ids, plain])
+    assert "\ufffd" not in "".join(sent)
+    assert "".join(sent) == f"<plain>{text}<plain>"
+    # Not before its last byte has come.
+    assert sent[1 : len(ids)] == [""] * (len(ids) - 1)
+
+
+def vocabulary_byte(tokenizer: Any, kind: str, byte: int) -> int:
+    """The token that is this one byte."""
+    if kind != "byte level":
+        return int(tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>"))
+    vocabulary = Vocabulary(tokenizer)
+    return next(token for token in range(len(tokenizer)) if vocabulary.bytes_of(token) == bytes([byte]))
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+def test_bytes_that_are_no_character_are_replaced_at_the_end(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    sent = parts(Vocabulary(tokenizer), [vocabulary_byte(tokenizer, kind, 0xE4)])
+    assert sent == ["", "\ufffd"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_have_no_text(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id] * 3
+    assert "".join(parts(Vocabulary(tokenizer), ids)) == ""
+
+
+def test_text_is_certain_as_soon_as_it_can_be() -> None:
+    tokenizer = make_tokenizer("byte level")
+    ids = tokenizer.encode("Hello world")
+    assert parts(Vocabulary(tokenizer), ids) == [*(tokenizer.decode([token]) for token in ids), ""]
+
+
+def test_a_first_token_loses_its_space_and_no_other_does() -> None:
+    tokenizer = make_tokenizer("llama")
+    hello = tokenizer.convert_tokens_to_ids("▁Hello")
+    assert parts(Vocabulary(tokenizer), [tokenizer.bos_token_id, hello, hello]) == ["", "Hello", " Hello", ""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cost_of_a_token_does_not_grow(kind: str) -> None:
+    """Also where no character is ever complete."""
+    tokenizer = make_tokenizer(kind)
+    broken = vocabulary_byte(tokenizer, "byte level" if kind == "byte level" else "piece", 0xFF)
+    for ids in ([broken] * 20_000, list(range(3, 340)) * 60):
+        detokenizer = Vocabulary(tokenizer).new_detokenizer()
+        started = time.process_time()
+        for token in ids:
+            detokenizer.push(token)
+        detokenizer.finish()
+        # Decoding all of them with each new one would take minutes.
+        assert time.process_time() - started < 5
+
+
+class _Decoder:
+    """Counts the tokens of each window that is decoded."""
+
+    def __init__(self, character: str) -> None:
+        self.character = character
+        self.longest = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The same for every token."""
+        self.longest = max(self.longest, len(ids))
+        return self.character * len(ids)
+
+
+@pytest.mark.parametrize("character", ["\ufffd", " "])
+def test_a_window_has_an_end(character: str) -> None:
+    decoder = _Decoder(character)
+    detokenizer = WindowDetokenizer(decoder.decode)
+
+    def pushed() -> Iterator[str]:
+        for token in range(1000):
+            yield detokenizer.push(token)
+        yield detokenizer.finish()
+
+    assert "".join(pushed()) == character * 1000
+    assert decoder.longest <= 3 * MAX_WINDOW_TOKENS

@@ -1,0 +1,268 @@
+"""CreateJob, WatchJob, GetJob and ListJobs over a real connection, with a fake loop behind the desk."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.api.job_info import JobState
+from slipstream.common.errors import (
+    AlreadyExistsError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from slipstream.gateway.job_output import JobOutput
+from tests.harness.fake_loop import TOKENS_PER_STEP
+from tests.harness.following import collect, state_of, tokens_of
+from tests.harness.generation_server import EOS_ID, TTL_S, generation_server
+from tests.harness.unspellable import spell_first_never
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.core.sequence import SequenceOutput
+    from tests.harness.generation_server import GenerationServer
+
+
+async def test_a_job_goes_on_when_nobody_is_there(server: GenerationServer) -> None:
+    async with AsyncClient(server.address) as client:
+        created = await client.create_job([5, 6], job_id="mine", max_new_tokens=50)
+        assert (created.job_id, created.state is JobState.ENDED, created.error) == ("mine", created.is_over, "")
+    async with AsyncClient(server.address) as client:
+        ended = await state_of(client, "mine", JobState.ENDED)
+        assert (ended.num_tokens, ended.finish_reason, ended.created_at) == (50, "length", created.created_at)
+        assert ended.usage is not None
+        assert ended.usage.completion_tokens == 50
+        chunks = await collect(client.watch_job("mine"))
+        assert tokens_of(chunks) == [5, 6] * 25
+        assert chunks[-1].usage == ended.usage
+
+
+async def test_the_same_request_makes_one_job(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.may_step.clear()
+    created = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
+    # A server that takes nobody in any more still knows its jobs.
+    server.queue.close("full")
+    again = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
+    assert again.created_at == created.created_at
+    assert server.desk.num_jobs == 1
+    server.loop.may_step.set()
+    streams = [collect(client.generate("Hello", job_id="mine", max_new_tokens=6)), collect(client.watch_job("mine"))]
+    generated, watched = await asyncio.gather(*streams)
+    assert tokens_of(generated) == tokens_of(watched)
+    # The seed was drawn once.
+    assert generated[-1].usage == watched[-1].usage
+    over = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
+    assert (over.state, over.created_at) == (JobState.ENDED, created.created_at)
+
+
+@pytest.mark.parametrize(
+    "other", [{"max_new_tokens": 7}, {"max_new_tokens": 6, "seed": 1}, {"max_new_tokens": 6, "stop_token_ids": [9]}]
+)
+async def test_another_request_cannot_have_the_name(client: AsyncClient, other: dict[str, Any]) -> None:
+    await client.create_job([5], job_id="mine", max_new_tokens=6)
+    for prompt, params in (([5], other), ([6], {"max_new_tokens": 6})):
+        with pytest.raises(AlreadyExistsError, match="'mine'"):
+            await client.create_job(prompt, job_id="mine", **params)
+        with pytest.raises(AlreadyExistsError, match="'mine'"):
+            await collect(client.generate(prompt, job_id="mine", **params))
+
+
+async def test_a_job_that_was_left_or_failed_can_be_tried_again(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    async with aclosing(client.generate([5], job_id="mine", max_new_tokens=9)) as chunks:
+        await anext(chunks)
+    left = await state_of(client, "mine", JobState.ENDED)
+    assert (left.finish_reason, left.num_tokens) == ("abort", TOKENS_PER_STEP)
+    server.loop.error = UnavailableError("verify is gone")
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.generate([5], job_id="mine", max_new_tokens=9))
+    failed = await state_of(client, "mine", JobState.ENDED)
+    assert (failed.finish_reason, failed.error) == (None, "verify is gone")
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.watch_job("mine"))
+    server.loop.error = server.loop.pause_tokens = None
+    with pytest.raises(AlreadyExistsError, match="'mine'"):
+        await client.create_job([5], job_id="mine", max_new_tokens=8)
+    assert tokens_of(await collect(client.generate([5], job_id="mine", max_new_tokens=9))) == [5] * 9
+
+
+async def test_the_log_says_which_job_ended_and_how(
+    server: GenerationServer, client: AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="slipstream.gateway.manager")
+    await collect(client.generate([5], job_id="good", max_new_tokens=9))
+    server.loop.error = UnavailableError("verify is gone")
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.generate([5], job_id="bad", max_new_tokens=9))
+    lines = [(line.levelname, vars(line)["job"], line.message) for line in caplog.records if "job" in vars(line)]
+    assert lines == [
+        ("DEBUG", "good", "ended with 9 tokens: length"),
+        ("WARNING", "bad", "failed: verify is gone"),
+    ]
+
+
+async def test_the_last_call_that_a_job_is_for_ends_it(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    calls = [client.generate([5], job_id="mine", max_new_tokens=9) for _ in range(2)]
+    watcher = client.watch_job("mine")
+    for call in calls:
+        await anext(call)
+    await anext(watcher)
+    await calls[0].aclose()
+    await client.get_job("mine")
+    assert not server.loop.cancelled
+    await calls[1].aclose()
+    assert (await anext(watcher)).finish_reason == "abort"
+    # Created, too: then it goes on.
+    await client.create_job([5], job_id="other", max_new_tokens=9)
+    call = client.generate([5], job_id="other", max_new_tokens=9)
+    await anext(call)
+    await call.aclose()
+    server.loop.pause_tokens = None
+    assert tokens_of(await collect(client.watch_job("other"))) == [5] * 9
+
+
+async def test_a_created_job_is_cancelled_by_its_name(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="mine", max_new_tokens=9)
+    chunks = client.watch_job("mine")
+    assert (await anext(chunks)).token_ids == (5, 6, 5)
+    await client.cancel_job("mine")
+    assert (await anext(chunks)).finish_reason == "abort"
+    await client.cancel_job("mine")
+    again = await collect(client.watch_job("mine"))
+    assert (tokens_of(again), again[-1].finish_reason) == ([5, 6, 5], "abort")
+
+
+async def test_what_nobody_knows(server: GenerationServer, client: AsyncClient) -> None:
+    with pytest.raises(NotFoundError, match="'mine'"):
+        await client.get_job("mine")
+    with pytest.raises(NotFoundError, match="'mine'"):
+        await collect(client.watch_job("mine"))
+    with pytest.raises(NotFoundError, match="'mine'"):
+        await client.cancel_job("mine")
+    with pytest.raises(InvalidArgumentError, match="job_id"):
+        await client.get_job("a b")
+    await client.create_job([5, EOS_ID], job_id="mine")
+    await state_of(client, "mine", JobState.ENDED)
+    with pytest.raises(InvalidArgumentError, match="0 to 2, the tokens") as caught:
+        await collect(client.watch_job("mine", 3))
+    assert caught.value.field == "from_token"
+
+
+async def test_jobs_are_kept_for_a_while() -> None:
+    now = [0.0]
+    async with generation_server(clock=lambda: now[0]) as server, AsyncClient(server.address) as client:
+        await client.create_job([5], job_id="old", max_new_tokens=3)
+        await state_of(client, "old", JobState.ENDED)
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        now[0] = TTL_S / 2
+        await client.create_job([5], job_id="old", max_new_tokens=3)
+        now[0] = TTL_S
+        # What runs stays, however long; the time of the others runs from their end.
+        assert [job.job_id for job in (await client.list_jobs()).jobs] == ["runs"]
+        with pytest.raises(NotFoundError):
+            await client.get_job("old")
+        server.loop.may_step.set()
+        await state_of(client, "runs", JobState.ENDED)
+        created = await client.create_job([6], job_id="old", max_new_tokens=3)
+        assert created.created_at > (await client.get_job("runs")).created_at
+
+
+async def test_not_many_jobs_are_kept() -> None:
+    async with generation_server(kept_jobs=3) as server, AsyncClient(server.address) as client:
+        for number in range(6):
+            await collect(client.generate([5], job_id=f"job-{number}", max_new_tokens=3))
+        await server.desk.wait_idle()
+        assert [job.job_id for job in (await client.list_jobs()).jobs] == ["job-5", "job-4", "job-3"]
+        assert len(server.store) == 3
+
+
+async def test_pages_hold_every_job_once(server: GenerationServer, client: AsyncClient) -> None:
+    names = [f"job-{number}" for number in range(25)]
+    for name in names[:20]:
+        await client.create_job([5], job_id=name, max_new_tokens=3)
+    for size in (1, 7, 20, 50):
+        found, token, is_first = [], "", True
+        while token or is_first:
+            page = await client.list_jobs(page_size=size, page_token=token)
+            assert 1 <= len(page.jobs) <= size
+            found += [job.job_id for job in page.jobs]
+            token, is_first = page.next_page_token, False
+        assert found == names[19::-1]
+    # What comes meanwhile moves nothing.
+    page = await client.list_jobs(page_size=15)
+    for name in names[20:]:
+        await client.create_job([5], job_id=name, max_new_tokens=3)
+    rest = await client.list_jobs(page_size=15, page_token=page.next_page_token)
+    assert [job.job_id for job in (*page.jobs, *rest.jobs)] == names[19::-1]
+    for field, params in (("page_size", {"page_size": 1001}), ("page_token", {"page_token": "x"})):
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.list_jobs(**params)  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+async def test_states_are_told(client: AsyncClient) -> None:
+    async with generation_server(slots=1) as server, AsyncClient(server.address) as client:
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        await state_of(client, "runs", JobState.RUNNING)
+        assert (await client.create_job([5], job_id="waits", max_new_tokens=3)).state is JobState.WAITING
+        states = {job.job_id: job.state for job in (await client.list_jobs()).jobs}
+        assert states == {"waits": JobState.WAITING, "runs": JobState.RUNNING}
+
+
+async def test_unknown_fields_are_refused(server: GenerationServer) -> None:
+    unknown = b"\xf8\x07\x01"
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        for method in ("CreateJob", "GetJob", "ListJobs", "WatchJob"):
+            call: Any = channel.unary_unary(f"/slipstream.v1.Generation/{method}", None, None)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(unknown)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
+    server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = JobOutput.add
+
+    def break_one(output: JobOutput, *steps: SequenceOutput) -> SequenceOutput | None:
+        if output.num_tokens and any(set(progress.token_ids) <= {5, 6} for progress in steps):
+            raise OverflowError("no token has this number")
+        return add(output, *steps)
+
+    monkeypatch.setattr(JobOutput, "add", break_one)
+    server.loop.may_step.clear()
+    await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
+    await client.create_job([7, 8], job_id="whole", max_new_tokens=30)
+    server.loop.may_step.set()
+    assert tokens_of(await collect(client.watch_job("whole"))) == [7, 8] * 15
+    with pytest.raises(InternalError, match="could not be taken in"):
+        await collect(client.watch_job("broken"))
+    ended = await state_of(client, "broken", JobState.ENDED)
+    assert (ended.num_tokens, "could not be taken in" in ended.error) == (TOKENS_PER_STEP, True)
+    assert server.desk.num_jobs == 0
+
+
+async def test_an_output_that_cannot_be_spelled_fails_when_it_is_read(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    spell_first_never(server.model)
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
+    await client.create_job([7, 8], job_id="whole", max_new_tokens=30)
+    with pytest.raises(InternalError, match="could not be taken in"):
+        await collect(client.watch_job("broken"))
+    ended = await state_of(client, "broken", JobState.ENDED)
+    assert (ended.num_tokens, "could not be taken in" in ended.error) == (TOKENS_PER_STEP, True)
+    assert [job.spec.job_id for job in server.loop.cancelled] == ["broken"]
+    server.loop.pause_tokens = None
+    assert tokens_of(await collect(client.watch_job("whole"))) == [7, 8] * 15

@@ -1,0 +1,166 @@
+"""Several samples of one request: admitted, sent, resumed, cancelled and counted together."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.api.job_info import JobState
+from slipstream.common.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from slipstream.gateway.checked_request import sample_seed
+from tests.harness.fake_loop import TOKENS_PER_STEP, logprobs_of
+from tests.harness.following import collect, state_of, text_of, tokens_of
+from tests.harness.generation_server import generation_server
+from tests.harness.tokenizers_by_kind import TEXT
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from slipstream.common.api.output_chunk import OutputChunk
+    from tests.harness.generation_server import GenerationServer
+
+
+def by_sample(chunks: list[OutputChunk], n: int) -> list[list[OutputChunk]]:
+    """The chunks of each sample."""
+    return [[chunk for chunk in chunks if chunk.sample_index == index] for index in range(n)]
+
+
+async def test_each_sample_is_whole(server: GenerationServer, client: AsyncClient) -> None:
+    prompt = server.model.tokenizer.encode(TEXT)
+    chunks = await collect(client.generate(TEXT, job_id="mine", n=3, max_new_tokens=100, seed=7, stop=["never there"]))
+    expected = [prompt[number % len(prompt)] for number in range(100)]
+    samples = by_sample(chunks, 3)
+    for index, sample in enumerate(samples):
+        assert tokens_of(sample) == expected
+        assert text_of(sample) == server.model.tokenizer.decode(expected, skip_special_tokens=True)
+        assert [chunk.finish_reason for chunk in sample] == [*(None for _ in sample[:-1]), "length"]
+        usage = sample[-1].usage
+        assert usage is not None
+        assert (usage.seed, usage.completion_tokens) == (sample_seed(7, index), 100)
+        assert usage.accepted_per_position == (34, 34)
+        assert 0 < usage.mean_inter_token_latency_seconds < 1
+    total = chunks[-1].job_usage
+    assert total is not None
+    assert [chunk.job_usage for chunk in chunks[:-1]] == [None for _ in chunks[:-1]]
+    assert (total.prompt_tokens, total.completion_tokens, total.seed) == (len(prompt), 300, 7)
+    assert (total.num_verify_steps, total.accepted_per_position, total.mean_accept_length) == (102, (102, 102), 3.0)
+    job = await client.get_job("mine")
+    assert (job.num_tokens, job.finish_reason, job.usage) == (300, "length", total)
+    assert [(sample.num_tokens, sample.usage) for sample in job.samples] == [(100, s[-1].usage) for s in samples]
+    # A request is one, however many samples it has.
+    assert server.metric("requests_total", outcome="length") == 1
+    assert server.metric("prompt_tokens_total") == len(prompt)
+    assert server.metric("generation_tokens_total") == 300
+    assert server.metric("time_to_first_token_seconds_count") == 1
+    assert server.metric("inter_token_latency_seconds_count") == 297
+
+
+async def test_all_find_room_in_the_queue_or_none() -> None:
+    async with generation_server(capacity=4, slots=1) as server, AsyncClient(server.address) as client:
+        server.loop.may_step.clear()
+        await client.create_job([5], job_id="runs", max_new_tokens=3)
+        await state_of(client, "runs", JobState.RUNNING)
+        await client.create_job([5], job_id="waits", n=3, max_new_tokens=3)
+        with pytest.raises(ResourceExhaustedError, match="too full for 2 more: 3 jobs are waiting") as caught:
+            await client.create_job([5], job_id="late", n=2, max_new_tokens=3)
+        assert caught.value.retry_after_ms > 0
+        assert len(server.queue) == 3
+        await client.create_job([5], job_id="last", max_new_tokens=3)
+        assert server.desk.num_jobs == 3
+        server.loop.may_step.set()
+        assert tokens_of(await collect(client.watch_job("waits"))) == [5] * 9
+
+
+async def test_a_cancel_ends_all(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    chunks = client.generate([5, 6], job_id="mine", n=3, max_new_tokens=9)
+    first = [await anext(chunks) for _ in range(3)]
+    assert sorted(chunk.sample_index for chunk in first) == [0, 1, 2]
+    await client.cancel_job("mine")
+    rest = await collect(chunks)
+    assert sorted((chunk.sample_index, chunk.finish_reason) for chunk in rest) == [(i, "abort") for i in range(3)]
+    assert (await client.get_job("mine")).finish_reason == "abort"
+    assert server.metric("requests_total", outcome="abort") == 1
+    # And so does leaving.
+    async with aclosing(client.generate([5, 6], n=3, max_new_tokens=9)) as left:
+        await anext(left)
+    await server.desk.wait_idle()
+    await until(lambda: len(server.loop.cancelled) == 6)
+
+
+async def test_one_that_fails_takes_the_others_along(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="mine", n=2, max_new_tokens=9)
+    await until(lambda: len(server.loop.running) == 2)
+    server.loop.error = UnavailableError("verify is gone")
+    server.loop.pause_tokens = None
+    with pytest.raises(UnavailableError, match="verify is gone"):
+        await collect(client.watch_job("mine"))
+    job = await state_of(client, "mine", JobState.ENDED)
+    assert (job.finish_reason, job.error) == (None, "verify is gone")
+    assert server.metric("requests_total", outcome="error") == 1
+
+
+async def test_samples_end_by_themselves(server: GenerationServer, client: AsyncClient) -> None:
+    """One may wait for a slot when another is over."""
+    async with generation_server(slots=1) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = 0
+        await client.create_job([5, 6], job_id="mine", n=2, max_new_tokens=3)
+        assert (await client.get_job("mine")).state in (JobState.WAITING, JobState.RUNNING)
+        chunks = client.watch_job("mine")
+        waiting = asyncio.ensure_future(anext(chunks))
+        server.loop.pause_tokens = None
+        first = await waiting
+        assert (first.sample_index, first.finish_reason, first.job_usage) == (0, "length", None)
+        (last,) = await collect(chunks)
+        assert (last.sample_index, last.finish_reason) == (1, "length")
+        assert last.job_usage is not None
+
+
+async def test_who_comes_back_goes_on_with_each_sample(server: GenerationServer, client: AsyncClient) -> None:
+    await client.create_job(TEXT, job_id="mine", n=2, max_new_tokens=20)
+    await state_of(client, "mine", JobState.ENDED)
+    whole = by_sample(await collect(client.watch_job("mine")), 2)
+    lengths = [length for chunk in whole[0] for length in chunk.text_lengths]
+    for first, second in ((0, 0), (20, 3), (3, 20), (7, 11), (20, 20)):
+        rest = by_sample(await collect(client.watch_job("mine", [first, second])), 2)
+        for offset, part, all_of_it in ((first, rest[0], whole[0]), (second, rest[1], whole[1])):
+            assert tokens_of(part) == tokens_of(all_of_it)[offset:]
+            assert text_of(part) == text_of(all_of_it)[sum(lengths[:offset]) :]
+            assert part[-1].finish_reason == "length"
+    # Those that are not named begin at the first.
+    assert [len(tokens_of(part)) for part in by_sample(await collect(client.watch_job("mine", 5)), 2)] == [15, 20]
+    assert [len(tokens_of(part)) for part in by_sample(await collect(client.watch_job("mine", [5])), 2)] == [15, 20]
+    for offsets, field in (([0, 21], "from_tokens[1]"), ([0, 0, 0], "from_tokens"), (21, "from_token")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            await collect(client.watch_job("mine", offsets))
+        assert caught.value.field == field
+
+
+async def test_another_number_of_samples_is_another_request(client: AsyncClient) -> None:
+    await client.create_job([5], job_id="mine", n=2, max_new_tokens=3)
+    again = await client.create_job([5], job_id="mine", n=2, max_new_tokens=3)
+    assert len(again.samples) == 2
+    with pytest.raises(AlreadyExistsError):
+        await client.create_job([5], job_id="mine", n=3, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+async def test_logprobs_come_with_their_tokens(client: AsyncClient, num_top: int) -> None:
+    options = {"max_new_tokens": 500, "logprobs": True, "top_logprobs": num_top}
+    await client.create_job([5, 6, 7], job_id="mine", n=2, **options)  # type: ignore[arg-type]
+    for offset in (0, 1, 499):
+        chunks = by_sample(await collect(client.watch_job("mine", offset)), 2)[0]
+        tokens = ([5, 6, 7] * 167)[offset:500]
+        assert [entry for chunk in chunks for entry in chunk.logprobs] == [logprobs_of(t, num_top) for t in tokens]
+        assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
+    plain = await collect(client.generate([5, 6, 7], max_new_tokens=9))
+    assert all(chunk.logprobs == () for chunk in plain)

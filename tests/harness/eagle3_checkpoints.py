@@ -1,0 +1,90 @@
+"""Makes small EAGLE-3 heads with random weights, in the layouts that are around."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.harness.checkpoints import LLAMA, write_json, write_tokenizer, write_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AUTHORS = "authors"
+SPECULATORS = "speculators"
+LAYOUTS = (AUTHORS, SPECULATORS)
+DRAFT_VOCAB_SIZE = 100
+_STRIDE = 2
+"""The draft's token i is the target's token 2 * i + 1."""
+
+
+def write_head(
+    path: Path,
+    *,
+    layout: str = AUTHORS,
+    seed: int = 0,
+    has_embedding: bool = True,
+    has_tokenizer: bool = True,
+    draft_vocab_size: int = DRAFT_VOCAB_SIZE,
+    drop: str | None = None,
+    **changes: Any,
+) -> Path:
+    """Writes a head for the target of `write_checkpoint`; `changes` go into `config.json`. Returns `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_json(path / "config.json", _config(layout, draft_vocab_size) | changes)
+    weights = head_weights(layout, seed=seed, has_embedding=has_embedding, draft_vocab_size=draft_vocab_size)
+    write_weights(path, {name: tensor for name, tensor in weights.items() if name != drop})
+    if has_tokenizer:
+        write_tokenizer(path)
+    return path
+
+
+def head_weights(
+    layout: str, *, seed: int, has_embedding: bool = True, draft_vocab_size: int = DRAFT_VOCAB_SIZE
+) -> dict[str, torch.Tensor]:
+    """The tensors by name."""
+    hidden, mlp, vocab = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["vocab_size"]
+    q, kv = (LLAMA[f"num_{kind}_heads"] * LLAMA["head_dim"] for kind in ("attention", "key_value"))
+    layer = "midlayer" if layout == AUTHORS else "layers.0"
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        f"{layer}.hidden_norm.weight": (hidden,),
+        f"{layer}.input_layernorm.weight": (hidden,),
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        f"{layer}.self_attn.q_proj.weight": (q, 2 * hidden),
+        f"{layer}.self_attn.k_proj.weight": (kv, 2 * hidden),
+        f"{layer}.self_attn.v_proj.weight": (kv, 2 * hidden),
+        f"{layer}.self_attn.o_proj.weight": (hidden, q),
+        f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
+        f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab_size, hidden),
+    }
+    if has_embedding:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        tensor = torch.randn(shape, generator=generator) * 0.2
+        weights[name] = 1 + tensor if "norm" in name else tensor
+    own = torch.arange(draft_vocab_size)
+    ids = _STRIDE * own + 1 if draft_vocab_size < vocab // _STRIDE else own
+    weights["d2t"] = ids - own
+    weights["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    return weights
+
+
+def _config(layout: str, draft_vocab_size: int) -> dict[str, Any]:
+    layer = LLAMA | {"num_hidden_layers": 1}
+    if layout == AUTHORS:
+        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab_size}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}},
+        "draft_vocab_size": draft_vocab_size,
+        "norm_before_residual": True,
+        "transformer_layer_config": layer,
+    }

@@ -1,0 +1,66 @@
+"""What a test must not leave behind: threads, file descriptors, files in /dev/shm, and mappings of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.common.device.cpu.arena import DIRECTORY, PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds at a moment."""
+
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[str, str]]
+    """Number and target."""
+    files: frozenset[str]
+    """This process's arenas that have a name."""
+    mappings: int
+    """Arenas that are mapped, sealed ones too."""
+
+    @classmethod
+    def now(cls) -> Held:
+        """After everything that only a cycle of references keeps is gone."""
+        gc.collect()
+        return cls(
+            threads=frozenset(threading.enumerate()),
+            descriptors=frozenset(_descriptors()),
+            files=frozenset(path.name for path in DIRECTORY.glob(f"{PREFIX}{os.getpid()}-*")),
+            mappings=Path("/proc/self/maps").read_text(encoding="utf-8").count(str(DIRECTORY / PREFIX)),
+        )
+
+
+@contextmanager
+def nothing_left(*, with_descriptors: bool = True) -> Iterator[None]:
+    """Fails if the block leaves something behind; gRPC keeps descriptors of its own, once it has been used."""
+    before = Held.now()
+    # Whatever is there now stays: the collector need only look at what the block makes.
+    gc.freeze()
+    yield
+    after = Held.now()
+    left: dict[str, frozenset[object]] = {
+        "threads": after.threads - before.threads,
+        "files in /dev/shm": after.files - before.files,
+    }
+    if with_descriptors:
+        left["file descriptors"] = after.descriptors - before.descriptors
+    assert not any(left.values()), left
+    assert after.mappings <= before.mappings, "mappings of arenas"
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            yield path.name, str(path.readlink())
+        except FileNotFoundError:
+            continue  # the one that the directory was read with

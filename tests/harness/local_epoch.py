@@ -1,0 +1,115 @@
+"""A scheduler's epoch over workers in this process: everything is real but gRPC."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.workers.epoch import Epoch
+from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+
+if TYPE_CHECKING:
+    from collections import abc
+    from collections.abc import Callable, Iterator
+
+    from slipstream.common.api.output_chunk import FinishReason
+    from slipstream.common.device.interface import Device
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.core.batch import Delivery
+    from slipstream.scheduler.core.loop import StepLoop
+    from slipstream.scheduler.core.sequence import Sequence, SequenceOutput
+    from slipstream.scheduler.telemetry.timings import StepTiming
+    from slipstream.scheduler.workers.worker_link import WorkerLink
+    from tests.harness.workers import LocalWorker
+
+
+class RecordingMetrics(StepMetrics):
+    """Keeps the time of each step."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(StepMetricFamilies(registry), fence="host", mps="off", algorithm="standalone")
+        self.timings: list[StepTiming] = []
+
+    def observe(self, timing: StepTiming) -> None:
+        """Keeps it, too."""
+        self.timings.append(timing)
+        super().observe(timing)
+
+
+class LocalEpoch:
+    """Runs jobs to their end."""
+
+    def __init__(
+        self, number: int, config: SchedulerConfig, workers: abc.Sequence[LocalWorker], *, device: Device | None = None
+    ) -> None:
+        """`device`: the workers'; None is the CPU."""
+        links = {worker.role: worker for worker in workers}
+        draft = links.get(Role.DRAFT)
+        described = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
+        self.registry = CollectorRegistry()
+        self.metrics = RecordingMetrics(self.registry)
+        self.queue = WaitingQueue(config.queue)
+        self.queue.open()
+        self.outputs: dict[Sequence, list[int]] = {}
+        self.ends: dict[Sequence, SequenceOutput] = {}
+        self._to_come: list[abc.Sequence[Sequence]] = []
+        self.on_progress: Callable[[Sequence, SequenceOutput], None] = lambda job, progress: None
+        """Called on the loop's thread."""
+        self.epoch = Epoch(
+            number,
+            config,
+            described,
+            EpochSizes.decide(config, described),
+            device=device or HostDevice(),
+            # All of a link that an epoch uses.
+            links=cast("dict[Role, WorkerLink]", links),
+            queue=self.queue,
+            metrics=self.metrics,
+            deliver=self._deliver,
+        )
+
+    @contextmanager
+    def loop(self) -> Iterator[StepLoop]:
+        """The open epoch's loop."""
+        try:
+            yield self.epoch.open()
+        finally:
+            self.epoch.close(drain=True)
+
+    def run(self, *waves: abc.Sequence[Sequence]) -> dict[Sequence, list[int]]:
+        """Runs each wave of jobs when the last one is over; returns the tokens of each."""
+        self._to_come = list(waves)
+        self._next_wave()
+        with self.loop() as loop:
+            loop.run()
+            loop.finish()
+        return self.outputs
+
+    def finish_reason(self, job: Sequence) -> FinishReason | None:
+        """Why the job ended."""
+        return self.ends[job].finish_reason
+
+    def _next_wave(self) -> None:
+        if not self._to_come:
+            self.queue.stop()
+            return
+        for job in self._to_come.pop(0):
+            self.outputs[job] = []
+            self.queue.submit(job)
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        assert deliveries, "nobody is woken for nothing"
+        for job, progress in deliveries:
+            assert job not in self.ends, "nothing comes after the end"
+            self.outputs[job] += progress.token_ids
+            if progress.is_last:
+                self.ends[job] = progress
+            self.on_progress(job, progress)
+        if len(self.ends) == len(self.outputs):
+            self._next_wave()

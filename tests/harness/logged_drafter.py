@@ -1,0 +1,79 @@
+"""The NumPy drafter, with a log of what its stream does for the happens-before checker: logged_drafter.py LOG ..."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import FenceName
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter"))
+
+import arena
+import epoch
+import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOG = JsonLinesAccessLog(Path(sys.argv.pop(1)), StreamName.DRAFT)
+READS = (BufferName.SEQ_LENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
+step = 0
+
+
+class LoggedFence(arena.Fence):
+    """Logs waits that are over, and signals before they are made."""
+
+    name: FenceName
+
+    def signal(self, value: int) -> None:
+        """See `Fence.signal`."""
+        LOG.fence(LogOp.SIGNAL, self.name, value, step=step)
+        super().signal(value)
+
+    def wait(self, value: int, is_over: Callable[[], bool]) -> bool:
+        """See `Fence.wait`."""
+        arrived = super().wait(value, is_over)
+        if arrived:
+            LOG.fence(LogOp.WAIT, self.name, value, step=step)
+        return arrived
+
+
+class LoggedArena(arena.Arena):
+    """Hands out such fences."""
+
+    def fence(self, fence: Any) -> LoggedFence:
+        """See `Arena.fence`."""
+        made = super().fence(fence)
+        made.__class__ = LoggedFence
+        made.name = FenceName(fence)
+        return made
+
+
+class LoggedEpoch(epoch.Epoch):
+    """Logs what each step reads and writes."""
+
+    def _carry_out(self, command: Any) -> None:
+        global step
+        step = command.step
+        LOG.recv(epoch=command.epoch, step=step)
+        super()._carry_out(command)
+
+    def _propose(self, slot: int) -> list[int]:
+        for name in READS:
+            LOG.access(name, [slot], is_write=False, step=step)
+        guesses = super()._propose(slot)
+        LOG.access(BufferName.DRAFT_TOKENS, [slot], is_write=True, step=step)
+        return guesses
+
+
+epoch.Arena = LoggedArena
+main.DraftServicer.Attach.__globals__["Epoch"] = LoggedEpoch
+
+if __name__ == "__main__":
+    status = main.main()
+    LOG.close()
+    sys.exit(status)

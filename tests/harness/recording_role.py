@@ -1,0 +1,62 @@
+"""A role that records what it is to do, and a worker with it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from slipstream.common.worker.step import FenceName, Role, StepCommand
+from slipstream.services.worker.engine import Phase
+from tests.harness.workers import LocalWorker, attachment_to, describe, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from slipstream.common.device.cpu.arena import HostArena
+    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.services.worker.engine import EpochState
+
+PUBLISH, STASH, DONE = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_DONE
+
+
+class Recorder:
+    """A role whose work is to say that it is done."""
+
+    def __init__(self, role: Role = Role.DRAFT) -> None:
+        self.done: list[str] = []
+        self.has_room = True
+        self.is_open = False
+        self._description = describe(role)
+
+    def describe(self) -> WorkerDescription:
+        """See `RoleEngine.describe`."""
+        return self._description
+
+    def open(self, state: EpochState) -> None:
+        """See `RoleEngine.open`."""
+        if not self.has_room:
+            raise MemoryError("no room for the pages")
+        self.is_open = True
+
+    def close(self) -> None:
+        """See `RoleEngine.close`."""
+        self.is_open = False
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        names = (PUBLISH, STASH) if self._description.role is Role.VERIFY else (DONE,)
+        return [Phase(self._does(f"{command.step} {name.name}"), name) for name in names]
+
+    def _does(self, what: str) -> Callable[[], None]:
+        return lambda: self.done.append(what)
+
+
+@contextmanager
+def attached(role: Recorder, **changes: object) -> Iterator[tuple[LocalWorker, HostArena]]:
+    """A worker in epoch 1."""
+    arena = make_arena()
+    worker = LocalWorker(role)
+    worker.attach(attachment_to(arena, **changes))
+    yield worker, arena
+    worker.close()
+    arena.close()

@@ -1,0 +1,29 @@
+"""A draft service's process whose stream cannot be released, and whose arena cannot be closed meanwhile.
+
+So it is on a GPU with event fences whose producer is gone. The command line is the service's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from slipstream.common.device.cpu.arena import HostArena
+from slipstream.common.device.cpu.fence import HostFence
+from slipstream.services.draft.main import main
+from slipstream.services.worker import waited_fences
+
+
+def _never(*_: object) -> None:
+    threading.Event().wait()
+
+
+def _nothing(*_: object) -> None:
+    """Nobody hears of it."""
+
+
+if __name__ == "__main__":
+    waited_fences.HOPELESS_TIMEOUT_S = 0.1
+    HostFence.is_releasable = False  # type: ignore[assignment, method-assign]
+    HostFence.release = _nothing  # type: ignore[method-assign]
+    HostArena.close = _never  # type: ignore[method-assign]
+    main()

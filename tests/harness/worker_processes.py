@@ -1,0 +1,183 @@
+"""Draft and verify as processes of their own, and a conductor in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.workers.session import WorkerSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slipstream.common.device.interface import Device
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.scheduler.core.batch import Delivery
+    from slipstream.scheduler.core.sequence import Sequence, SequenceOutput
+    from slipstream.scheduler.workers.epoch import Epoch
+
+
+class WorkerProcesses:
+    """The processes, by role; each can be lost and started again. All are gone when the block ends."""
+
+    def __init__(self, folder: Path, models: dict[Role, Path], *options: str) -> None:
+        """`options` go to both."""
+        self._folder = folder
+        self._models = models
+        self._options = options
+        self._running: dict[Role, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def address(self, role: Role) -> str:
+        """Where the role is served."""
+        return f"unix:{self._folder}/{role.value}.sock"
+
+    def start(self, *roles: Role) -> None:
+        """Starts them and returns before they are ready."""
+        for role in roles:
+            module = f"slipstream.services.{role.value}.main"
+            address, model = ("--listen", self.address(role)), ("--model", str(self._models[role]))
+            command = [sys.executable, "-m", module, *address, *model, "--log-level", "WARNING", *self._options]
+            self._running[role] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def send_signal(self, role: Role, number: int) -> None:
+        """Sends a signal."""
+        self._running[role].send_signal(number)
+
+    def wait(self, role: Role) -> int:
+        """Waits for the process to end; returns its status."""
+        return self._running.pop(role).wait(timeout=20)
+
+    def end(self) -> list[int]:
+        """Tells both to end, and waits for it; returns their statuses."""
+        for process in self._running.values():
+            process.terminate()
+        return [self.wait(role) for role in list(self._running)]
+
+    def kill(self) -> None:
+        """Kills what still runs."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+        self._running.clear()
+
+
+class Client:
+    """The clients' side: submits jobs and hears what becomes of them. Belongs to an event loop."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue(64)
+        self.attached = asyncio.Event()
+        self.num_epochs = 0
+        self.reasons: list[str] = []
+        """Why epochs ended."""
+        self.errors: list[SlipstreamError] = []
+        """Why there will be no other."""
+        self.epoch: Epoch | None = None
+        self._inboxes: dict[Sequence, asyncio.Queue[SequenceOutput]] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def deliver(self, deliveries: list[Delivery]) -> None:
+        """Called on the loop's thread."""
+        self._loop.call_soon_threadsafe(self._take_in, deliveries)
+
+    def audience(self) -> _Audience:
+        """To be told what happens."""
+        return _Audience(self, self._loop)
+
+    async def run(self, *jobs: Sequence) -> list[list[int]]:
+        """The tokens of each. Raises the error that a job ends with."""
+        for job in jobs:
+            self.queue.submit(job)
+        return list(await asyncio.gather(*map(self.tokens, jobs)))
+
+    async def tokens(self, job: Sequence) -> list[int]:
+        """All tokens of a job that was submitted."""
+        tokens: list[int] = []
+        while True:
+            progress = await self._inbox(job).get()
+            tokens += progress.token_ids
+            if progress.error is not None:
+                raise progress.error
+            if progress.is_last:
+                return tokens
+
+    def _inbox(self, job: Sequence) -> asyncio.Queue[SequenceOutput]:
+        return self._inboxes.setdefault(job, asyncio.Queue())
+
+    def _take_in(self, deliveries: list[Delivery]) -> None:
+        for job, progress in deliveries:
+            self._inbox(job).put_nowait(progress)
+
+
+class _Audience:
+    """Implements `SessionListener` by handing over to the event loop."""
+
+    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+
+    def attached(self, epoch: Epoch) -> None:
+        """See `SessionListener.attached`."""
+        self._loop.call_soon_threadsafe(self._attached, epoch)
+
+    def detached(self, reason: str) -> None:
+        """See `SessionListener.detached`."""
+        self._loop.call_soon_threadsafe(self._detached, reason)
+
+    def failed(self, error: SlipstreamError) -> None:
+        """See `SessionListener.failed`."""
+        self._loop.call_soon_threadsafe(self._client.errors.append, error)
+
+    def _attached(self, epoch: Epoch) -> None:
+        self._client.num_epochs += 1
+        self._client.epoch = epoch
+        self._client.attached.set()
+
+    def _detached(self, reason: str) -> None:
+        self._client.reasons.append(reason)
+        self._client.epoch = None
+        self._client.attached.clear()
+
+
+@contextmanager
+def conducting(
+    processes: WorkerProcesses, *, device: Device | None = None, has_draft: bool = True, **settings: object
+) -> Iterator[Client]:
+    """A conductor and its clients' side, for the length of a block; `device`: the CPU, if there is none."""
+    client = Client()
+    config = SchedulerConfig(
+        verify=processes.address(Role.VERIFY),
+        draft=processes.address(Role.DRAFT) if has_draft else None,
+        **settings,  # type: ignore[arg-type]
+    )
+    conductor = WorkerSession(
+        config,
+        device or HostDevice(),
+        client.queue,
+        registry=CollectorRegistry(),
+        audience=client.audience(),
+        deliver=client.deliver,
+    )
+    conductor.start()
+    try:
+        yield client
+    finally:
+        client.queue.stop()
+        conductor.join()

@@ -1,0 +1,134 @@
+"""Workers for tests: real engines on real streams in this process, and what attaches to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.contract import Attachment, WorkerDescription
+from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand, StepKind
+from slipstream.common.worker.wire import attachment_from_pb, attachment_to_pb, command_from_pb, command_to_pb
+from slipstream.services.worker.engine import Engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.device.cpu.arena import HostArena
+    from slipstream.common.device.interface import Device
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.services.worker.engine import RoleEngine
+
+    ChangeCommand = Callable[[StepCommand], StepCommand]
+
+VOCAB_SIZE = 272
+
+
+def describe(role: Role, **changes: object) -> WorkerDescription:
+    """A worker that fits every other one of these."""
+    description = WorkerDescription(
+        role=role,
+        device="cpu",
+        vocab_size=VOCAB_SIZE,
+        tokenizer_sha256="0" * 64,
+        dtype="float32",
+        max_context_tokens=512,
+        kv_bytes_per_token=64,
+        model=f"a-{role.value}",
+        pid=1,
+        algorithm="standalone" if role is Role.DRAFT else "",
+    )
+    return replace(description, **changes)  # type: ignore[arg-type]
+
+
+class LocalWorker:
+    """A worker in this process, and the scheduler's link to it: all of `WorkerLink` but gRPC."""
+
+    def __init__(
+        self,
+        role_engine: RoleEngine,
+        log: AccessLog | None = None,
+        *,
+        before_send: ChangeCommand | None = None,
+        device: Device | None = None,
+    ) -> None:
+        """`before_send` is called by the scheduler's thread with each command, and may change it.
+
+        `device`: the role engine's; None is the CPU.
+        """
+        self.role = role_engine.describe().role
+        self.failure: SlipstreamError | None = None
+        self.failures: list[BaseException] = []
+        """What broke the stream."""
+        device = device or HostDevice()
+        self.stream = device.create_stream(self.role.value, self.failures.append)
+        self.engine = Engine(role_engine, device, self.stream, log or NullAccessLog())
+        self._epoch = 0
+        self._before_send = before_send
+
+    def describe(self) -> WorkerDescription:
+        """See `WorkerLink.describe`."""
+        return self.engine.describe()
+
+    def attach(self, attachment: Attachment) -> None:
+        """See `WorkerLink.attach`."""
+        self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
+        self._epoch = attachment.epoch
+
+    def send(self, command: StepCommand) -> None:
+        """See `WorkerLink.send`. The command is enqueued when this returns."""
+        if self.failure is not None:
+            raise self.failure
+        if self._before_send is not None:
+            command = self._before_send(command)
+        self.engine.enqueue(command_from_pb(command_to_pb(command)))
+
+    def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
+        """See `WorkerLink.wait_for_acknowledgement`."""
+        return True
+
+    def detach(self, *, drain: bool) -> None:
+        """See `WorkerLink.detach`."""
+        if drain:
+            self.engine.drain(self._epoch)
+        self.engine.abandon(self._epoch)
+
+    def close(self) -> None:
+        """The process ends."""
+        self.engine.close()
+        self.stream.close()
+
+
+SHAPE = FutureMapShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
+
+
+def attachment_to(arena: HostArena, epoch: int = 1, *, shape: FutureMapShape = SHAPE, **changes: object) -> Attachment:
+    """An epoch in an arena that was made for `shape`."""
+    attachment = Attachment(
+        epoch=epoch, manifest=arena.manifest, shape=shape, page_tokens=16, num_pages=9, context_tokens=64
+    )
+    return replace(attachment, **changes)  # type: ignore[arg-type]
+
+
+def make_arena(shape: FutureMapShape = SHAPE) -> HostArena:
+    """An arena as a scheduler makes it."""
+    return HostDevice().create_arena(shape.specs(), list(FenceName))
+
+
+def decode(step: int, *slots: int, role: Role = Role.DRAFT, epoch: int = 1, waits: int = 0) -> StepCommand:
+    """A decode step as the plan orders it; `waits` is the value to wait for, or 0."""
+    is_draft = role is Role.DRAFT
+    fence = FenceName.VERIFY_STASH if is_draft else FenceName.DRAFT_DONE
+    signals = (FenceName.DRAFT_DONE,) if is_draft else (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
+    return StepCommand(
+        epoch=epoch,
+        step=step,
+        kind=StepKind.DECODE,
+        slots=slots,
+        ops=FenceOps(
+            (FencePoint(fence, waits),) if waits else (), tuple(FencePoint(signal, step) for signal in signals)
+        ),
+    )

@@ -1,0 +1,68 @@
+"""The declared accesses: complete, and one writer for each buffer."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.common.errors import OrderingError
+from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.ordering.accesses import (
+    BufferGroup,
+    DraftTraits,
+    Phase,
+    Rows,
+    declared_accesses,
+)
+
+NO_DRAFT = DraftTraits(is_present=False)
+LANGUAGE_MODEL = DraftTraits(is_present=True)
+HEAD = DraftTraits(is_present=True, reads_hidden=True)
+
+COMMANDS = [
+    (kind, draft)
+    for kind in StepKind
+    for draft in (NO_DRAFT, LANGUAGE_MODEL, HEAD)
+    if kind is not StepKind.DECODE or draft.is_present
+]
+
+
+def test_every_buffer_is_in_one_group() -> None:
+    grouped = [buffer for group in BufferGroup for buffer in group.buffers(HEAD)]
+    assert sorted(grouped) == sorted(BufferName)
+
+
+def test_buffers_of_hidden_states_exist_only_for_drafts_that_read_them() -> None:
+    grouped = {buffer for group in BufferGroup for buffer in group.buffers(LANGUAGE_MODEL)}
+    assert set(BufferName) - grouped == {BufferName.HIDDEN_STATES, BufferName.PREFILL_HIDDEN}
+
+
+@pytest.mark.parametrize(("kind", "draft"), COMMANDS)
+def test_a_group_has_one_writer_and_one_other_reader(kind: StepKind, draft: DraftTraits) -> None:
+    for access in declared_accesses(kind, draft):
+        owners = (access.group.writer,) if access.is_write else (access.group.writer, access.group.reader)
+        assert access.phase.stream in owners, access
+
+
+@pytest.mark.parametrize(("kind", "draft"), COMMANDS)
+def test_rows_are_slots_where_the_buffers_have_slots(kind: StepKind, draft: DraftTraits) -> None:
+    for access in declared_accesses(kind, draft):
+        for buffer in access.group.buffers(draft):
+            assert (access.rows is Rows.SLOTS) == (buffer in SLOT_BUFFERS)
+
+
+@pytest.mark.parametrize(("kind", "draft"), COMMANDS)
+def test_every_kind_publishes_and_stashes(kind: StepKind, draft: DraftTraits) -> None:
+    written = {(access.phase, access.group) for access in declared_accesses(kind, draft) if access.is_write}
+    assert {(Phase.PUBLISH, BufferGroup.RESULTS), (Phase.STASH, BufferGroup.STASH)} <= written
+
+
+def test_a_prefill_of_draft_reads_neither_lengths_nor_bonus_tokens() -> None:
+    for draft in (LANGUAGE_MODEL, HEAD):
+        accesses = declared_accesses(StepKind.PREFILL, draft)
+        assert not [access for access in accesses if access.phase is Phase.DRAFT and access.group is BufferGroup.STASH]
+
+
+def test_decoding_needs_a_draft() -> None:
+    with pytest.raises(OrderingError, match="needs a draft"):
+        declared_accesses(StepKind.DECODE, NO_DRAFT)

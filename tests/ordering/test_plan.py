@@ -1,0 +1,254 @@
+"""The plan, row by row of the table in the design, and its errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from slipstream.common.errors import OrderingError
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
+from slipstream.scheduler.core.plan import (
+    OrderedStep,
+    PlannedStep,
+    PlanState,
+    consume,
+    initial_state,
+    mask_of,
+    plan_step,
+    with_draft,
+)
+from slipstream.scheduler.ordering.accesses import DraftTraits
+
+NO_DRAFT = DraftTraits(is_present=False)
+LANGUAGE_MODEL = DraftTraits(is_present=True)
+HEAD = DraftTraits(is_present=True, reads_hidden=True)
+
+DONE, PUBLISH, STASH = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
+A, B, C = 1, 2, 3
+
+
+@dataclass
+class Epoch:
+    """Plans one step after the other. By default nothing is consumed, and nothing has to be."""
+
+    state: PlanState
+
+    @classmethod
+    def begin(cls, draft: DraftTraits, *, run_ahead: int = 20) -> Epoch:
+        return cls(initial_state(draft, run_ahead))
+
+    def prefill(self, *slots: int) -> PlannedStep:
+        return self._plan(StepKind.PREFILL, slots)
+
+    def decode(self, *slots: int) -> PlannedStep:
+        return self._plan(StepKind.DECODE, slots)
+
+    def plain(self, *slots: int) -> PlannedStep:
+        return self._plan(StepKind.PLAIN, slots)
+
+    def consume(self) -> None:
+        self.state = consume(self.state, self.state.consumed + 1)
+
+    def _plan(self, kind: StepKind, slots: tuple[int, ...]) -> PlannedStep:
+        planned, self.state = plan_step(self.state, OrderedStep(self.state.step + 1, kind, mask_of(slots)))
+        return planned
+
+
+def waits(ops: FenceOps | None) -> dict[FenceName, int]:
+    assert ops is not None
+    found = {point.fence: point.value for point in ops.waits}
+    assert len(found) == len(ops.waits), "a fence is waited for once"
+    return found
+
+
+def drafts(draft: DraftTraits) -> Epoch:
+    """Slots A and B are prefilled in steps 1 and 2."""
+    epoch = Epoch.begin(draft)
+    epoch.prefill(A)
+    epoch.prefill(B)
+    return epoch
+
+
+@pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD, NO_DRAFT])
+def test_every_command_signals_its_own_step(draft: DraftTraits) -> None:
+    epoch = Epoch.begin(draft)
+    steps = [epoch.prefill(A), epoch.plain(A), epoch.plain()]
+    if draft.is_present:
+        steps.append(epoch.decode(A))
+    for step, planned in enumerate(steps, start=1):
+        assert planned.verify.signals == (FencePoint(PUBLISH, step), FencePoint(STASH, step))
+        assert planned.copy == FenceOps(waits=(FencePoint(PUBLISH, step),))
+        assert planned.draft is None or planned.draft.signals == (FencePoint(DONE, step),)
+    has_draft_half = [planned.draft is not None for planned in steps]
+    assert has_draft_half == ([True, False, False, True] if draft.is_present else [False] * 3)
+
+
+class TestDecode:
+    def test_waits_for_the_last_stash_of_its_slots_and_for_its_own_draft(self) -> None:
+        planned = drafts(LANGUAGE_MODEL).decode(A)
+        assert waits(planned.draft) == {STASH: 1}, "step 2 was not about this slot"
+        assert waits(planned.verify) == {DONE: 3}
+
+    def test_the_latest_of_its_slots_counts(self) -> None:
+        assert waits(drafts(LANGUAGE_MODEL).decode(A, B).draft) == {STASH: 2}
+
+    def test_steady(self) -> None:
+        epoch = Epoch.begin(HEAD, run_ahead=1)
+        epoch.prefill(A, B)
+        for step in range(2, 40):
+            if step > 2:
+                epoch.consume()
+            planned = epoch.decode(A, B)
+            # Draft knows the stash of step 1 from its own prefill.
+            assert waits(planned.draft) == ({STASH: step - 1} if step > 2 else {})
+            assert waits(planned.verify) == {DONE: step}
+
+    def test_a_stash_of_a_plain_step_counts(self) -> None:
+        epoch = drafts(LANGUAGE_MODEL)
+        epoch.plain(A)
+        epoch.plain(B)
+        assert waits(epoch.decode(A).draft) == {STASH: 3}
+
+    def test_leaves_out_what_draft_knows_from_an_earlier_wait(self) -> None:
+        epoch = drafts(LANGUAGE_MODEL)
+        epoch.decode(B)  # waits for step 2
+        assert waits(epoch.decode(A).draft) == {}, "step 1 came before step 2"
+
+    def test_leaves_out_what_draft_knows_from_its_own_prefill(self) -> None:
+        assert waits(drafts(HEAD).decode(A, B).draft) == {}
+
+    def test_leaves_out_what_the_scheduler_knew_when_it_sent_the_command(self) -> None:
+        epoch = drafts(LANGUAGE_MODEL)
+        epoch.consume()
+        assert waits(epoch.decode(A).draft) == {STASH: 1}, "the publish of step 1 comes before its stash"
+        epoch = drafts(LANGUAGE_MODEL)
+        epoch.consume()
+        epoch.consume()
+        assert waits(epoch.decode(A).draft) == {}, "the publish of step 2 comes after the stash of step 1"
+
+
+class TestPrefillForHiddenStates:
+    def test_the_first_one(self) -> None:
+        planned = Epoch.begin(HEAD).prefill(A)
+        assert waits(planned.draft) == {STASH: 1}
+        assert waits(planned.verify) == {}
+
+    def test_verify_waits_for_the_last_reader_of_the_one_buffer_whatever_its_slot(self) -> None:
+        epoch = drafts(HEAD)
+        planned = epoch.prefill(C)
+        assert waits(planned.verify) == {DONE: 2}
+        assert waits(planned.draft) == {STASH: 3}
+
+    def test_last_is_the_last_step_that_signals(self) -> None:
+        epoch = drafts(HEAD)
+        epoch.plain(A)
+        epoch.plain(A, B)
+        assert waits(epoch.prefill(C).verify) == {DONE: 2}, "plain steps do not signal draft.done"
+
+    def test_leaves_out_the_reader_that_a_decode_step_has_waited_for(self) -> None:
+        epoch = drafts(HEAD)
+        epoch.decode(A)
+        assert waits(epoch.prefill(C).verify) == {}
+
+    def test_a_publish_that_is_consumed_says_nothing_of_draft(self) -> None:
+        epoch = drafts(HEAD)
+        epoch.consume()
+        epoch.consume()
+        assert waits(epoch.prefill(C).verify) == {DONE: 2}
+
+
+def test_prefill_of_a_language_model_waits_for_nothing() -> None:
+    epoch = drafts(LANGUAGE_MODEL)
+    epoch.decode(A)
+    planned = epoch.prefill(A)
+    assert waits(planned.draft) == {}
+    assert waits(planned.verify) == {}
+
+
+@pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD])
+def test_plain_step_waits_for_nothing(draft: DraftTraits) -> None:
+    epoch = drafts(draft)
+    epoch.decode(A)
+    for slots in ((), (A,), (A, B)):
+        planned = epoch.plain(*slots)
+        assert planned.draft is None
+        assert waits(planned.verify) == {}
+
+
+class TestAnotherDraft:
+    @pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD])
+    def test_joins_behind_the_last_stash(self, draft: DraftTraits) -> None:
+        epoch = drafts(draft)
+        epoch.decode(A, B)
+        epoch.state = with_draft(epoch.state, NO_DRAFT)
+        epoch.plain(A, B)
+        epoch.plain(A)
+        epoch.state = with_draft(epoch.state, draft)
+        planned = epoch.decode(A, B)
+        assert waits(planned.draft) == {STASH: 5}
+        assert waits(planned.verify) == {DONE: 6}
+
+    def test_knows_nothing_of_what_the_one_before_it_knew(self) -> None:
+        epoch = drafts(HEAD)
+        epoch.state = with_draft(epoch.state, HEAD)
+        assert waits(epoch.decode(A).draft) == {STASH: 1}
+
+    def test_verify_does_not_wait_for_one_that_is_gone(self) -> None:
+        epoch = drafts(HEAD)
+        epoch.state = with_draft(epoch.state, HEAD)
+        assert waits(epoch.prefill(C).verify) == {}
+
+    def test_is_not_there_between_two(self) -> None:
+        epoch = drafts(LANGUAGE_MODEL)
+        epoch.state = with_draft(epoch.state, NO_DRAFT)
+        with pytest.raises(OrderingError, match="there is no draft"):
+            epoch.decode(A)
+
+
+class TestSendAfterConsume:
+    @pytest.mark.parametrize("run_ahead", [0, 1, 2, 3])
+    def test_a_step_is_planned_once_the_step_run_ahead_and_one_before_it_is_consumed(self, run_ahead: int) -> None:
+        epoch = Epoch.begin(HEAD, run_ahead=run_ahead)
+        epoch.prefill(A)
+        for _ in range(run_ahead):
+            epoch.decode(A)
+        for _ in range(10):
+            before = epoch.state
+            with pytest.raises(OrderingError):
+                epoch.decode(A)
+            assert epoch.state == before
+            epoch.consume()
+            epoch.decode(A)
+
+    def test_the_error_names_both_accesses(self) -> None:
+        epoch = Epoch.begin(LANGUAGE_MODEL, run_ahead=1)
+        epoch.prefill(A)
+        epoch.decode(A)
+        expected = (
+            r"verify's write of results \[spare\] in step 3 collides with scheduler's read of the same row, "
+            r"which is over when step 1 is consumed; consumed so far: 0"
+        )
+        with pytest.raises(OrderingError, match=expected):
+            epoch.decode(A)
+
+    def test_steps_are_consumed_once_and_in_order(self) -> None:
+        state = drafts(LANGUAGE_MODEL).state
+        with pytest.raises(OrderingError, match="step 2 is consumed after step 0 of 2"):
+            consume(state, 2)
+        state = consume(consume(state, 1), 2)
+        for step in (2, 3):
+            with pytest.raises(OrderingError, match=f"step {step} is consumed after step 2 of 2"):
+                consume(state, step)
+
+    def test_steps_are_planned_once_and_in_order(self) -> None:
+        state = drafts(LANGUAGE_MODEL).state
+        for step in (2, 4):
+            with pytest.raises(OrderingError, match=f"step {step} is planned after step 2"):
+                plan_step(state, OrderedStep(step, StepKind.PLAIN, 0))
+
+
+def test_a_state_is_a_value() -> None:
+    state = drafts(HEAD).state
+    command = OrderedStep(3, StepKind.DECODE, mask_of((A, B)))
+    assert plan_step(state, command) == plan_step(state, command)

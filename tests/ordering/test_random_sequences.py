@@ -1,0 +1,63 @@
+"""The plan over long random sequences of steps on many slots."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, note, seed, settings
+from hypothesis import strategies as st
+
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.plan import OrderedStep
+from slipstream.scheduler.ordering.accesses import DraftTraits
+from slipstream.scheduler.ordering.checker import needless_waits
+from slipstream.scheduler.ordering.model import Model
+from slipstream.scheduler.ordering.sequences import num_consumable
+
+NUM_SLOTS = 8
+NUM_STEPS = 30
+ALL_SLOTS = (1 << NUM_SLOTS) - 1
+DRAFTS = (DraftTraits(is_present=False), DraftTraits(is_present=True), DraftTraits(is_present=True, reads_hidden=True))
+RANDOM_SEED = random.randrange(2**32)
+
+
+@pytest.fixture(autouse=True)
+def print_seed() -> None:
+    print(f"@seed({RANDOM_SEED})")
+
+
+def draw_step(data: st.DataObject, step: int, ready: int, draft: DraftTraits) -> tuple[OrderedStep, int]:
+    """A valid step, and the slots that are ready after it."""
+    draw = data.draw
+    rows = draw(st.integers(0, ALL_SLOTS))
+    kind = draw(st.sampled_from((StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN)))
+    if kind is StepKind.PREFILL and rows:
+        return OrderedStep(step, kind, rows), ready & ~rows | rows & draw(st.integers(0, ALL_SLOTS))
+    rows &= ready
+    if kind is StepKind.DECODE and rows and draft.is_present:
+        return OrderedStep(step, kind, rows), ready
+    return OrderedStep(step, StepKind.PLAIN, rows), ready
+
+
+@seed(RANDOM_SEED)
+@settings(max_examples=150, deadline=None, print_blob=True)
+@given(st.data(), st.integers(0, 3), st.sampled_from(DRAFTS))
+def test_nothing_collides_and_no_wait_is_needless(data: st.DataObject, run_ahead: int, draft: DraftTraits) -> None:
+    draw = data.draw
+    model = Model(draft, run_ahead)
+    ready = 0
+    for step in range(1, draw(st.integers(1, NUM_STEPS)) + 1):
+        for _ in range(draw(st.sampled_from(num_consumable(step, model.state.consumed, run_ahead)))):
+            model.consume()
+        if draw(st.integers(0, 9)) == 9:
+            model.change_draft(draw(st.sampled_from(DRAFTS)))
+        command, ready = draw_step(data, step, ready, model.state.draft)
+        before = model.copy()
+        planned = model.send(command)
+        note(f"{command}: {planned}")
+        assert not model.problems
+        assert not needless_waits(before.checker, model.operations(step).send_lanes)
+    while model.state.published:
+        model.consume()
+    assert not model.problems

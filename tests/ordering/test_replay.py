@@ -1,0 +1,268 @@
+"""Logs of whole runs, written by the processes' own logger and joined again."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.errors import ConfigError
+from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
+from slipstream.common.worker.layout import BufferName, last_consumed
+from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.scheduler.core.plan import OrderedStep, consume, initial_state, plan_step
+from slipstream.scheduler.ordering.accesses import DraftTraits
+from slipstream.scheduler.ordering.operations import Operation, StepOperations, step_operations
+from slipstream.scheduler.ordering.replay import Replay, main, read_log
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = DraftTraits(is_present=True, reads_hidden=True)
+RUN_AHEAD = 1
+EPOCH = 3
+PREFILL, DECODE, PLAIN = ((kind, 0b110) for kind in (StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN))
+
+Filter = Callable[[Operation], bool]
+
+
+def write_run(
+    folder: Path,
+    commands: list[tuple[StepKind, int]],
+    *,
+    keeps: Filter = lambda _: True,
+    is_hasty: bool = False,
+    epoch: int = EPOCH,
+) -> None:
+    """Logs a run of the three processes, consumed as late as possible.
+
+    Without the operations that `keeps` rejects; when hasty, each step is sent before the consumption that it needs.
+    """
+    logs = {stream: JsonLinesAccessLog(folder / f"{stream.value}.{epoch}.jsonl", stream) for stream in StreamName}
+    state = initial_state(HEAD, RUN_AHEAD)
+    steps: dict[int, StepOperations] = {}
+
+    def write(operations: tuple[Operation, ...]) -> None:
+        for operation in filter(keeps, operations):
+            write_operation(logs[operation.stream], operation, epoch)
+
+    def write_consumption(step: int) -> None:
+        write(steps[step].consume)
+        if step > 1:
+            write(steps.pop(step - 1).consume_next)
+
+    for step, (kind, rows) in enumerate(commands, start=1):
+        consumed = last_consumed(step, RUN_AHEAD)
+        state = consume(state, consumed) if consumed > 0 else state
+        command = OrderedStep(step, kind, rows)
+        planned, state = plan_step(state, command)
+        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD)
+        if is_hasty:
+            write(steps[step].sends)
+        if consumed > 0:
+            write_consumption(consumed)
+        if not is_hasty:
+            write(steps[step].sends)
+        write(steps[step].draft)
+        write(steps[step].verify)
+    for step in range(state.consumed + 1, state.step + 1):
+        write_consumption(step)
+    for log in logs.values():
+        log.close()
+
+
+def write_operation(log: JsonLinesAccessLog, operation: Operation, epoch: int = EPOCH) -> None:
+    match operation.op:
+        case LogOp.SEND:
+            assert operation.role is not None
+            log.send(operation.role, epoch=epoch, step=operation.step)
+        case LogOp.RECV:
+            log.recv(epoch=epoch, step=operation.step)
+        case LogOp.READ | LogOp.WRITE:
+            assert operation.buffer is not None
+            is_write = operation.op is LogOp.WRITE
+            log.access(operation.buffer, operation.rows, is_write=is_write, step=operation.step)
+        case LogOp.SIGNAL | LogOp.WAIT | LogOp.POLL:
+            assert operation.fence is not None
+            log.fence(operation.op, operation.fence, operation.value, step=operation.step)
+
+
+def random_commands(num_steps: int, num_slots: int) -> list[tuple[StepKind, int]]:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    randomness = random.Random(seed)
+    slots = ((1 << num_slots) - 1) << 1
+    kinds = [StepKind.PREFILL, StepKind.PLAIN, *[StepKind.DECODE] * 8]
+    steps = [(randomness.choice(kinds), randomness.randrange(1, slots) & slots or 2) for _ in range(num_steps - 1)]
+    return [(StepKind.PREFILL, slots), *steps]
+
+
+def test_a_run_without_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, random_commands(300, 8))
+    assert main([str(tmp_path)]) == 0
+    report = Replay(tmp_path).report()
+    assert (report.num_logs, report.races, report.stuck, report.num_excused) == (3, (), (), 0)
+    assert report.num_ordered > 300
+    assert report.num_accesses > 10 * 300
+    assert capsys.readouterr().out.splitlines()[-2:] == str(report).splitlines()
+
+
+def test_the_log_says_what_was_written(tmp_path: Path) -> None:
+    operations = [
+        Operation(LogOp.RECV, StreamName.DRAFT, 5, EPOCH),
+        Operation(LogOp.WAIT, StreamName.DRAFT, 5, EPOCH, fence=FenceName.VERIFY_STASH, value=4),
+        Operation(LogOp.READ, StreamName.DRAFT, 5, EPOCH, buffer=BufferName.PREFILL_HIDDEN, rows=(0,)),
+        Operation(LogOp.WRITE, StreamName.DRAFT, 5, EPOCH, buffer=BufferName.DRAFT_TOKENS, rows=(1, 2)),
+        Operation(LogOp.SIGNAL, StreamName.DRAFT, 5, EPOCH, fence=FenceName.DRAFT_DONE, value=5),
+    ]
+    log = JsonLinesAccessLog(tmp_path / "draft.jsonl", StreamName.DRAFT)
+    for operation in operations:
+        write_operation(log, operation)
+    log.close()
+    assert list(read_log(tmp_path / "draft.jsonl")) == operations
+
+
+HOLES: dict[str, tuple[Filter, str]] = {
+    "draft does not wait": (
+        lambda op: (op.op, op.stream) != (LogOp.WAIT, StreamName.DRAFT),
+        r"(draft's read|verify's write) of (seq_lens|prefill_hidden) ",
+    ),
+    "verify does not wait": (
+        lambda op: (op.op, op.stream) != (LogOp.WAIT, StreamName.VERIFY),
+        r"(draft's write|verify's read) of draft_tokens ",
+    ),
+    "the copy does not wait": (
+        lambda op: (op.op, op.stream) != (LogOp.WAIT, StreamName.SCHEDULER),
+        r"(verify's write|scheduler's read) of num_accepted ",
+    ),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_run_with_a_hole_names_the_accesses(hole: str, tmp_path: Path) -> None:
+    keeps, expected = HOLES[hole]
+    write_run(tmp_path, [PREFILL, *[DECODE] * 20], keeps=keeps)
+    assert re.search(expected, run_command(tmp_path, status=1))
+
+
+def test_a_step_that_is_sent_before_a_consumption_names_the_accesses(tmp_path: Path) -> None:
+    write_run(tmp_path, [PREFILL, *[DECODE] * 20], is_hasty=True)
+    output = run_command(tmp_path, status=1)
+    assert re.search(r"(scheduler's read|verify's write) of new_seq_lens \[\d\] in step", output)
+
+
+def test_a_wait_for_what_never_came_is_an_error(tmp_path: Path) -> None:
+    write_run(tmp_path, [PREFILL, DECODE], keeps=lambda op: (op.op, op.stream) != (LogOp.SIGNAL, StreamName.DRAFT))
+    assert "verify's wait of DRAFT_DONE 2 in step 2 never ends" in run_command(tmp_path, status=1)
+
+
+class TestFaults:
+    def test_a_process_that_is_killed_leaves_half_a_line(self, tmp_path: Path) -> None:
+        write_run(tmp_path, [PREFILL, DECODE])
+        path = tmp_path / f"scheduler.{EPOCH}.jsonl"
+        path.write_text(path.read_text()[:-10])
+        assert main([str(tmp_path)]) == 0
+
+    def test_an_epoch_that_is_over_may_end_anywhere(self, tmp_path: Path) -> None:
+        def keeps(operation: Operation) -> bool:
+            """Verify ends in step 4. Draft has begun with the steps after it, whose results nobody consumes."""
+            return operation.step < 4 or operation.stream is StreamName.DRAFT or operation.op is LogOp.SEND
+
+        write_run(tmp_path, [PREFILL, *[DECODE] * 5], keeps=keeps)
+        later = tmp_path / "later"
+        later.mkdir()
+        write_run(later, [PREFILL, *[DECODE] * 5], epoch=EPOCH + 1)
+        append_logs(later, tmp_path)
+        assert "draft's wait of VERIFY_STASH 4 in step 5 never ends" in run_command(tmp_path, status=1)
+        write_release(tmp_path, FenceName.VERIFY_STASH, 6)
+        run_command(tmp_path, status=0)
+
+    def test_a_draft_whose_step_was_released_is_excused(self, tmp_path: Path) -> None:
+        write_run(
+            tmp_path,
+            [PREFILL, *[DECODE] * 3, *[PLAIN] * 3],
+            keeps=lambda op: op != Operation(LogOp.SIGNAL, StreamName.DRAFT, 4, fence=FenceName.DRAFT_DONE, value=4),
+        )
+        assert "verify's wait of DRAFT_DONE 4 in step 4 never ends" in run_command(tmp_path, status=1)
+        write_release(tmp_path, FenceName.DRAFT_DONE, 4)
+        report = Replay(tmp_path).report()
+        assert (report.races, report.stuck) == ((), ())
+        assert report.num_excused > 0
+
+    def test_another_draft_takes_the_place_of_one_that_is_gone(self, tmp_path: Path) -> None:
+        write_run(tmp_path, [PREFILL, *[DECODE] * 6])
+        first = tmp_path / f"draft.{EPOCH}.jsonl"
+        lines = first.read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
+        begins, ends = steps.index(5), steps.index(6)
+        # The first one was in step 5 when it was lost; the other one begins with that step, in rows of its own.
+        write_lines(first, lines[: ends - 1])
+        write_lines(tmp_path / "another.jsonl", lines[begins:])
+        run_command(tmp_path, status=0)
+
+
+class TestBrokenLogs:
+    def test_no_logs(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "empty.jsonl").touch()
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path)])
+        assert "accepted: a folder with logs of accesses" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("line", ["what", "{}", "[]", '{"stream":"draft","seq":0,"op":"fly","step":1,"epoch":1}'])
+    def test_a_line_that_is_none(self, line: str, tmp_path: Path) -> None:
+        (tmp_path / "draft.jsonl").write_text(line + "\n")
+        with pytest.raises(ConfigError, match=r"draft.jsonl:1: .* a line of a log of accesses"):
+            Replay(tmp_path)
+
+    def test_a_line_that_is_lost(self, tmp_path: Path) -> None:
+        write_run(tmp_path, [PREFILL, DECODE])
+        path = tmp_path / f"verify.{EPOCH}.jsonl"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([*lines[:3], *lines[4:]]) + "\n")
+        with pytest.raises(ConfigError, match=r"verify.*\.jsonl:4: got 4, accepted: seq 3"):
+            Replay(tmp_path).report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_of_10000_steps(tmp_path: Path) -> None:
+    write_run(tmp_path, random_commands(10_000, 64))
+    started = time.perf_counter()
+    report = Replay(tmp_path).report()
+    print(f"{time.perf_counter() - started:.1f} s: {report}")
+    assert (report.races, report.stuck) == ((), ())
+
+
+def run_command(folder: Path, *, status: int) -> str:
+    command = [sys.executable, "-m", "slipstream.scheduler.ordering.replay", str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == status, result.stderr
+    return result.stdout
+
+
+def write_release(folder: Path, fence: FenceName, value: int) -> None:
+    """The scheduler releases a fence, in a log of its own."""
+    log = JsonLinesAccessLog(folder / "watchdog.jsonl", StreamName.SCHEDULER)
+    log.release(fence, value, epoch=EPOCH)
+    log.close()
+
+
+def append_logs(source: Path, target: Path) -> None:
+    """Appends the log of each stream in one folder to that in another."""
+    for path in source.iterdir():
+        stream, _ = path.name.split(".", 1)
+        (earlier,) = target.glob(f"{stream}.*.jsonl")
+        write_lines(earlier, [*earlier.read_text().splitlines(), *path.read_text().splitlines()])
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    """Writes a log, numbered anew."""
+    records = [json.loads(line) | {"seq": seq} for seq, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

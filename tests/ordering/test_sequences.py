@@ -1,0 +1,121 @@
+"""The plan over every short sequence of steps: nothing collides, nobody is stuck, and no wait is needless."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+
+import pytest
+
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.ordering.accesses import DraftTraits
+from slipstream.scheduler.ordering.checker import needless_waits
+from slipstream.scheduler.ordering.model import Model
+from slipstream.scheduler.ordering.sequences import Visit, Walk
+
+NO_DRAFT = DraftTraits(is_present=False)
+LANGUAGE_MODEL = DraftTraits(is_present=True)
+HEAD = DraftTraits(is_present=True, reads_hidden=True)
+NUM_SLOTS = 2
+
+both_drafts = pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD], ids=["language model", "head"])
+run_aheads = pytest.mark.parametrize("run_ahead", [0, 1, 2])
+
+
+def check(visit: Visit) -> None:
+    """What the last send of the sequence did, and at the end the consumption of all that is left."""
+    assert not visit.after.problems, explain(visit)
+    lanes = visit.after.operations(visit.after.state.step).send_lanes
+    needless = needless_waits(visit.before.checker, lanes)
+    assert not needless, f"{needless[0]} is not needed: {visit.sends}"
+    if visit.is_end:
+        while visit.after.state.published:
+            visit.after.consume()
+        assert not visit.after.problems, explain(visit)
+
+
+def explain(visit: Visit) -> str:
+    return f"{visit.after.problems[0]}: {visit.sends}"
+
+
+def check_all(walk: Walk, model: Model, num_steps: int) -> None:
+    started = time.process_time()
+    num_sequences = 0
+    for visit in walk.visits(model, num_steps):
+        if visit.is_new:
+            check(visit)
+        num_sequences += visit.is_end
+    print(f"{num_sequences} sequences of {num_steps} steps in {time.process_time() - started:.1f} s")
+
+
+@both_drafts
+@run_aheads
+def test_all_sequences_of_4_steps(draft: DraftTraits, run_ahead: int) -> None:
+    check_all(Walk(NUM_SLOTS), Model(draft, run_ahead), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@both_drafts
+@run_aheads
+def test_all_sequences_of_5_steps(draft: DraftTraits, run_ahead: int) -> None:
+    check_all(Walk(NUM_SLOTS), Model(draft, run_ahead), 5)
+
+
+@both_drafts
+@run_aheads
+@pytest.mark.parametrize("num_steps", [2, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_all_sequences_over_3_slots(draft: DraftTraits, run_ahead: int, num_steps: int) -> None:
+    check_all(Walk(3), Model(draft, run_ahead), num_steps)
+
+
+@both_drafts
+@run_aheads
+@pytest.mark.parametrize("num_steps", [3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_all_sequences_with_a_draft_that_leaves_and_joins(draft: DraftTraits, run_ahead: int, num_steps: int) -> None:
+    check_all(Walk(NUM_SLOTS, drafts=(NO_DRAFT, draft)), Model(NO_DRAFT, run_ahead), num_steps)
+
+
+Element = tuple[int, StepKind, int, int]
+"""What the scheduler has consumed, the kind of step, its rows, the slots that are ready after it."""
+
+
+def may_follow(earlier: tuple[Element, ...], element: Element, run_ahead: int) -> bool:
+    consumed, kind, rows, ready = element
+    consumed_before, _, _, ready_before = earlier[-1] if earlier else (0, None, 0, 0)
+    step = len(earlier) + 1
+    if not max(consumed_before, step - run_ahead - 1) <= consumed < step:
+        return False
+    if kind is StepKind.PREFILL:
+        return rows != 0 and (ready ^ ready_before) & ~rows == 0
+    return rows & ~ready_before == 0 and ready == ready_before and (rows != 0 or kind is StepKind.PLAIN)
+
+
+def canonical(sequence: tuple[Element, ...]) -> tuple[Element, ...]:
+    """The first of a sequence and the same one with both slots renamed."""
+
+    def swapped(mask: int) -> int:
+        return (mask & 1) << 1 | mask >> 1
+
+    renamed = tuple((consumed, kind, swapped(rows), swapped(ready)) for consumed, kind, rows, ready in sequence)
+    return min(sequence, renamed)
+
+
+@run_aheads
+def test_the_walk_finds_every_sequence_once(run_ahead: int) -> None:
+    elements = list(product(range(3), StepKind, range(4), range(4)))
+    expected: set[tuple[Element, ...]] = {()}
+    for _ in range(3):
+        expected = {
+            (*earlier, element)
+            for earlier in expected
+            for element in elements
+            if may_follow(earlier, element, run_ahead)
+        }
+    found = [
+        canonical(tuple((send.consumed, send.move.kind, send.move.rows, send.move.ready) for send in visit.sends))
+        for visit in Walk(NUM_SLOTS).visits(Model(HEAD, run_ahead), 3)
+        if visit.is_end
+    ]
+    assert len(found) == len(set(found)), "none is visited twice"
+    assert set(found) == {canonical(sequence) for sequence in expected}

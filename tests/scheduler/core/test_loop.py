@@ -1,0 +1,232 @@
+"""The loop with stand-ins on real streams: what it does when a worker is slow, hangs or is lost, and when it stops."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client import generate_latest
+
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.errors import DeadlineExceededError, UnavailableError
+from slipstream.common.worker.layout import ring_rows
+from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
+from tests.harness.leaks import nothing_left
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import LocalWorker, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def make_job(prompt_tokens: int = 4, max_new_tokens: int = 8, max_draft_tokens: int | None = None) -> Sequence:
+    """A greedy job."""
+    spec = SequenceSpec(
+        job_id="job",
+        prompt=tuple(range(prompt_tokens)),
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+        max_draft_tokens=max_draft_tokens,
+    )
+    return Sequence(spec)
+
+
+@contextmanager
+def workers(
+    *,
+    draft_ms: float = 0.0,
+    verify_ms: float = 0.0,
+    before_draft: Callable[[StepCommand], StepCommand] | None = None,
+) -> Iterator[tuple[LocalWorker, LocalWorker]]:
+    """Stand-ins for verify and draft."""
+    both = (
+        LocalWorker(DummyVerify(describe(Role.VERIFY), verify_ms)),
+        LocalWorker(DummyDraft(describe(Role.DRAFT), draft_ms), before_send=before_draft),
+    )
+    yield both
+    for worker in both:
+        worker.close()
+
+
+def make_epoch(both: tuple[LocalWorker, LocalWorker], **changes: object) -> LocalEpoch:
+    """An epoch with run-ahead 1."""
+    settings: dict[str, object] = {"context_tokens": 256, "slots": 4, "num_draft_tokens": 2, **changes}
+    return LocalEpoch(1, SchedulerConfig(verify="unix:/none", **settings), both)  # type: ignore[arg-type]
+
+
+def metric(epoch: LocalEpoch, line_start: str) -> float:
+    """The value of the one metric whose line begins so."""
+    lines = generate_latest(epoch.registry).decode().splitlines()
+    (value,) = (float(line.split()[-1]) for line in lines if line.startswith(line_start))
+    return value
+
+
+def test_a_worker_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> None:
+    go_on = threading.Event()
+    with workers() as both:
+        epoch = make_epoch(both, step_timeout_s=0.3)
+        job = make_job()
+        epoch.queue.submit(job)
+        both[0].stream.enqueue(lambda: go_on.wait() and None)
+        loop = epoch.epoch.open()
+        with pytest.raises(DeadlineExceededError, match=r"step 1 did not end within 0\.3 s: a worker hangs"):
+            loop.run()
+        go_on.set()
+        assert epoch.epoch.batch.num_running == 1
+        epoch.epoch.close(drain=False)
+
+
+def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may be held up by the very stream that waits."""
+    go_on = threading.Event()
+    with workers() as both:
+        epoch = make_epoch(both, step_timeout_s=0.3)
+        job = make_job()
+        epoch.outputs[job] = []
+        epoch.queue.submit(job)
+        both[1].stream.enqueue(lambda: go_on.wait() and None)
+        loop = epoch.epoch.open()
+        with pytest.raises(DeadlineExceededError):
+            loop.run()
+        with pytest.raises(DeadlineExceededError, match="verify"):
+            both[0].stream.synchronize(0.05)
+        monkeypatch.setattr(both[0], "detach", lambda drain: None)
+        monkeypatch.setattr(both[1], "detach", lambda drain: None)
+        epoch.epoch.close(drain=False)
+        both[0].stream.synchronize(5.0)
+        go_on.set()
+
+
+def test_a_draft_that_hangs_in_a_prefill_is_noticed_before_its_rows_are_used_again() -> None:
+    """Verify needs nothing of draft for a prompt: only the bound on draft's backlog stops the loop."""
+    go_on = threading.Event()
+    with workers() as both:
+        epoch = make_epoch(both, step_timeout_s=0.3, chunk_tokens=2)
+        epoch.queue.submit(make_job(prompt_tokens=100))
+        both[1].stream.enqueue(lambda: go_on.wait() and None)
+        loop = epoch.epoch.open()
+        with pytest.raises(DeadlineExceededError, match="step 1 did not end"):
+            loop.run()
+        go_on.set()
+        epoch.epoch.close(drain=False)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
+    behind: list[int] = []
+
+    def look(command: StepCommand) -> StepCommand:
+        if command.kind is StepKind.PREFILL:
+            behind.append(command.step - both[1].engine._fences[FenceName.DRAFT_DONE].poll())
+        return command
+
+    with workers(draft_ms=3.0, before_draft=look) as both:
+        epoch = make_epoch(both, chunk_tokens=2, run_ahead=run_ahead)
+        epoch.run([make_job(prompt_tokens=60)])
+        assert max(behind) <= ring_rows(run_ahead)
+        assert behind[-1] == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
+        assert (
+            metric(
+                epoch,
+                'slipstream_host_stall_seconds_total{algorithm="standalone",fence="host",mps="off",ser'
+                'vice="scheduler",site="draft_backlog"}',
+            )
+            > 0
+        )
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_lost_worker_ends_the_loop(is_idle: bool) -> None:
+    with workers() as both:
+        epoch = make_epoch(both)
+        failure = UnavailableError("the draft service is lost")
+
+        def lose(*_: object) -> None:
+            both[1].failure = failure
+
+        loop = epoch.epoch.open()
+        if is_idle:
+            lose()
+        else:
+            epoch.on_progress = lose
+            job = make_job(max_new_tokens=100)
+            epoch.outputs[job] = []
+            epoch.queue.submit(job)
+        with pytest.raises(UnavailableError, match="draft service is lost"):
+            loop.run()
+        epoch.epoch.close(drain=False)
+
+
+def test_stops_while_it_is_busy_and_takes_in_what_is_under_way() -> None:
+    with workers(verify_ms=1.0) as both:
+        epoch = make_epoch(both, run_ahead=2)
+        job = make_job(max_new_tokens=200)
+        epoch.outputs[job] = []
+        epoch.queue.submit(job)
+        epoch.on_progress = lambda job, progress: epoch.queue.stop() if len(epoch.outputs[job]) > 20 else None
+        with epoch.loop() as loop:
+            loop.run()
+            num_before = len(epoch.outputs[job])
+            loop.finish()
+            assert len(epoch.outputs[job]) > num_before, "the steps that were under way"
+            assert job not in epoch.ends
+            (ended,) = epoch.epoch.batch.fail(UnavailableError("the server is shutting down"), waiting=[])
+            assert ended[0] is job
+        assert all(worker.engine.epoch is None for worker in both)
+
+
+def test_an_epoch_leaves_nothing() -> None:
+    with workers() as both:
+        make_epoch(both).run([make_job()])
+        for worker in both:
+            worker.engine.last_epoch = 0
+        with nothing_left():
+            make_epoch(both).run([make_job(), make_job(), make_job()], [make_job()])
+
+
+def test_drafts_of_requests_that_are_over_are_not_counted() -> None:
+    """Steps that ran ahead of a request's end were work, but say nothing of how well the draft guesses."""
+    with workers() as both:
+        epoch = make_epoch(both, run_ahead=2, slots=1, num_draft_tokens=2)
+        jobs = [make_job(max_new_tokens=9, max_draft_tokens=most) for most in (None, 0, None, 1, None)]
+        epoch.run(*([job] for job in jobs))
+        assert len({tuple(epoch.outputs[job]) for job in jobs}) == 1
+        counts = [job.counts for job in jobs]
+        drafts = metric(epoch, 'slipstream_drafts_total{algorithm="standalone"}')
+        assert drafts == sum(count.num_verify_steps for count in counts)
+        accepted = metric(epoch, 'slipstream_accepted_tokens_total{algorithm="standalone"}')
+        assert accepted == sum(count.total_accepted_tokens for count in counts) > 0
+        proposed = metric(epoch, 'slipstream_draft_tokens_total{algorithm="standalone"}')
+        assert proposed == sum(count.total_draft_tokens for count in counts) < 2 * drafts
+        first = 'slipstream_accepted_tokens_per_position_total{algorithm="standalone",position="1"}'
+        second = 'slipstream_accepted_tokens_per_position_total{algorithm="standalone",position="2"}'
+        assert metric(epoch, first) + metric(epoch, second) == accepted
+        assert metric(epoch, first) >= metric(epoch, second)
+
+
+def test_time_is_counted_where_it_went() -> None:
+    """Busy times and bubbles of a run add up to its wall time, and the busy times are those of the stand-ins."""
+    with workers(draft_ms=1.0, verify_ms=3.0) as both:
+        epoch = make_epoch(both, run_ahead=1, slots=1, num_draft_tokens=2)
+        epoch.run([make_job(max_new_tokens=61)])
+        timings = [timing for timing in epoch.metrics.timings if timing.wall_ns is not None]
+        assert len(timings) >= 20
+        for timing in timings:
+            assert timing.kind is StepKind.DECODE
+            assert timing.wall_ns is not None
+            parts = timing.draft_ns + timing.verify_ns + sum(timing.bubbles_ns.values())
+            assert parts == timing.wall_ns
+            assert timing.draft_ns >= 1e6
+            assert timing.verify_ns >= 3e6
+        efficiency = metric(epoch, "slipstream_overlap_efficiency{")
+        walls = sum(timing.wall_ns or 0 for timing in timings)
+        bubbles = sum(sum(timing.bubbles_ns.values()) for timing in timings)
+        assert efficiency == pytest.approx(1 - bubbles / walls)

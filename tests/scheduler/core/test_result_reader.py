@@ -1,0 +1,135 @@
+"""What a step brought, on the scheduler's side: behind its fence, once, and only what was published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.api.logprobs import TokenLogprobs
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import FutureMapError
+from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.layout import BufferName, FutureMapShape
+from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.scheduler.core.batch import Step
+from slipstream.scheduler.core.results import ResultReader
+from slipstream.scheduler.core.slots import SlotLease
+from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SHAPE = FutureMapShape(num_slots=5, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+
+
+class Shared:
+    """Verify's end and the scheduler's."""
+
+    def __init__(self) -> None:
+        device = HostDevice()
+        self.arena = device.create_arena(SHAPE.specs(), list(FenceName))
+        self.verify = FutureMap(SHAPE, self.arena, Role.VERIFY, 100, NullAccessLog(), is_debug=True)
+        self.reader = ResultReader(device, self.arena, SHAPE, NullAccessLog())
+
+    def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
+        """As verify's stream does."""
+        outcome = VerifyResult(
+            seq_lens=torch.tensor([10 * row for row in rows]),
+            num_accepted=torch.tensor(accepted),
+            tokens=torch.tensor([[row, row + 1, row + 2] for row in rows]),
+            logprobs=logprobs,
+        )
+        self.verify.publish(number, torch.tensor(rows), outcome)
+        self.arena.fence(FenceName.VERIFY_PUBLISH).release(number)
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    """In debug mode."""
+    made = Shared()
+    yield made
+    made.arena.close()
+
+
+def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE) -> Step:
+    """A step that yields tokens for these slots."""
+    leases = tuple(SlotLease(slot, 1) for slot in slots)
+    return Step(number=number, kind=kind, members=leases, yielding=leases)
+
+
+def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: Shared) -> None:
+    step = step_of(1, 4, 2)
+    shared.reader.start(step)
+    assert shared.reader.resolve(step, 0.01) is None
+    shared.publish(1, [2, 3, 4], [0, 1, 2])
+    result = shared.reader.resolve(step, 5.0)
+    assert result is not None
+    assert result.tokens == [[4, 5, 6], [2]]
+
+
+def test_brings_logprobs_to_those_who_asked(shared: Shared) -> None:
+    step = replace(step_of(1, 4, 2, 3), top_logprobs=(1, None, 0))
+    shared.reader.start(step)
+    assert shared.reader.resolve(step, 0.01) is None
+    likely = Logprobs(
+        output=torch.tensor([[-1.0, -2.0, -3.0]] * 3) * torch.tensor([[1], [2], [3]]),
+        top_tokens=torch.arange(9, dtype=torch.int32).view(3, 3, 1),
+        top=-torch.arange(9.0).view(3, 3, 1) / 8,
+    )
+    shared.publish(1, [2, 3, 4], [0, 1, 1], likely)
+    result = shared.reader.resolve(step, 5.0)
+    assert result is not None
+    assert result.tokens == [[4, 5], [2], [3, 4]]
+    assert result.logprobs == [
+        (TokenLogprobs(-3.0, ((6, -0.75),)), TokenLogprobs(-6.0, ((7, -0.875),))),
+        (),
+        (TokenLogprobs(-2.0), TokenLogprobs(-4.0)),
+    ]
+    shared.publish(2, [2], [0])
+    plain = shared.reader.resolve(step_of(2, 2), 5.0)
+    assert plain is not None
+    assert plain.logprobs == []
+
+
+def test_a_later_publish_does_not_disturb_an_earlier_result(shared: Shared) -> None:
+    shared.publish(1, [1], [1])
+    shared.publish(2, [1], [2])
+    for number, expected in ((1, [1, 2]), (2, [1, 2, 3])):
+        result = shared.reader.resolve(step_of(number, 1), 5.0)
+        assert result is not None
+        assert result.tokens == [expected]
+
+
+def test_a_step_is_consumed_once(shared: Shared) -> None:
+    for number in (1, 2):
+        shared.publish(number, [1], [0])
+        shared.reader.resolve(step_of(number, 1), 5.0)
+    for number in (2, 1):
+        with pytest.raises(FutureMapError, match=f"step {number} is consumed again, after step 2"):
+            shared.reader.resolve(step_of(number, 1), 5.0)
+
+
+def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
+    shared.publish(1, [1], [0])
+    with pytest.raises(FutureMapError, match="step 1, slot 3: length -1 and 0 accepted tokens were never published"):
+        shared.reader.resolve(step_of(1, 1, 3), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "kind"), [(-1, StepKind.DECODE), (3, StepKind.DECODE), (1, StepKind.PLAIN), (1, StepKind.PREFILL)]
+)
+def test_more_accepted_than_can_be_is_refused(shared: Shared, accepted: int, kind: StepKind) -> None:
+    shared.publish(1, [1], [0])
+    shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 1] = accepted
+    with pytest.raises(FutureMapError, match="never published"):
+        shared.reader.resolve(step_of(1, 1, kind=kind), 5.0)
+
+
+def test_a_step_that_yields_nothing_brings_nothing(shared: Shared) -> None:
+    shared.arena.fence(FenceName.VERIFY_PUBLISH).release(1)
+    result = shared.reader.resolve(step_of(1, kind=StepKind.PREFILL), 5.0)
+    assert result is not None
+    assert result.tokens == []

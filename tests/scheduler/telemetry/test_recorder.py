@@ -1,0 +1,103 @@
+"""What is kept of the last steps, and who is told that one is complete."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.common.errors import UnavailableError
+from slipstream.common.worker.recorder import FlightRecorder, Record, Site
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
+from slipstream.common.worker.trace import MAX_STEPS, TracedStep
+from slipstream.scheduler.core.batch import Step
+from slipstream.scheduler.core.slots import SlotLease
+from slipstream.scheduler.telemetry.recorder import StepRecorder
+
+WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())
+NOTHING = FenceOps()
+
+
+def send(recorder: StepRecorder, number: int, draft: FenceOps | None = NOTHING) -> None:
+    """A step of two requests is sent."""
+    leases = (SlotLease(1, 1), SlotLease(2, 1))
+    step = Step(number=number, kind=StepKind.DECODE, members=leases, yielding=leases)
+    recorder.sent(step, WAITS, draft, 10 * number, 10 * number + 1)
+
+
+def complete(recorder: StepRecorder, number: int) -> None:
+    """Its stamps are there."""
+    recorder.stamped(number, (number, number + 2), (number, number + 1))
+
+
+class TestFlightRecorder:
+    """The ring that every process has."""
+
+    def test_keeps_the_newest(self) -> None:
+        recorder = FlightRecorder(capacity=3)
+        for step in range(1, 6):
+            recorder.add(Site.ENQUEUE, step, step, step + 1)
+        assert [record.step for record in recorder.since(0)] == [3, 4, 5]
+        assert recorder.since(5) == [Record(Site.ENQUEUE, 5, 5, 6)]
+
+    def test_an_epoch_begins_with_nothing(self) -> None:
+        recorder = FlightRecorder()
+        recorder.add(Site.ENQUEUE, 7, 1, 2)
+        recorder.begin_epoch(4)
+        assert (recorder.since(0), recorder.epoch) == ([], 4)
+
+
+class TestStepRecorder:
+    """The scheduler's."""
+
+    def test_steps_are_told_once_they_are_complete(self) -> None:
+        recorder = StepRecorder()
+        send(recorder, 1, draft=None)
+        send(recorder, 2)
+        assert recorder.steps(1, 2) == []
+        complete(recorder, 1)
+        expected = TracedStep(step=1, kind=StepKind.DECODE, num_slots=2, has_draft=False, verify_waits=WAITS.waits)
+        assert recorder.steps(1, 2) == [expected]
+        complete(recorder, 2)
+        assert [(step.step, step.has_draft) for step in recorder.steps(2, 9)] == [(2, True)]
+        assert recorder.host_records(2) == [Record(Site.SEND, 2, 20, 21)]
+        assert recorder.stream_records(Role.VERIFY, 2) == [Record(Site.STREAM, 2, 2, 4)]
+        assert recorder.stream_records(Role.DRAFT, 2) == [Record(Site.STREAM, 2, 2, 3)]
+
+    def test_keeps_as_many_steps_as_a_trace_may_have(self) -> None:
+        recorder = StepRecorder()
+        for number in range(1, 2 * MAX_STEPS):
+            send(recorder, number)
+            for site in (Site.WAIT, Site.COPY, Site.TAKE_IN, Site.IDLE):
+                recorder.add(site, number, 1, 2)
+            complete(recorder, number)
+        first = 2 * MAX_STEPS - MAX_STEPS
+        numbers = list(range(first, 2 * MAX_STEPS))
+        assert [step.step for step in recorder.steps(first, 2 * MAX_STEPS)] == numbers
+        assert [record.step for record in recorder.stream_records(Role.DRAFT, first)] == numbers
+        assert sorted({record.step for record in recorder.host_records(first)}) == numbers
+        assert len(recorder.steps(0, 2 * MAX_STEPS)) < 1.1 * MAX_STEPS
+
+    def test_watchers_are_told_of_their_step_once(self) -> None:
+        recorder, told = StepRecorder(), list[str]()
+        recorder.watch(2, lambda: told.append("two"))
+        recorder.watch(3, lambda: told.append("three"))
+        forgotten = lambda: told.append("forgotten")  # noqa: E731
+        recorder.watch(2, forgotten)
+        recorder.forget(forgotten)
+        complete(recorder, 1)
+        assert told == []
+        complete(recorder, 2)
+        assert told == ["two"]
+        recorder.watch(2, lambda: told.append("late"))
+        complete(recorder, 3)
+        assert told == ["two", "late", "three"]
+
+    def test_the_end_of_the_epoch_is_told_to_all(self) -> None:
+        recorder, told = StepRecorder(), list[int]()
+        send(recorder, 1)
+        complete(recorder, 1)
+        recorder.watch(5, lambda: told.append(5))
+        recorder.close()
+        recorder.watch(6, lambda: told.append(6))
+        assert told == [5, 6]
+        with pytest.raises(UnavailableError, match="were lost"):
+            recorder.steps(1, 1)

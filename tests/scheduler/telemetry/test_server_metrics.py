@@ -1,0 +1,90 @@
+"""What the server says of itself: a real epoch over workers in this process."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
+from slipstream.scheduler.workers.sizing import Workers
+from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import LocalWorker, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CONFIG = SchedulerConfig(
+    verify="unix:/none", run_ahead=2, num_draft_tokens=3, slots=5, context_tokens=64, page_tokens=16, queue=7
+)
+
+
+def scraped(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    """A sample's value, None if there is no such sample."""
+    return registry.get_sample_value(name, labels)
+
+
+def test_before_the_first_epoch_there_is_nothing_to_say() -> None:
+    registry = CollectorRegistry()
+    ServerMetrics(registry, epoch=lambda: None, queue=WaitingQueue(7))
+    assert generate_latest(registry) == b""
+
+
+@contextmanager
+def epoch_with(number: int = 1, *, draft_kv_bytes: int) -> Iterator[LocalEpoch]:
+    """Stand-ins, described as if verify had 64 bytes of KV a token and draft this many."""
+    draft = LocalWorker(DummyDraft(describe(Role.DRAFT), 0))
+    verify = LocalWorker(DummyVerify(describe(Role.VERIFY), 0))
+    running = LocalEpoch(number, CONFIG, [draft, verify])
+    running.epoch.workers = Workers(
+        verify=replace(verify.describe(), kv_bytes_per_token=64),
+        draft=replace(draft.describe(), kv_bytes_per_token=draft_kv_bytes),
+    )
+    yield running
+    draft.close()
+    verify.close()
+
+
+def registry_of(running: LocalEpoch) -> CollectorRegistry:
+    """With the metrics of this epoch and nothing else."""
+    registry = CollectorRegistry()
+    ServerMetrics(registry, epoch=lambda: running.epoch, queue=running.queue)
+    return registry
+
+
+def test_sizes_pages_and_what_runs() -> None:
+    spec = SequenceSpec(
+        job_id="job", prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()
+    )
+    used: set[float | None] = set()
+    with epoch_with(3, draft_kv_bytes=8) as running:
+        registry = registry_of(running)
+        running.on_progress = lambda _job, progress: (
+            None if progress.is_last else used.add(scraped(registry, "slipstream_kv_pages_used", service="draft"))
+        )
+        running.run([Sequence(spec)])
+        # 3 + 9 tokens and (2 + 1) * (3 + 1) that run-ahead may add, in pages of 16.
+        assert used == {2}
+        for service, page_bytes in (("draft", 8 * 16), ("verify", 64 * 16)):
+            assert scraped(registry, "slipstream_kv_page_bytes", service=service) == page_bytes
+            assert scraped(registry, "slipstream_kv_pages", service=service) == running.epoch.batch.pages.num_pages
+            assert scraped(registry, "slipstream_kv_pages_used", service=service) == 0
+        sizes = ("epoch", "run_ahead", "num_draft_tokens", "slots", "queue_capacity")
+        assert [scraped(registry, f"slipstream_{size}") for size in sizes] == [3, 2, 3, 5, 7]
+        text = generate_latest(registry).decode()
+    assert 'algorithm="standalone",device="cpu",fence="host",model="a-verify",mps="off",service="scheduler"' in text
+
+
+def test_a_drafter_without_a_kv_cache_has_no_pool() -> None:
+    with epoch_with(draft_kv_bytes=0) as running:
+        registry = registry_of(running)
+        assert scraped(registry, "slipstream_kv_pages", service="verify") == running.epoch.batch.pages.num_pages
+        assert scraped(registry, "slipstream_kv_pages", service="draft") is None

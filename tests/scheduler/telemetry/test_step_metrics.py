@@ -1,0 +1,80 @@
+"""The step metrics as Prometheus reads them."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.draft_tally import DraftTally
+from slipstream.scheduler.telemetry.step_metrics import RESULT, StepMetricFamilies, StepMetrics
+from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
+
+LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
+MS = 1_000_000
+
+
+class Measured:
+    """Step metrics, and what is scraped of them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = StepMetrics(StepMetricFamilies(self.registry), **LABELS)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Of a sample; None if it is not there."""
+        return self.registry.get_sample_value(f"slipstream_{name}", LABELS | labels)
+
+    def drafting(self, name: str, **labels: str) -> float | None:
+        """The same of a metric that has the algorithm as its only label for what it was measured with."""
+        return self.registry.get_sample_value(f"slipstream_{name}", {"algorithm": "standalone"} | labels)
+
+
+@pytest.fixture
+def measured() -> Measured:
+    """Nothing observed yet."""
+    return Measured()
+
+
+def test_a_decode_step_is_the_sum_of_its_parts(measured: Measured) -> None:
+    bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
+    timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
+    measured.metrics.observe(timing)
+    assert measured.value("step_seconds_sum", phase="decode") == pytest.approx(0.016)
+    assert measured.value("busy_seconds_total", service="draft", phase="decode") == pytest.approx(0.003)
+    assert measured.value("busy_seconds_total", service="verify", phase="decode") == pytest.approx(0.010)
+    assert measured.value("bubble_seconds_total", edge=VERIFY_TO_DRAFT, phase="decode") == pytest.approx(0.001)
+    assert measured.value("bubble_seconds_total", edge=DRAFT_TO_VERIFY, phase="decode") == pytest.approx(0.002)
+    assert measured.value("overlap_efficiency") == pytest.approx(1 - 3 / 16)
+    assert measured.value("step_seconds_count", phase="prefill") == 0
+
+
+def test_phases_are_apart(measured: Measured) -> None:
+    kinds = {StepKind.PREFILL: "prefill", StepKind.PLAIN: "decode"}
+    for kind in kinds:
+        bubbles = {VERIFY_TO_VERIFY: MS}
+        measured.metrics.observe(StepTiming(kind=kind, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles))
+    for phase in kinds.values():
+        assert measured.value("bubble_seconds_total", edge=VERIFY_TO_VERIFY, phase=phase) == pytest.approx(0.001)
+        assert measured.value("step_seconds_count", phase=phase) == 1
+
+
+def test_drafts_by_position(measured: Measured) -> None:
+    measured.metrics.drafted(DraftTally(3))
+    assert measured.drafting("accepted_tokens_per_position_total", position="1") is None
+    tally = DraftTally(3)
+    for num_drafted, num_accepted in ((3, 2), (3, 0), (1, 1)):
+        tally.add(num_drafted, num_accepted)
+    measured.metrics.drafted(tally)
+    assert measured.drafting("drafts_total") == 3
+    assert measured.drafting("draft_tokens_total") == 7
+    assert measured.drafting("accepted_tokens_total") == 3
+    at = [measured.drafting("accepted_tokens_per_position_total", position=str(place)) for place in range(1, 5)]
+    # Nobody ever drafted a fourth token.
+    assert at == [2, 1, 0, None]
+
+
+def test_stalls_add_up(measured: Measured) -> None:
+    measured.metrics.host_stalled(RESULT, 0.25)
+    measured.metrics.host_stalled(RESULT, 0.5)
+    assert measured.value("host_stall_seconds_total", service="scheduler", site=RESULT) == 0.75

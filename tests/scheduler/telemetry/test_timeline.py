@@ -1,0 +1,219 @@
+"""A trace of three processes, asked for over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+
+from slipstream.cli.trace import fetch_trace
+from slipstream.cli.trace_events import trace_json
+from slipstream.cli.trace_timeline import FENCES
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from slipstream.common.worker.recorder import Record, Site
+from slipstream.common.worker.step import Role, StepKind
+from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
+from slipstream.protos import trace_pb2, trace_pb2_grpc
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
+from slipstream.services.worker.dummy_model import DummyDraft
+from slipstream.services.worker.recorder_servicer import SERVICE_NAME as RECORDER
+from slipstream.services.worker.recorder_servicer import RecorderServicer
+from slipstream.services.worker.servicer import WorkerServicer
+from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.grpc_server import running_server
+from tests.harness.timeline_server import timeline_server
+from tests.harness.trace_format import check
+from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SEED = 5
+SETTINGS: dict[str, Any] = {
+    "num_draft_tokens": 3,
+    "slots": 3,
+    "context_tokens": 480,
+    "chunk_tokens": 16,
+    "page_tokens": 8,
+    "kv_memory_mib": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """A small random target, and a draft that guesses right now and then."""
+    target = write_checkpoint(tmp_path_factory.mktemp("models") / "target", seed=SEED)
+    models = {Role.VERIFY: target, Role.DRAFT: write_guesser(target.with_name("draft"), target, seed=SEED)}
+    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models) as made:
+        made.start(*Role)
+        yield made
+
+
+def make_job(max_new_tokens: int = 400) -> Sequence:
+    """A request that takes many steps, with a prompt of three chunks."""
+    spec = SequenceSpec(
+        job_id="a",
+        prompt=tuple(range(3, 43)),
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+    )
+    return Sequence(spec)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+async def test_every_process_is_there_in_every_step(processes: WorkerProcesses, run_ahead: int) -> None:
+    with conducting(processes, run_ahead=run_ahead, **SETTINGS) as client:
+        await client.attached.wait()
+        async with timeline_server(client) as address:
+            before_ns = time.monotonic_ns()
+            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=30)))
+            _, trace = await asyncio.gather(client.run(make_job()), asked)
+            after_ns = time.monotonic_ns()
+    check(trace_json(trace))
+    first = trace.steps[0].step
+    numbers = list(range(first, first + 30))
+    assert [step.step for step in trace.steps] == numbers
+    assert (trace.run_ahead, trace.device, trace.fence, trace.algorithm) == (run_ahead, "cpu", "host", "standalone")
+    records = {process.name: process.records for process in trace.processes}
+    assert list(records) == ["scheduler", "verify", "draft"]
+    assert all(before_ns < r.begin_ns <= r.end_ns < after_ns for found in records.values() for r in found)
+    for name, sites in (
+        ("scheduler", (Site.SEND, Site.COPY, Site.WAIT, Site.TAKE_IN)),
+        ("verify", (Site.STREAM, Site.RECEIVE, Site.ENQUEUE)),
+        ("draft", (Site.STREAM, Site.RECEIVE, Site.ENQUEUE)),
+    ):
+        for site in sites:
+            assert [record.step for record in records[name] if record.site is site] == numbers
+    check_order(trace)
+
+
+def check_order(trace: Trace) -> None:
+    """One clock: nothing begins before what it follows from, whichever process that was in."""
+    at = {(process.name, r.site, r.step): r for process in trace.processes for r in process.records}
+    assert {step.kind for step in trace.steps} <= {StepKind.DECODE, StepKind.PREFILL}
+    num_waits = 0
+    for step in trace.steps:
+        send = at["scheduler", Site.SEND, step.step]
+        for role, waits in (("draft", step.draft_waits), ("verify", step.verify_waits)):
+            work = at[role, Site.STREAM, step.step]
+            receive, enqueue = at[role, Site.RECEIVE, step.step], at[role, Site.ENQUEUE, step.step]
+            assert send.begin_ns < receive.begin_ns <= receive.end_ns <= enqueue.begin_ns < work.begin_ns
+            for point in waits:
+                signalled = at.get((FENCES[point.fence][0].value, Site.STREAM, point.value))
+                if signalled is not None:
+                    assert signalled.end_ns < work.begin_ns
+                    num_waits += 1
+        landed = at["scheduler", Site.COPY, step.step].end_ns
+        assert at["verify", Site.STREAM, step.step].begin_ns < landed
+        assert landed == at["scheduler", Site.TAKE_IN, step.step].begin_ns
+        if step.step - trace.run_ahead - 1 >= trace.steps[0].step:
+            consumed = at["scheduler", Site.TAKE_IN, step.step - trace.run_ahead - 1]
+            assert consumed.end_ns < send.begin_ns
+    assert num_waits > len(trace.steps)
+
+
+async def test_when_requests_end_before_there_are_the_steps_so_far(processes: WorkerProcesses) -> None:
+    with conducting(processes, **SETTINGS) as client:
+        await client.attached.wait()
+        async with timeline_server(client) as address:
+            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
+            _, trace = await asyncio.gather(client.run(make_job(60)), asked)
+            assert client.epoch is not None
+            # The stamps of a step are read with the next one: of the last nobody knows them yet.
+            assert trace.steps[-1].step == client.epoch.recorder.last_complete >= trace.steps[0].step + 10
+            check(trace_json(trace))
+            with pytest.raises(DeadlineExceededError, match=r"no step was complete within 0\.05 s"):
+                await fetch_trace(address, TraceRequest(steps=1, wait_ms=50))
+            # What came before is no part of another trace.
+            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=5)))
+            _, trace = await asyncio.gather(client.run(make_job(60)), asked)
+    assert len(trace.steps) == 5
+
+
+async def test_workers_that_are_lost_end_the_wait(processes: WorkerProcesses) -> None:
+    with conducting(processes, **SETTINGS) as client:
+        await client.attached.wait()
+        async with timeline_server(client) as address:
+            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=MAX_WAIT_MS)))
+            await client.run(make_job(40))
+            processes.send_signal(Role.DRAFT, signal.SIGKILL)
+            processes.wait(Role.DRAFT)
+            with pytest.raises(UnavailableError, match="the workers were lost"):
+                await asked
+            with pytest.raises(UnavailableError, match="not attached"):
+                await fetch_trace(address, TraceRequest(steps=1))
+            processes.start(Role.DRAFT)
+            await client.attached.wait()
+            asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=5)))
+            await asyncio.gather(client.run(make_job()), asked)
+            assert asked.result().epoch == client.epoch.number if client.epoch else False
+
+
+@pytest.mark.parametrize(("field", "value"), [("steps", 0), ("steps", MAX_STEPS + 1), ("wait_ms", MAX_WAIT_MS + 1)])
+async def test_a_request_out_of_range_names_the_field(processes: WorkerProcesses, field: str, value: int) -> None:
+    with conducting(processes, **SETTINGS) as client:
+        async with timeline_server(client) as address, grpc.aio.insecure_channel(address) as channel:
+            stub: Any = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Trace(trace_pb2.TraceRequest(**{"steps": 1, field: value}))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (caught.value.details() or "")
+    with pytest.raises(InvalidArgumentError, match=field):
+        TraceRequest(**{"steps": 1, field: value})
+
+
+@pytest.mark.parametrize("is_recording", [True, False])
+async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> None:
+    """Nor need it know that anybody does: a drafter of another make answers that there is no such call."""
+    worker = LocalWorker(DummyDraft(describe(Role.DRAFT), 0))
+    arena, thread = make_arena(), LinkThread()
+    with ThreadPoolExecutor(1) as device_thread:
+        service = WorkerServicer(worker.engine, device_thread)
+        recorder = RecorderServicer(worker.engine.recorder, HostDevice())
+        services = [
+            ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service),
+            (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder),
+        ]
+        async with running_server(*services[: 1 + is_recording], address=f"unix:{tmp_path}/draft.sock") as server:
+            link = WorkerLink(Role.DRAFT, server.address, thread)
+            assert link.read_records(0) is None
+            try:
+                found = await asyncio.to_thread(use, link, arena)
+            finally:
+                await asyncio.to_thread(thread.close)
+        device_thread.submit(worker.engine.close).result(timeout=20)
+    worker.close()
+    arena.close()
+    if not is_recording:
+        assert found is None
+        return
+    assert found is not None
+    assert found.epoch == 3
+    assert [(record.site, record.step) for record in found.records] == [(Site.RECEIVE, 2), (Site.ENQUEUE, 2)]
+    assert all(isinstance(record, Record) for record in found.records)
+    assert found.clock is not None
+    assert found.clock.device_ns == found.clock.host_ns
+
+
+def use(link: WorkerLink, arena: Any) -> Any:
+    """Two steps of an epoch; returns what is known of the second."""
+    link.attach(attachment_to(arena, 3))
+    for step in (1, 2):
+        link.send(replace(decode(step, 1, epoch=3), wants_acknowledgement=True))
+    assert link.wait_for_acknowledgement(2, 10.0)
+    found = link.read_records(2)
+    link.detach(drain=True)
+    return found

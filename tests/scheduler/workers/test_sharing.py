@@ -1,0 +1,118 @@
+"""Workers that cannot share a GPU's memory with the scheduler are told so by name, before anything is shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.manifest import EVENT, TIMELINE
+from slipstream.common.device.namespaces import pid_namespace, shm_device
+from slipstream.common.errors import MismatchError
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.workers.sharing import check_sharing
+from slipstream.scheduler.workers.sizing import Workers
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.waiting import until
+from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.workers import describe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.device.interface import Device
+
+GPU, OTHER_GPU = "GPU-7d9b2c3e", "GPU-00000001"
+HERE = {"device": GPU, "pid_namespace": pid_namespace(), "shm_device": shm_device()}
+ELSEWHERE = "pid:[1]"
+
+
+def gpu(fence_kind: str = TIMELINE) -> Device:
+    """The scheduler's."""
+    return cast("Device", SimpleNamespace(identity=GPU, fence_kind=fence_kind))
+
+
+def workers(*, verify: dict[str, object] | None = None, draft: dict[str, object] | None = None) -> Workers:
+    """Both beside the scheduler, but for what is given."""
+    return Workers(
+        verify=describe(Role.VERIFY, **(HERE | (verify or {}))),
+        draft=describe(Role.DRAFT, **(HERE | (draft or {}))),
+    )
+
+
+def said(device: Device, found: Workers) -> tuple[str, ...]:
+    """The differences."""
+    with pytest.raises(MismatchError) as caught:
+        check_sharing(device, found)
+    return caught.value.differences
+
+
+def test_this_kernel_says_both() -> None:
+    assert pid_namespace().startswith("pid:[")
+    assert shm_device() > 0
+
+
+@pytest.mark.parametrize("fence_kind", [TIMELINE, EVENT])
+def test_workers_beside_the_scheduler_fit(fence_kind: str) -> None:
+    check_sharing(gpu(fence_kind), workers())
+    check_sharing(gpu(fence_kind), replace(workers(), draft=None))
+
+
+def test_another_gpu_is_told_apart_by_its_uuid() -> None:
+    (difference,) = said(gpu(), workers(draft={"device": OTHER_GPU}))
+    assert difference.startswith(f"device: scheduler has '{GPU}', draft has '{OTHER_GPU}' (start ")
+    assert difference.endswith("with the same CUDA_VISIBLE_DEVICES)")
+    assert len(said(gpu(), workers(verify={"device": OTHER_GPU}, draft={"device": OTHER_GPU}))) == 2
+
+
+def test_a_worker_on_the_cpu_is_told_from_one_on_a_gpu() -> None:
+    (difference,) = said(gpu(), workers(verify={"device": "cpu"}))
+    assert "verify has 'cpu' (start all services with the same --device)" in difference
+    (difference,) = said(HostDevice(), workers(draft={"device": "cpu"}))
+    assert f"scheduler has 'cpu', verify has '{GPU}'" in difference
+
+
+@pytest.mark.parametrize("fence_kind", [TIMELINE, EVENT])
+def test_another_pid_namespace_is_refused_with_the_remedy(fence_kind: str) -> None:
+    (difference,) = said(gpu(fence_kind), workers(verify={"pid_namespace": ELSEWHERE}))
+    assert f"PID namespace: scheduler has {pid_namespace()}, verify has {ELSEWHERE}" in difference
+    assert "shareProcessNamespace" in difference
+
+
+def test_another_shm_is_refused_where_events_lie_there() -> None:
+    elsewhere = workers(draft={"shm_device": shm_device() + 1})
+    (difference,) = said(gpu(EVENT), elsewhere)
+    assert f"/dev/shm: scheduler has device {shm_device()}, draft has {shm_device() + 1}" in difference
+    assert "--fence timeline" in difference
+    check_sharing(gpu(TIMELINE), elsewhere)
+
+
+def test_what_a_worker_does_not_say_is_not_held_against_it() -> None:
+    unknown: dict[str, object] = {"pid_namespace": "", "shm_device": 0}
+    check_sharing(gpu(EVENT), workers(verify=unknown, draft=unknown))
+
+
+def test_on_a_cpu_namespaces_do_not_matter() -> None:
+    on_cpu = {"device": "cpu", "pid_namespace": ELSEWHERE, "shm_device": 1}
+    check_sharing(HostDevice(), workers(verify=on_cpu, draft=on_cpu))
+
+
+class ElsewhereDevice(HostDevice):
+    """A scheduler's device that no worker has."""
+
+    identity = OTHER_GPU
+
+
+async def test_a_scheduler_ends_with_the_reason(tmp_path: Path) -> None:
+    """Over the wire, with a real worker: there is no other try, and nobody waits for one."""
+    models = {Role.VERIFY: write_checkpoint(tmp_path / "model")}
+    with WorkerProcesses(tmp_path, models, "--stand-in-ms", "0") as processes:
+        processes.start(Role.VERIFY)
+        with conducting(processes, device=ElsewhereDevice(), has_draft=False) as client:
+            await until(lambda: bool(client.errors))
+            assert f"scheduler has '{OTHER_GPU}', verify has 'cpu'" in str(client.errors[0])
+            assert isinstance(client.errors[0], MismatchError)
+        assert processes.end() == [0]

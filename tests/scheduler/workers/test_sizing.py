@@ -1,0 +1,130 @@
+"""The sizes of an epoch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
+from slipstream.common.worker.contract import DeviceMemory
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from tests.harness.workers import describe
+
+VERIFY = describe(Role.VERIFY, max_context_tokens=1000, kv_bytes_per_token=1024)
+DRAFT = describe(Role.DRAFT, max_context_tokens=800, kv_bytes_per_token=256)
+BOTH = Workers(verify=VERIFY, draft=DRAFT)
+CONFIG = SchedulerConfig(
+    verify="unix:/v", slots=4, page_tokens=10, num_draft_tokens=4, run_ahead=1, kv_memory_mib=512, chunk_tokens=512
+)
+
+
+def test_no_more_pages_than_the_slots_can_use() -> None:
+    sizes = EpochSizes.decide(CONFIG, BOTH)
+    # 800 tokens of context, and 2 steps of 5 tokens that may run ahead: 81 pages a slot, and the padding page.
+    assert sizes.context_tokens == 800
+    assert sizes.batch.pages_for(800) == 81
+    assert sizes.batch.num_pages == 4 * 81 + 1
+    assert sizes.batch.num_slots == 5
+
+
+def test_no_more_pages_than_the_memory_holds() -> None:
+    sizes = EpochSizes.decide(replace(CONFIG, kv_memory_mib=2), BOTH)
+    assert sizes.batch.num_pages == 2 * 2**20 // (10 * 1280)
+
+
+def test_memory_for_less_than_one_request_is_refused_with_what_it_takes() -> None:
+    config = replace(CONFIG, kv_memory_mib=1)
+    with pytest.raises(ConfigError, match=r"kv_memory_mib: got 1, accepted: at least 2, .* 800 tokens"):
+        EpochSizes.decide(config, BOTH)
+    EpochSizes.decide(replace(config, kv_memory_mib=2), BOTH)
+
+
+def test_context_is_what_both_models_were_made_for() -> None:
+    assert EpochSizes.decide(CONFIG, Workers(verify=VERIFY, draft=None)).context_tokens == 1000
+    assert EpochSizes.decide(replace(CONFIG, context_tokens=100), BOTH).context_tokens == 100
+    with pytest.raises(ConfigError, match="context_tokens: got 900, accepted: at most 800"):
+        EpochSizes.decide(replace(CONFIG, context_tokens=900), BOTH)
+
+
+def test_without_a_draft_nothing_is_drafted_and_draft_costs_nothing() -> None:
+    workers = Workers(verify=VERIFY, draft=None)
+    sizes = EpochSizes.decide(replace(CONFIG, kv_memory_mib=2), workers)
+    assert workers.algorithm == "none"
+    assert sizes.batch.num_draft_tokens == 0
+    assert sizes.batch.num_pages == 2 * 2**20 // (10 * 1024)
+
+
+def test_a_chunk_is_no_longer_than_the_context() -> None:
+    assert EpochSizes.decide(replace(CONFIG, context_tokens=100), BOTH).batch.chunk_tokens == 100
+
+
+def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:
+    assert Workers(verify=replace(VERIFY, hidden_width=96), draft=DRAFT).hidden_width == 0
+    head = replace(DRAFT, hidden_width=96)
+    assert Workers(verify=replace(VERIFY, hidden_width=96), draft=head).hidden_width == 96
+    with pytest.raises(MismatchError, match="draft reads 96, verify writes 64"):
+        _ = Workers(verify=replace(VERIFY, hidden_width=64), draft=head).hidden_width
+
+
+def test_workers_that_say_they_cost_nothing_are_no_reason_to_fail() -> None:
+    free = Workers(verify=replace(VERIFY, kv_bytes_per_token=0), draft=None)
+    assert EpochSizes.decide(CONFIG, free).batch.num_pages == 4 * 101 + 1
+
+
+MIB = 2**20
+MEMORY = DeviceMemory(
+    total=1000 * MIB,
+    free=600 * MIB,
+    weights=100 * MIB,
+    work=40 * MIB,
+    work_per_token=MIB // 32,
+    work_per_choice=MIB // 32,
+)
+ON_GPU = Workers(
+    # Whoever described itself last saw the least.
+    verify=replace(VERIFY, memory=MEMORY),
+    draft=replace(DRAFT, memory=replace(MEMORY, free=400 * MIB, weights=50 * MIB, work=20 * MIB)),
+)
+GPU_CONFIG = replace(CONFIG, kv_memory_mib=None, memory_reserve_mib=100, slots=1000)
+# 1000 slots with 5 tokens each, that are all chosen: 2 * 5000 / 16 MiB.
+WORK_MIB = 60 + 625
+
+
+def test_on_a_gpu_pages_take_what_the_others_leave() -> None:
+    few = replace(GPU_CONFIG, slots=16)
+    sizes = EpochSizes.decide(few, replace_free(206))
+    # The largest steps have 512 prompt tokens, and 80 that are chosen: 2 * (512 + 80) / 32 MiB.
+    assert sizes.batch.num_pages == (206 - 100 - 60 - 37) * MIB // (10 * 1280)
+    with_less_reserve = EpochSizes.decide(replace(few, memory_reserve_mib=99), replace_free(206))
+    assert with_less_reserve.batch.num_pages == 10 * MIB // (10 * 1280)
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_what_takes_how_much() -> None:
+    with pytest.raises(OutOfMemoryError) as caught:
+        EpochSizes.decide(GPU_CONFIG, ON_GPU)
+    message = str(caught.value)
+    assert f"{WORK_MIB + 100 + 1} MiB are needed and 400 MiB of 1000 MiB are free" in message
+    for part in ("KV pages 2 MiB", f"steps {WORK_MIB} MiB", "reserve 100 MiB", "100 MiB (verify) and 50 MiB (draft)"):
+        assert part in message
+
+
+def test_pages_that_were_asked_for_must_fit_as_well() -> None:
+    config = replace(GPU_CONFIG, slots=100, kv_memory_mib=300)
+    with pytest.raises(OutOfMemoryError, match="KV pages 99 MiB"):
+        EpochSizes.decide(config, replace_free(150))
+    assert EpochSizes.decide(config, ON_GPU).batch.num_pages == 100 * 81 + 1
+
+
+def replace_free(mib: int) -> Workers:
+    """The same with less."""
+    assert ON_GPU.draft is not None
+    draft = replace(ON_GPU.draft, memory=replace(ON_GPU.draft.memory, free=mib * MIB))
+    return replace(ON_GPU, draft=draft)
+
+
+def test_on_a_cpu_the_default_is_half_a_gibibyte() -> None:
+    config = replace(CONFIG, kv_memory_mib=None, slots=1000)
+    assert EpochSizes.decide(config, BOTH).batch.num_pages == 512 * MIB // (10 * 1280)

@@ -1,0 +1,266 @@
+"""The scheduler's end of a worker's stream of commands, with a worker behind real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    MismatchError,
+    UnavailableError,
+)
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
+from slipstream.scheduler.workers.dispatch import DispatchAcknowledged, DispatchTogether
+from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
+from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
+from slipstream.services.worker.servicer import WorkerServicer
+from tests.harness.grpc_server import running_server
+from tests.harness.leaks import nothing_left
+from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from slipstream.common.device.cpu.arena import HostArena
+    from slipstream.common.rpc.serving import GrpcServer
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@dataclass
+class Served:
+    """A worker behind gRPC, on the test's event loop."""
+
+    worker: LocalWorker
+    device_thread: ThreadPoolExecutor
+    server: GrpcServer
+
+
+@asynccontextmanager
+async def served(folder: Path, role: Role, *, acknowledge_done: bool = False) -> AsyncIterator[Served]:
+    """A stand-in at a Unix socket."""
+    stand_in = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
+    worker = LocalWorker(stand_in)
+    with ThreadPoolExecutor(1) as device_thread:
+        service = WorkerServicer(worker.engine, device_thread, acknowledge_done=acknowledge_done)
+        names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
+        async with running_server(names, address=f"unix:{folder}/{role.value}.sock") as server:
+            yield Served(worker, device_thread, server)
+        device_thread.submit(worker.engine.close).result(timeout=20)
+    worker.close()
+
+
+@pytest.fixture
+def thread() -> Iterator[LinkThread]:
+    """The links' event loop, of which nothing is left."""
+    made = LinkThread()
+    yield made
+    waiting = asyncio.run_coroutine_threadsafe(_tasks(), made.loop).result()
+    made.close()
+    assert not waiting
+
+
+async def _tasks() -> list[Any]:
+    return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    """Shared by all workers of a test."""
+    made = make_arena()
+    yield made
+    made.close()
+
+
+async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: LinkThread, arena: HostArena) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+
+        def use() -> None:
+            assert link.describe() == draft.worker.describe()
+            link.attach(attachment_to(arena, 3))
+            for step in range(1, 21):
+                link.send(replace(decode(step, 1, epoch=3), wants_acknowledgement=step % 10 == 0))
+            assert link.wait_for_acknowledgement(20, 10.0)
+            assert not link.wait_for_acknowledgement(21, 0.01)
+            link.detach(drain=True)
+
+        await asyncio.to_thread(use)
+        assert arena.fence(FenceName.DRAFT_DONE).poll() == 20
+        assert draft.worker.engine.epoch is None
+
+
+async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: HostArena) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+
+        def use(epoch: int) -> None:
+            thread = LinkThread()
+            link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+            link.describe()
+            link.attach(attachment_to(arena, epoch))
+            link.send(decode(1, 1, epoch=epoch))
+            link.detach(drain=epoch % 2 == 0)
+            thread.close()
+            draft.device_thread.submit(lambda: None).result(timeout=20)
+
+        def use_often() -> None:
+            use(1)
+            with nothing_left(with_descriptors=False):
+                for epoch in range(2, 8):
+                    use(epoch)
+
+        await asyncio.to_thread(use_often)
+
+
+async def test_a_worker_that_is_not_there_is_unavailable(tmp_path: Path, thread: LinkThread) -> None:
+    link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/nobody.sock", thread)
+    with pytest.raises(UnavailableError):
+        await asyncio.to_thread(link.describe)
+    await asyncio.to_thread(link.detach, drain=True)
+
+
+async def test_a_worker_of_the_other_role_is_not_taken(tmp_path: Path, thread: LinkThread) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.VERIFY, draft.server.address, thread)
+        with pytest.raises(UnavailableError, match="is a draft service, not verify"):
+            await asyncio.to_thread(link.describe)
+        await asyncio.to_thread(link.detach, drain=False)
+
+
+async def test_what_the_worker_refuses_arrives_as_what_it_is(
+    tmp_path: Path, thread: LinkThread, arena: HostArena
+) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        with pytest.raises(MismatchError, match="vocabulary size: draft has 272, verify has 5"):
+            await asyncio.to_thread(link.attach, attachment_to(arena, peer=describe(Role.VERIFY, vocab_size=5)))
+        await asyncio.to_thread(link.attach, attachment_to(arena))
+        link.send(decode(1, 99))
+        with pytest.raises(UnavailableError, match="the draft service is lost: slots: got 99"):
+            await asyncio.to_thread(link.wait_for_acknowledgement, 1, 10.0)
+        with pytest.raises(UnavailableError, match="lost"):
+            link.send(decode(2, 1))
+        await asyncio.to_thread(link.detach, drain=True)
+
+
+async def test_the_loss_of_the_worker_wakes_whoever_waits(tmp_path: Path, thread: LinkThread, arena: HostArena) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        await asyncio.to_thread(link.attach, attachment_to(arena))
+        waiting = asyncio.create_task(asyncio.to_thread(link.wait_for_acknowledgement, 1, 20.0))
+        await draft.server.stop(0)
+        with pytest.raises(UnavailableError, match="the draft service is lost"):
+            await waiting
+        await asyncio.to_thread(link.detach, drain=True)
+
+
+async def test_a_worker_that_stops_while_it_attaches_is_unavailable_not_a_mistake(
+    tmp_path: Path, thread: LinkThread, arena: HostArena
+) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        busy = threading.Event()
+        draft.device_thread.submit(busy.wait)
+        attaching = asyncio.create_task(asyncio.to_thread(link.attach, attachment_to(arena)))
+        while draft.device_thread._work_queue.qsize() == 0:  # noqa: ASYNC110 - until the call has arrived
+            await asyncio.sleep(0.001)
+        await draft.server.stop(0)
+        with pytest.raises(UnavailableError):
+            await attaching
+        busy.set()
+        await asyncio.to_thread(link.detach, drain=False)
+
+
+class RecordingStalls:
+    """In place of the metrics."""
+
+    def __init__(self) -> None:
+        self.stalls: list[tuple[str, float]] = []
+
+    def host_stalled(self, site: str, seconds: float) -> None:
+        """Keeps it."""
+        self.stalls.append((site, seconds))
+
+
+def _pair(step: int) -> tuple[StepCommand, StepCommand]:
+    """Decode commands of a step, ordered as the plan does."""
+    draft = decode(step, 1, waits=step - 1)
+    verify = decode(step, 1, role=Role.VERIFY, waits=step)
+    return draft, verify
+
+
+@pytest.mark.parametrize("acknowledge_done", [False, True])
+async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_acknowledgement(
+    tmp_path: Path, thread: LinkThread, arena: HostArena, acknowledge_done: bool
+) -> None:
+    metrics = RecordingStalls()
+    async with (
+        served(tmp_path, Role.DRAFT, acknowledge_done=acknowledge_done) as draft,
+        served(tmp_path, Role.VERIFY, acknowledge_done=acknowledge_done) as verify,
+    ):
+        links = {
+            Role.DRAFT: WorkerLink(Role.DRAFT, draft.server.address, thread),
+            Role.VERIFY: WorkerLink(Role.VERIFY, verify.server.address, thread),
+        }
+        dispatch = DispatchAcknowledged(links, metrics, timeout_s=10.0)  # type: ignore[arg-type]
+
+        def use() -> None:
+            for link in links.values():
+                link.attach(attachment_to(arena))
+            for step in range(1, 11):
+                first, second = _pair(step)
+                dispatch.send([(links[Role.DRAFT], first), (links[Role.VERIFY], second)])
+                if acknowledge_done:
+                    # Verify's half is sent when draft's is done.
+                    assert arena.fence(FenceName.DRAFT_DONE).poll() >= step
+            for link in links.values():
+                link.detach(drain=True)
+
+        await asyncio.to_thread(use)
+        assert arena.fence(FenceName.VERIFY_STASH).poll() == 10
+    # Draft's first command waits for nothing.
+    assert [site for site, _ in metrics.stalls] == [ACKNOWLEDGEMENT] * 19
+
+
+async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
+    tmp_path: Path, thread: LinkThread, arena: HostArena
+) -> None:
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        await asyncio.to_thread(link.attach, attachment_to(arena))
+        dispatch = DispatchAcknowledged({Role.DRAFT: link}, RecordingStalls(), timeout_s=0.02)  # type: ignore[arg-type]
+        late = replace(decode(2, 1), ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),)))
+        with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
+            await asyncio.to_thread(dispatch.send, [(link, late)])
+        await asyncio.to_thread(link.detach, drain=False)
+
+
+async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: LinkThread, arena: HostArena) -> None:
+    """The one that is waited for comes last, and still both end."""
+    async with served(tmp_path, Role.DRAFT) as draft, served(tmp_path, Role.VERIFY) as verify:
+        links = [
+            WorkerLink(Role.DRAFT, draft.server.address, thread),
+            WorkerLink(Role.VERIFY, verify.server.address, thread),
+        ]
+
+        def use() -> None:
+            for link in links:
+                link.attach(attachment_to(arena))
+            for step in range(1, 6):
+                first, second = _pair(step)
+                DispatchTogether().send([(links[1], second), (links[0], first)])  # type: ignore[list-item]
+            assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
+            for link in links:
+                link.detach(drain=True)
+
+        await asyncio.to_thread(use)

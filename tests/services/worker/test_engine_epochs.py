@@ -1,0 +1,255 @@
+"""Epochs of an engine: one at a time, each newer than the last, and nothing left of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.device.cpu.arena import HostArena
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ManifestError,
+    MismatchError,
+    OutOfMemoryError,
+    StaleEpochError,
+)
+from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.contract import PROTOCOL_VERSION
+from slipstream.common.worker.step import Role, StepCommand
+from slipstream.services.worker import engine, waited_fences
+from slipstream.services.worker.engine import Engine, Phase
+from slipstream.services.worker.host_stalls import ATTACH, DRAIN
+from tests.harness.leaks import nothing_left
+from tests.harness.recording_role import DONE, STASH, Recorder, attached
+from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+
+if TYPE_CHECKING:
+    from slipstream.common.worker.contract import Attachment
+    from slipstream.services.worker.engine import EpochState
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        with pytest.raises(FailedPreconditionError, match="attached in epoch 1"):
+            worker.attach(attachment_to(arena, 2))
+        worker.engine.drain()
+        with pytest.raises(FailedPreconditionError, match="not attached"):
+            worker.send(decode(1, 1))
+        with pytest.raises(StaleEpochError, match="epoch 1: this worker was attached to 1 before"):
+            worker.attach(attachment_to(arena, 1))
+        worker.attach(attachment_to(arena, 2))
+        worker.send(decode(1, 1, epoch=2))
+        worker.stream.synchronize(5.0)
+        assert draft.done == ["1 DRAFT_DONE"]
+
+
+@pytest.mark.parametrize("name", ["SlotTable", "HostStaging"])
+def test_too_little_memory_says_what_takes_it_and_leaves_nothing(
+    name: str, draft: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore than there is")
+
+    with attached(draft) as (worker, arena):
+        worker.engine.drain()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, name, fail)
+            with pytest.raises(
+                OutOfMemoryError, match=r"draft ran out of GPU memory: .* KV pages .* \(CUDA .* Tried\)$"
+            ):
+                worker.attach(attachment_to(arena, 2))
+        assert not draft.is_open
+        worker.attach(attachment_to(arena, 3))
+
+
+def test_drain_finishes_what_is_enqueued(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        for step in range(1, 6):
+            worker.send(decode(step, 1))
+        worker.engine.drain(1)
+        assert len(draft.done) == 5
+        assert arena.fence(DONE).poll() == 5
+        assert not draft.is_open
+        worker.engine.drain(1)
+        stalls = worker.engine.stalls.seconds()
+        assert {site for site, seconds in stalls.items() if seconds > 0} == {ATTACH, DRAIN}
+
+
+def test_a_late_end_of_an_older_epoch_changes_nothing(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        worker.engine.drain(1)
+        worker.attach(attachment_to(arena, 2))
+        worker.send(decode(1, 1, epoch=2, waits=1))
+        worker.engine.abandon(1)
+        worker.engine.drain(1)
+        assert worker.engine.epoch == 2
+        assert draft.done == []
+
+
+def test_abandon_frees_a_stream_that_nobody_will_ever_signal(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        for step in range(1, 4):
+            worker.send(decode(step, 1, waits=10 + step))
+        with pytest.raises(DeadlineExceededError):
+            worker.stream.synchronize(0.02)
+        worker.engine.abandon(1)
+        assert len(draft.done) == 3
+        assert worker.engine.epoch is None
+        worker.attach(attachment_to(arena, 2))
+        worker.send(decode(1, 1, epoch=2))
+        worker.stream.synchronize(5.0)
+        assert len(draft.done) == 4
+
+
+def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        worker.send(decode(1, 1, waits=10))
+        stop = threading.Event()
+
+        def set_back() -> None:
+            while not stop.wait(0.001):
+                producer.enqueue(lambda: None)
+                arena.fence(STASH).signal(producer, 3)
+
+        producer = LocalWorker(Recorder()).stream
+        late = threading.Thread(target=set_back)
+        late.start()
+        worker.engine.abandon(1)
+        stop.set()
+        late.join()
+        producer.close()
+        assert draft.done == ["1 DRAFT_DONE"]
+
+
+def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose fences are events: the process has to end."""
+    monkeypatch.setattr(waited_fences, "HOPELESS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(HostFence, "is_releasable", False)
+    with attached(draft) as (worker, _):
+        go_on = threading.Event()
+        worker.stream.enqueue(lambda: go_on.wait() and None)
+        worker.send(decode(1, 1, waits=1))
+        worker.engine.abandon(1)
+        assert worker.engine.epoch is None
+        assert [type(failure) for failure in worker.failures] == [DeadlineExceededError]
+        with pytest.raises(FailedPreconditionError, match="the stream is broken"):
+            worker.send(decode(2, 1))
+        go_on.set()
+    assert draft.done == []
+
+
+def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
+    draft: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that would never return, so whoever is told ends the process."""
+
+    class ProcessEnds(BaseException):
+        pass
+
+    told = []
+
+    def end(engine: Engine) -> None:
+        told.append((engine, engine.last_epoch, engine.last_step))
+        raise ProcessEnds
+
+    closed: list[HostArena] = []
+    arena, worker = make_arena(), LocalWorker(draft)
+    worker.engine = Engine(draft, HostDevice(), worker.stream, NullAccessLog(), on_stuck=end)
+    worker.attach(attachment_to(arena, 3))
+    worker.send(decode(7, 1, epoch=3, waits=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(waited_fences, "HOPELESS_TIMEOUT_S", 0.1)
+        patch.setattr(HostFence, "is_releasable", False)
+        patch.setattr(HostFence, "release", lambda *_: None)
+        patch.setattr(HostArena, "close", closed.append)
+        with pytest.raises(ProcessEnds):
+            worker.engine.abandon(3)
+    assert told == [(worker.engine, 3, 7)]
+    assert closed == []
+    assert draft.is_open
+    assert worker.failures == []
+    worker.close()
+    arena.close()
+
+
+class Broken(Recorder):
+    """Its work fails."""
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        return [Phase(self._break, DONE)]
+
+    def _break(self) -> None:
+        raise ValueError("no such kernel")
+
+
+def test_a_stream_that_breaks_when_it_is_released_ends_the_epoch_all_the_same() -> None:
+    with attached(Broken()) as (worker, _):
+        worker.send(decode(1, 1, waits=1))
+        worker.engine.abandon(1)
+        assert worker.engine.epoch is None
+        assert [type(failure) for failure in worker.failures] == [ValueError]
+
+
+def test_a_broken_stream_ends_at_once_and_takes_no_more() -> None:
+    with attached(Broken()) as (worker, _):
+        worker.send(decode(1, 1))
+        with pytest.raises(ValueError, match="no such kernel"):
+            worker.stream.synchronize(5.0)
+        with pytest.raises(FailedPreconditionError, match="the stream is broken: ValueError"):
+            worker.send(decode(2, 1))
+        started = time.monotonic()
+        worker.engine.abandon(1)
+        assert time.monotonic() - started < 5.0
+        assert worker.engine.epoch is None
+
+
+def test_an_epoch_that_cannot_be_opened_leaves_nothing(draft: Recorder) -> None:
+    arena, worker = make_arena(), LocalWorker(draft)
+    draft.has_room = False
+    with nothing_left(), pytest.raises(MemoryError):
+        worker.attach(attachment_to(arena))
+    assert worker.engine.epoch is None
+    draft.has_room = True
+    worker.attach(attachment_to(arena))
+    worker.close()
+    arena.close()
+
+
+def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
+    arena, worker = make_arena(), LocalWorker(draft)
+    manifest = replace(arena.manifest, fences=arena.manifest.fences[:2])
+    with pytest.raises(ManifestError, match="no fence VERIFY_STASH"):
+        worker.attach(attachment_to(arena, manifest=manifest))
+    worker.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"protocol_version": 9}, f"protocol version: scheduler has 9, this worker has {PROTOCOL_VERSION}"),
+        ({"context_tokens": 513}, "context: scheduler has 513 tokens, this model was made for 512"),
+        ({"peer": describe(Role.VERIFY, vocab_size=7)}, "vocabulary size: draft has 272, verify has 7"),
+        ({"peer": describe(Role.VERIFY, tokenizer_sha256="1")}, "tokenizer"),
+        ({"peer": describe(Role.VERIFY, dtype="bfloat16")}, "dtype: draft has 'float32', verify has 'bfloat16'"),
+        ({"peer": describe(Role.VERIFY, device="GPU-1")}, "device"),
+    ],
+)
+def test_what_does_not_fit_is_said(draft: Recorder, changes: dict[str, object], message: str) -> None:
+    arena, worker = make_arena(), LocalWorker(draft)
+    attachment: Attachment = attachment_to(arena, **changes)
+    with pytest.raises(MismatchError, match=message):
+        worker.attach(attachment)
+    worker.close()
+    arena.close()

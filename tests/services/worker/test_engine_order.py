@@ -1,0 +1,96 @@
+"""An engine's waits, stamps, work and signals are enqueued in their places."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.errors import (
+    DeadlineExceededError,
+)
+from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import Role, SlotUpdate, StepCommand
+from slipstream.scheduler.ordering.replay import read_log
+from slipstream.services.worker.engine import Phase
+from tests.harness.recording_role import DONE, PUBLISH, STASH, Recorder, attached
+from tests.harness.workers import LocalWorker, attachment_to, decode, make_arena
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.services.worker.engine import EpochState
+
+pytestmark = pytest.mark.usefixtures("clean")
+
+
+def test_waits_come_first_and_every_signal_behind_its_phase(tmp_path: Path) -> None:
+    role, arena = Recorder(Role.VERIFY), make_arena()
+    log = JsonLinesAccessLog(tmp_path / "verify.jsonl", StreamName.VERIFY)
+    worker = LocalWorker(role, log)
+    worker.attach(attachment_to(arena))
+    worker.send(decode(1, 1, role=Role.VERIFY, waits=1))
+    with pytest.raises(DeadlineExceededError):
+        worker.stream.synchronize(0.02)
+    assert role.done == []
+    arena.fence(DONE).release(1)
+    worker.stream.synchronize(5.0)
+    worker.close()
+    log.close()
+    lines = [(line.op.value, (line.fence or line.buffer or line.op).name) for line in read_log(log_path(tmp_path))]
+    assert lines == [
+        ("recv", "RECV"),
+        ("wait", "DRAFT_DONE"),
+        ("signal", "VERIFY_PUBLISH"),
+        ("write", "VERIFY_STAMPS"),
+        ("signal", "VERIFY_STASH"),
+    ]
+    assert role.done == ["1 VERIFY_PUBLISH", "1 VERIFY_STASH"]
+    assert [arena.fence(name).poll() for name in (DONE, PUBLISH, STASH)] == [1, 1, 1]
+    arena.close()
+
+
+def test_the_stamps_do_not_count_the_wait(draft: Recorder) -> None:
+    with attached(draft) as (worker, arena):
+        worker.send(decode(2, 1, waits=1))
+        with pytest.raises(DeadlineExceededError):
+            worker.stream.synchronize(0.02)
+        released_ns = time.monotonic_ns()
+        arena.fence(STASH).release(1)
+        worker.stream.synchronize(5.0)
+        start_ns, end_ns = arena.tensor(BufferName.DRAFT_STAMPS)[2].tolist()
+        assert released_ns <= start_ns <= end_ns <= time.monotonic_ns()
+
+
+def test_updates_are_taken_over_in_the_order_of_the_stream() -> None:
+    """A step that is enqueued earlier still finds the pages that it came with."""
+    seen: list[tuple[int, list[int], int]] = []
+
+    class Reader(Recorder):
+        def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+            def look() -> None:
+                pages = state.slots.page_table[1].tolist()
+                seen.append((command.step, pages, int(state.slots.limits[1])))
+
+            return [Phase(look, DONE)]
+
+    with attached(Reader()) as (worker, arena):
+        first = SlotUpdate(slot=1, generation=1, pages=(3, 4), limit_tokens=20, sampling=SamplingParams())
+        more = SlotUpdate(slot=1, generation=1, first_page_index=2, pages=(5,), limit_tokens=30)
+        other = SlotUpdate(slot=1, generation=2, pages=(7,), limit_tokens=9)
+        worker.send(replace(decode(1, 1, waits=1), updates=(first,)))
+        worker.send(replace(decode(2, 1), updates=(more,)))
+        worker.send(replace(decode(3, 1), updates=(other,)))
+        arena.fence(STASH).release(1)
+        worker.stream.synchronize(5.0)
+    assert seen == [(1, [3, 4, 0, 0, 0], 20), (2, [3, 4, 5, 0, 0], 30), (3, [7, 0, 0, 0, 0], 9)]
+
+
+def log_path(folder: Path) -> Path:
+    """The only log there."""
+    (path,) = folder.glob("*.jsonl")
+    return path

@@ -1,0 +1,152 @@
+"""Whatever memory a scheduler offers: a worker refuses it or stays within it, and lives on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.common.device.cpu.arena import DIRECTORY, PREFIX
+from slipstream.common.device.manifest import DTYPES
+from slipstream.common.errors import ManifestError, MismatchError, OutOfMemoryError
+from slipstream.common.worker.wire import command_to_pb, manifest_from_pb
+from tests.harness.hosted import (
+    FUZZ,
+    TIMEOUT_S,
+    Hosted,
+    allow,
+    decode,
+    error_of,
+    no_arena_left,
+)
+from tests.harness.hostile_messages import change
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.harness.guarded_arena import GuardedArena
+
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_attachments_are_refused_or_stay_within_what_they_say(hosted: Hosted) -> None:
+    @FUZZ
+    @given(data=st.data())
+    def fuzz(data: st.DataObject) -> None:
+        hosted.worker.engine.last_epoch = 0
+        with hosted.arena() as arena:
+            request = hosted.attach_request(arena)
+            for _ in range(data.draw(st.integers(1, 3))):
+                change(data.draw, request)
+            if 2**20 < request.num_pages * request.page_tokens < 2**36:
+                request.num_pages = 2**31  # what fits into the memory of some machines, and takes long to fill
+            if error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)) is None:
+                arena.relay(manifest_from_pb(request.manifest))
+                command = replace(decode(1, hosted.is_draft, 1), epoch=request.epoch)
+                allow(arena, command, is_draft=hosted.is_draft)
+                error_of(lambda: list(hosted.worker.stub.Execute(iter([command_to_pb(command)]), timeout=TIMEOUT_S)))
+            hosted.worker.until_free()
+            assert hosted.worker.failures == []
+
+    with no_arena_left():
+        fuzz()
+        hosted.worker.engine.last_epoch = 0
+        hosted.check_it_works()
+
+
+def _a_link(path: Path, arena: GuardedArena) -> None:
+    path.symlink_to(arena.path)
+
+
+def _a_pipe(path: Path, arena: GuardedArena) -> None:
+    os.mkfifo(path)
+
+
+def _a_directory(path: Path, arena: GuardedArena) -> None:
+    path.mkdir()
+
+
+def _a_device(path: Path, arena: GuardedArena) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _one_byte_short(path: Path, arena: GuardedArena) -> None:
+    path.write_bytes(bytes(arena.manifest.size - 1))
+
+
+def _one_byte_long(path: Path, arena: GuardedArena) -> None:
+    path.write_bytes(bytes(arena.manifest.size + 1))
+
+
+def _nothing(path: Path, arena: GuardedArena) -> None:
+    """No file."""
+
+
+@pytest.mark.parametrize("make", [_a_link, _a_pipe, _a_directory, _a_device, _one_byte_short, _one_byte_long, _nothing])
+def test_what_is_not_the_arena_s_file_is_refused(hosted: Hosted, make: Callable[[Path, GuardedArena], None]) -> None:
+    with hosted.arena() as arena:
+        path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
+        request = hosted.attach_request(arena)
+        request.manifest.path = str(path)
+        make(path, arena)
+        try:
+            error = error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S))
+            assert isinstance(error, ManifestError)
+        finally:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/etc/passwd", "file"),
+        ("/dev/shm/slipstream-x/../../../etc/passwd", "file"),
+        ("slipstream-x", "file"),
+        ("", "file"),
+        ("\0", "file"),
+        ("/dev/shm/slipstream-" + "x" * 5000, "file"),
+        (None, "cuda_ipc"),
+        (None, ""),
+    ],
+)
+def test_paths_and_kinds_that_no_arena_has(hosted: Hosted, path: str | None, kind: str) -> None:
+    with hosted.arena() as arena:
+        request = hosted.attach_request(arena)
+        request.manifest.kind = kind
+        if path is not None:
+            request.manifest.path = path
+        assert isinstance(error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)), ManifestError)
+
+
+def test_hidden_states_that_are_not_the_model_s(hosted: Hosted) -> None:
+    """Of another width or dtype, or none where the draft reads them."""
+    own = hosted.shape()
+    misfits = [replace(own, hidden_width=own.hidden_width + 1)]
+    if own.hidden_width:
+        misfits += [replace(own, hidden_dtype=DTYPES[name]) for name in ("bfloat16", "float16", "int64")]
+        misfits.append(replace(own, hidden_width=own.hidden_width - 1))
+    if own.hidden_width and hosted.is_draft:
+        misfits.append(replace(own, hidden_width=0))
+    for shape in misfits:
+        with hosted.arena(shape=shape) as arena:
+            request = hosted.attach_request(arena, shape)
+            error = error_of(partial(hosted.worker.stub.Attach, request, timeout=TIMEOUT_S))
+            assert isinstance(error, MismatchError)
+            assert "hidden states" in str(error)
+
+
+def test_more_pages_than_there_is_memory(hosted: Hosted) -> None:
+    with hosted.arena() as arena:
+        request = hosted.attach_request(arena)
+        request.num_pages, request.page_tokens = 2**31, 2**16
+        error = error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S))
+        assert isinstance(error, OutOfMemoryError)
+        assert "pages" in str(error)
+    hosted.check_it_works()

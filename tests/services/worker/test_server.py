@@ -1,0 +1,121 @@
+"""A worker's process: how it ends when it is told to, and when its device is broken."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.common.errors import UnavailableError
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
+from slipstream.services.worker.future_map import POISON
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.worker_processes import WorkerProcesses
+from tests.harness.workers import attachment_to, decode, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from slipstream.common.device.cpu.arena import HostArena
+
+
+STUCK_WORKER = Path(__file__).parents[2] / "harness" / "stuck_worker.py"
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """Stand-ins for both roles, each for one test."""
+    folder = tmp_path_factory.mktemp("workers")
+    model = write_checkpoint(folder / "model")
+    with WorkerProcesses(folder, dict.fromkeys(Role, model), "--stand-in-ms", "0") as made:
+        made.start(*Role)
+        yield made
+
+
+@pytest.fixture
+def thread() -> Iterator[LinkThread]:
+    """Where links live."""
+    made = LinkThread()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    """What is shared with the worker."""
+    made = make_arena()
+    yield made
+    made.close()
+
+
+def attached(address: str, role: Role, thread: LinkThread, arena: HostArena) -> WorkerLink:
+    """A link to the worker, when it is ready."""
+    give_up_at = time.monotonic() + 30.0
+    while True:
+        link = WorkerLink(role, address, thread)
+        try:
+            link.describe()
+        except UnavailableError:
+            link.detach(drain=False)
+            assert time.monotonic() < give_up_at, "the worker does not start"
+            time.sleep(0.05)
+        else:
+            link.attach(attachment_to(arena, is_debug=True))
+            return link
+
+
+def test_it_ends_though_its_stream_waits_for_what_never_comes(
+    processes: WorkerProcesses, thread: LinkThread, arena: HostArena
+) -> None:
+    link = attached(processes.address(Role.DRAFT), Role.DRAFT, thread, arena)
+    for step in (1, 2, 3):
+        link.send(decode(step, 1, waits=1000))
+    processes.send_signal(Role.DRAFT, signal.SIGTERM)
+    told_at = time.monotonic()
+    assert processes.wait(Role.DRAFT) == 0
+    assert time.monotonic() - told_at < 9.0, "the time for calls that run, and no more"
+    assert link.failure is not None
+    link.detach(drain=True)
+
+
+def test_it_ends_and_says_so_when_its_stream_is_broken(
+    processes: WorkerProcesses, thread: LinkThread, arena: HostArena
+) -> None:
+    link = attached(processes.address(Role.VERIFY), Role.VERIFY, thread, arena)
+    arena.tensor(BufferName.SEQ_LENS).fill_(POISON)
+    link.send(decode(1, 1, role=Role.VERIFY))
+    with pytest.raises(UnavailableError, match="the verify service is lost"):
+        link.wait_for_acknowledgement(1, 4.0)
+    assert processes.wait(Role.VERIFY) == 1
+    link.detach(drain=True)
+
+
+def test_it_ends_at_once_when_its_stream_waits_for_what_nobody_can_release(
+    tmp_path: Path, thread: LinkThread, arena: HostArena
+) -> None:
+    address = f"unix:{tmp_path}/draft.sock"
+    model = write_checkpoint(tmp_path / "model")
+    options = ("--model", str(model), "--listen", address, "--stand-in-ms", "0", "--log-level", "ERROR")
+    process = subprocess.Popen([sys.executable, str(STUCK_WORKER), *options], stderr=subprocess.PIPE, text=True)
+    try:
+        link = attached(address, Role.DRAFT, thread, arena)
+        link.send(replace(decode(1, 1, waits=1000), wants_acknowledgement=True))
+        assert link.wait_for_acknowledgement(1, 10.0)
+        link.detach(drain=False)
+        _, log = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    (line,) = log.splitlines()
+    assert " ERROR " in line
+    assert "the draft stream waits for what does not come" in line
+    assert line.endswith("must be started again step=1 epoch=1")

@@ -1,0 +1,200 @@
+"""A worker over gRPC: one scheduler at a time, and whoever comes next finds it ready however the last one ended."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError
+from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.services.worker.dummy_model import DummyDraft
+from slipstream.services.worker.servicer import WorkerServicer
+from tests.harness.grpc_server import running_server
+from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from slipstream.common.device.cpu.arena import HostArena
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@dataclass
+class Served:
+    """A draft behind gRPC."""
+
+    worker: LocalWorker
+    device_thread: ThreadPoolExecutor
+    address: str
+    arena: HostArena
+
+    @asynccontextmanager
+    async def scheduler(self) -> AsyncIterator[Any]:
+        """A stub on a connection of its own; its end is what a killed scheduler looks like."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            yield pb_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+
+    def attach_request(self, epoch: int) -> pb.AttachRequest:
+        """An attachment of this arena."""
+        return attachment_to_pb(attachment_to(self.arena, epoch))
+
+    def settle(self) -> None:
+        """Returns when all is done that the device thread was given so far."""
+        self.device_thread.submit(lambda: None).result(timeout=20)
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    """A stand-in draft at a Unix socket."""
+    worker, arena = LocalWorker(DummyDraft(describe(Role.DRAFT), 0)), make_arena()
+    with ThreadPoolExecutor(1) as device_thread:
+        service = WorkerServicer(worker.engine, device_thread)
+        names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
+        async with running_server(names, address=f"unix:{tmp_path}/draft.sock") as server:
+            yield Served(worker, device_thread, server.address, arena)
+        device_thread.submit(worker.engine.close).result(timeout=20)
+    worker.close()
+    arena.close()
+
+
+async def run(call: Any, *steps: int, epoch: int, waits: int = 0) -> list[int]:
+    """Sends steps and returns those that were acknowledged."""
+    acknowledged = []
+    for step in steps:
+        command = replace(decode(step, 1, epoch=epoch, waits=waits), wants_acknowledgement=True)
+        await call.write(command_to_pb(command))
+        ack = await call.read()
+        assert ack is not grpc.aio.EOF
+        assert ack.epoch == epoch
+        acknowledged.append(ack.step)
+    return acknowledged
+
+
+async def refused(awaitable: Any) -> Exception:
+    """The error that a call ends with, as our own."""
+    with pytest.raises(grpc.RpcError) as caught:
+        await awaitable
+    return error_from_rpc(caught.value)
+
+
+async def test_describes_itself_at_any_time(served: Served) -> None:
+    async with served.scheduler() as worker:
+        assert description_from_pb(await worker.Describe(pb.DescribeRequest())) == served.worker.describe()
+
+
+async def test_acknowledges_what_is_enqueued_not_what_is_done(served: Served) -> None:
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(1))
+        call = worker.Execute()
+        assert await run(call, 1, 2, 3, epoch=1, waits=1) == [1, 2, 3]
+        assert served.arena.fence(FenceName.DRAFT_DONE).poll() == 0
+        served.arena.fence(FenceName.VERIFY_STASH).release(1)
+        await worker.Drain(pb.DrainRequest(epoch=1))
+        assert served.arena.fence(FenceName.DRAFT_DONE).poll() == 3
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_acknowledges_only_what_it_is_asked_to(served: Served) -> None:
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(1))
+        call = worker.Execute()
+        for step in (1, 2):
+            await call.write(command_to_pb(decode(step, 1)))
+        assert await run(call, 3, epoch=1) == [3]
+
+
+async def test_the_next_scheduler_attaches_after_the_last_one_was_lost_with_a_step_half_sent(served: Served) -> None:
+    for epoch in (1, 2, 3):
+        async with served.scheduler() as worker:
+            await worker.Attach(served.attach_request(epoch))
+            # The stash is never signalled: that command was not sent any more.
+            await run(worker.Execute(), 1, 2, epoch=epoch, waits=100 * epoch)
+        # The server sees the connection's end at its own time; until then the worker is not free.
+        while served.worker.engine.epoch is not None:  # noqa: ASYNC110 - the device thread has no event for it
+            await asyncio.sleep(0.001)
+
+
+async def test_the_next_scheduler_attaches_after_the_last_one_was_lost_before_its_first_step(served: Served) -> None:
+    for epoch in (1, 2):
+        async with served.scheduler() as worker:
+            await worker.Attach(served.attach_request(epoch))
+    assert served.worker.engine.epoch == 2
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(3))
+        assert await run(worker.Execute(), 1, epoch=3) == [1]
+
+
+async def test_a_second_scheduler_is_turned_away(served: Served) -> None:
+    async with served.scheduler() as first, served.scheduler() as second:
+        await first.Attach(served.attach_request(1))
+        assert not (await second.Describe(pb.DescribeRequest())).has_scheduler
+        call = first.Execute()
+        await run(call, 1, epoch=1)
+        assert (await second.Describe(pb.DescribeRequest())).has_scheduler
+        error = await refused(second.Attach(served.attach_request(2)))
+        assert isinstance(error, FailedPreconditionError)
+        assert "another scheduler has the Execute stream" in str(error)
+        assert isinstance(await refused(second.Execute().read()), FailedPreconditionError)
+        assert await run(call, 2, epoch=1) == [2]
+
+
+async def test_a_stream_without_an_epoch_is_refused(served: Served) -> None:
+    async with served.scheduler() as worker:
+        error = await refused(worker.Execute().read())
+        assert isinstance(error, FailedPreconditionError)
+        assert "not attached" in str(error)
+
+
+async def test_a_command_that_makes_no_sense_ends_the_epoch_and_nothing_else(served: Served) -> None:
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(1))
+        call = worker.Execute()
+        await call.write(command_to_pb(decode(1, 99, epoch=1)))
+        error = await refused(call.read())
+        assert isinstance(error, InvalidArgumentError)
+        assert error.field == "slots"
+        served.settle()
+        await worker.Attach(served.attach_request(2))
+        call = worker.Execute()
+        await call.write(command_to_pb(decode(1, 1, epoch=1)))
+        assert isinstance(await refused(call.read()), StaleEpochError)
+        served.settle()
+        await worker.Attach(served.attach_request(3))
+        assert await run(worker.Execute(), 1, epoch=3) == [1]
+    assert served.worker.failures == []
+
+
+async def test_drain_names_the_epoch(served: Served) -> None:
+    async with served.scheduler() as worker:
+        await worker.Attach(served.attach_request(5))
+        await worker.Drain(pb.DrainRequest(epoch=4))
+        assert served.worker.engine.epoch == 5
+        await worker.Drain(pb.DrainRequest())
+        assert served.worker.engine.epoch is None
+        await worker.Attach(served.attach_request(6))
+
+
+async def test_an_attachment_that_is_refused_leaves_the_worker_free(served: Served) -> None:
+    async with served.scheduler() as worker:
+        request = served.attach_request(1)
+        request.manifest.buffers[0].offset = 2**40
+        assert "not an aligned part" in str(await refused(worker.Attach(request)))
+        request = served.attach_request(1)
+        request.manifest.path += "-not"
+        assert "No such file" in str(await refused(worker.Attach(request)))
+        await worker.Attach(served.attach_request(1))
+        assert await run(worker.Execute(), 1, epoch=1) == [1]

@@ -1,0 +1,117 @@
+"""What every role does with the odd step: without slots, of a kind that is not for it, with rows that are rubbish."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpdate, StepKind
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.checkpoints import write_checkpoint
+from tests.harness.workers import SHAPE, LocalWorker, attachment_to, decode, make_arena
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slipstream.common.device.cpu.arena import HostArena
+    from slipstream.services.worker.engine import RoleEngine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model."""
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module", params=["model", "stand-in"])
+def config(request: pytest.FixtureRequest, model: Path) -> WorkerConfig:
+    """A model, or what stands in for one."""
+    return WorkerConfig(model=model, stand_in_ms=None if request.param == "model" else 0.0)
+
+
+@pytest.fixture(params=Role)
+def role(request: pytest.FixtureRequest, config: WorkerConfig) -> RoleEngine:
+    """Verify and draft."""
+    make = make_verify if request.param is Role.VERIFY else make_draft
+    return make(config, HostDevice(), 0)
+
+
+@pytest.fixture
+def attached(role: RoleEngine) -> Iterator[tuple[LocalWorker, HostArena]]:
+    """In epoch 1."""
+    arena, worker = make_arena(), LocalWorker(role)
+    worker.attach(attachment_to(arena))
+    yield worker, arena
+    worker.close()
+    arena.close()
+    assert worker.failures == []
+
+
+def signalled(arena: HostArena, role: Role) -> set[int]:
+    """The values of the fences that the role signals."""
+    own = [FenceName.DRAFT_DONE] if role is Role.DRAFT else [FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH]
+    return {arena.fence(name).poll() for name in own}
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
+def test_a_step_without_slots_is_signalled_all_the_same(
+    attached: tuple[LocalWorker, HostArena], kind: StepKind
+) -> None:
+    worker, arena = attached
+    worker.send(replace(decode(1, role=worker.role), kind=kind))
+    worker.stream.synchronize(10.0)
+    assert signalled(arena, worker.role) == {1}
+
+
+def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, HostArena], config: WorkerConfig) -> None:
+    worker, arena = attached
+    plain = replace(decode(1, 1, role=worker.role), kind=StepKind.PLAIN)
+    if worker.role is Role.DRAFT and config.stand_in_ms is None:
+        with pytest.raises(InvalidArgumentError, match="kind: got 'PLAIN'"):
+            worker.send(plain)
+    elif worker.role is Role.VERIFY:
+        worker.send(plain)
+        worker.stream.synchronize(10.0)
+        assert signalled(arena, worker.role) == {1}
+
+
+@pytest.mark.parametrize("rubbish", [-(2**63), -1, 2**31, 2**63 - 1])
+def test_rubbish_in_the_arena_costs_no_more_than_the_step(
+    attached: tuple[LocalWorker, HostArena], rubbish: int
+) -> None:
+    """Late, torn or hostile: whatever was read is in range before it is used."""
+    worker, arena = attached
+    update = SlotUpdate(slot=1, generation=1, pages=(1, 2, 3), limit_tokens=40)
+    chunk = PrefillChunk(slot=1, start=0, tokens=(5, 6, 7), is_last=True)
+    prefill = replace(decode(1, 1, role=worker.role), kind=StepKind.PREFILL, chunks=(chunk,), updates=(update,))
+    worker.send(prefill)
+    worker.stream.synchronize(10.0)
+    for name in ("seq_lens", "bonus_tokens", "num_new", "last_tokens", "draft_tokens"):
+        arena.tensor(BufferName(name)).fill_(rubbish)
+    worker.send(decode(2, 1, 3, role=worker.role))
+    worker.stream.synchronize(10.0)
+    assert signalled(arena, worker.role) == {2}
+    if worker.role is Role.DRAFT:
+        proposed = arena.tensor(BufferName.DRAFT_TOKENS)[torch.tensor([1, 3])]
+        assert ((proposed >= 0) & (proposed < worker.describe().vocab_size)).all()
+    else:
+        row = 2 % SHAPE.ring
+        accepted = arena.tensor(BufferName.NUM_ACCEPTED)[row]
+        assert 0 <= int(accepted[1]) <= SHAPE.num_draft_tokens
+        assert int(arena.tensor(BufferName.NEW_SEQ_LENS)[row][1]) <= 40 + SHAPE.num_draft_tokens + 1
+
+
+def test_prompt_tokens_that_do_not_exist_are_refused(attached: tuple[LocalWorker, HostArena]) -> None:
+    worker, arena = attached
+    chunk = PrefillChunk(slot=1, start=0, tokens=(2**32 - 1, 0, 271), is_last=True)
+    with pytest.raises(InvalidArgumentError, match=r"chunks\.tokens: got 4294967295, accepted: 0 to 271"):
+        worker.send(replace(decode(1, 1, role=worker.role), kind=StepKind.PREFILL, chunks=(chunk,)))
+    assert signalled(arena, worker.role) == {0}
