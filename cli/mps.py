@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.process_group import ProcessGroup
-from slipstream.cli.shield import uncancelled
+from slipstream.cli.shield import shielded
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ async def mps_daemon(mode: MpsMode, directory: Path) -> AsyncIterator[MpsDaemon 
         during = error
         raise
     finally:
-        await uncancelled(_stop(daemon, group), during=during)
+        await shielded(_stop(daemon, group), during=during)
 
 
 async def _start(directory: Path) -> tuple[MpsDaemon, ProcessGroup]:
@@ -163,7 +163,7 @@ async def _start(directory: Path) -> tuple[MpsDaemon, ProcessGroup]:
     try:
         await _until_served(daemon, group)
     except BaseException:
-        await uncancelled(_stop(daemon, group))  # a cancellation counts for more than an error, which AUTO forgives
+        await shielded(_stop(daemon, group))  # a cancellation counts for more than an error, which AUTO forgives
         raise
     return daemon, group
 

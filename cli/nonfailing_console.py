@@ -17,12 +17,12 @@ _NOBODY_READS = (errno.EIO, errno.EPIPE)
 """Of a terminal that is gone, and of a pipe whose reader is."""
 
 
-def lasting_console() -> Console:
+def nonfailing_console() -> Console:
     """Writes to standard error, and raises nothing when that fails."""
-    return Console(file=cast("TextIO", LastingOutput(sys.stderr)))
+    return Console(file=cast("TextIO", NonfailingOutput(sys.stderr)))
 
 
-class LastingOutput:
+class NonfailingOutput:
     """A text file that loses what it cannot write, and becomes /dev/null once nobody reads it."""
 
     def __init__(self, file: TextIO) -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_BOUND_EXEC = Path(__file__).with_name("bound_exec.py")
+_EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 _POLL_S = 0.02
 
 
 class ProcessGroup:
-    """A started command, the leader of its group. It dies with this process (see `bound_exec.py`).
+    """A started command, the leader of its group. It dies with this process (see `exec_with_parent.py`).
 
     The leader is reaped by `kill` and not before: until then no other process, and no other group, can get its id.
     """
@@ -27,7 +27,7 @@ class ProcessGroup:
     def __init__(self, *argv: str, output: BinaryIO, environment: Mapping[str, str]) -> None:
         """Starts it on the main thread, with no input; what it says goes to `output`."""
         self._leader = subprocess.Popen(
-            (sys.executable, "-I", "-S", str(_BOUND_EXEC), str(os.getpid()), *argv),
+            (sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -19,11 +19,11 @@ from slipstream.common.rpc.listener import Listener
 if TYPE_CHECKING:
     from slipstream.cli.service_command import ServiceCommand
 
-_BOUND_EXEC = Path(__file__).with_name("bound_exec.py")
+_EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
 
 
 class ServiceProcess:
-    """A started service. Its process dies with this one, whatever this one dies of (see `bound_exec.py`)."""
+    """A started service. Its process dies with this one, whatever this one dies of (see `exec_with_parent.py`)."""
 
     def __init__(self, command: ServiceCommand) -> None:
         """Starts the service with an empty log; the log of the run before is kept beside it as `.1`.
@@ -35,7 +35,7 @@ class ServiceProcess:
             command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
         with command.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                (sys.executable, "-I", "-S", str(_BOUND_EXEC), str(os.getpid()), *command.argv),
+                (sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *command.argv),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

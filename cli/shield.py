@@ -13,7 +13,7 @@ def _nothing() -> None:
     """For work that goes on as before."""
 
 
-async def uncancelled(
+async def shielded(
     work: Coroutine[object, object, None],
     *,
     during: BaseException | None = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slipstream.cli.health import wait_until_serving
 from slipstream.cli.service_process import ServiceProcess
-from slipstream.cli.shield import uncancelled
+from slipstream.cli.shield import shielded
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ServiceState(enum.Enum):
 
 
 class Supervisor:
-    """The services of one machine. All of it runs on one event loop, on the main thread (see `bound_exec.py`).
+    """The services of one machine. All of it runs on one event loop, on the main thread (see `exec_with_parent.py`).
 
     As a context manager it ends with every service stopped, whatever happened inside.
     """
@@ -73,7 +73,7 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stops every service that still runs; a cancellation meanwhile makes it hurry."""
-        await uncancelled(self.stop(), during=error, on_cancel=self.hurry)
+        await shielded(self.stop(), during=error, on_cancel=self.hurry)
 
     def pid(self, name: str) -> int:
         """Process id of a service that was started and not stopped."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
 from slipstream.cli.mps import mps_daemon, placed
-from slipstream.cli.nonfailing_console import lasting_console
+from slipstream.cli.nonfailing_console import nonfailing_console
 from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import (
     LOOPBACK,
@@ -35,7 +35,7 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
 
     Raises SlipstreamError when an address or the state directory is taken, and when a service dies.
     """
-    console = lasting_console()
+    console = nonfailing_console()
     hurry = asyncio.Event()
     signals = StopSignals(
         on_first=lambda: console.print("stopping: running requests may finish; once more to end them", highlight=False),

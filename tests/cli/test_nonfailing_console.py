@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.nonfailing_console import lasting_console
+from slipstream.cli.nonfailing_console import nonfailing_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_it_writes_while_somebody_reads_and_raises_nothing_then(
     reader, writer = make()
     with os.fdopen(writer, "w", buffering=1) as file:
         monkeypatch.setattr(sys, "stderr", file)
-        console = lasting_console()
+        console = nonfailing_console()
         assert console.is_terminal == file.isatty()
         console.print("one")
         assert os.read(reader, 100).split() == [b"one"]
@@ -44,7 +44,7 @@ def test_it_writes_while_somebody_reads_and_raises_nothing_then(
 def test_a_full_disk_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)
-        lasting_console().print("lost")
+        nonfailing_console().print("lost")
         with pytest.raises(OSError, match="No space"):
             full.flush()
         reader, writer = pipe()
