@@ -1,0 +1,179 @@
+"""Lists the project's files that one job passes through: `job_path.py [--json]`.
+
+Starts scheduler, draft (the bundled EAGLE-3 head) and verify on the CPU as three processes, runs one job, and records
+in each process the files of which a function was entered between the call of Generate and its end. Every process
+runs under `sys.setprofile` by way of this file; the product has no code for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import CO_OPTIMIZED
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("gateway", "scheduler", "services", "common")
+"""The product's folders that count. The stubs in protos do not."""
+PROMPT = "def main():\n"
+MAX_NEW_TOKENS = 64
+READY_TIMEOUT_S = 90.0
+JOB_TIMEOUT_S = 60.0
+_TRACED = "--traced"
+
+
+@dataclass(frozen=True, slots=True)
+class JobPath:
+    """The files that a job enters."""
+
+    files: dict[str, list[str]]
+    """By path within the repository: the services that enter it."""
+    text: str
+    """What the job answered."""
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of all these files."""
+        return sum(num_lines(path) for path in self.files)
+
+
+def num_lines(path: str) -> int:
+    """Lines of a file of the repository."""
+    return len((ROOT / path).read_text(encoding="utf-8").splitlines())
+
+
+def measure() -> JobPath:
+    """Runs the job and returns its path. Raises RuntimeError if a service ends or does not become ready."""
+    from slipstream.client import Client
+
+    with tempfile.TemporaryDirectory(prefix="job-path-") as name:
+        folder = Path(name)
+        folder.chmod(0o700)
+        (folder / "switch").write_bytes(b"\0")
+        with _services(folder) as processes, (folder / "switch").open("r+b") as file:
+            _await_ready(folder, processes)
+            switch = mmap.mmap(file.fileno(), 1)
+            with Client(f"unix:{folder}/scheduler.sock") as client:
+                switch[0] = 1
+                options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8, "seed": 1}
+                chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
+                switch[0] = 0
+            switch.close()
+        files: dict[str, list[str]] = {}
+        for service in processes:
+            for line in (folder / f"{service}.files").read_text(encoding="utf-8").splitlines():
+                files.setdefault(line, []).append(service)
+    return JobPath(dict(sorted(files.items())), "".join(chunk.text for chunk in chunks))
+
+
+@contextmanager
+def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    from slipstream import bundled
+
+    target, address = str(bundled.target_dir()), {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
+    options = {
+        "verify": ("--model", target),
+        "draft": ("--model", str(bundled.eagle3_dir()), "--algorithm", "eagle3", "--target", target),
+        "scheduler": ("--verify", address["verify"], "--draft", address["draft"]),
+    }
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, module in _MODULES.items():
+            traced = (sys.executable, str(Path(__file__).resolve()), _TRACED, str(folder), name, module)
+            shared = ("--listen", address[name], "--device", "cpu", "--log-level", "WARNING")
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            processes[name] = subprocess.Popen((*traced, *options[name], *shared), env=environment)
+        yield processes
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for process in processes.values():
+            process.wait()
+
+
+_MODULES = {
+    "verify": "slipstream.services.verify.main",
+    "draft": "slipstream.services.draft.main",
+    "scheduler": "slipstream.scheduler.main",
+}
+
+
+def _await_ready(folder: Path, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    with grpc.insecure_channel(f"unix:{folder}/scheduler.sock") as channel:
+        check: Any = health_pb2_grpc.HealthStub(channel).Check
+        while True:
+            try:
+                if check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.RpcError:
+                pass  # it does not listen yet
+            ended = [name for name, process in processes.items() if process.poll() is not None]
+            if ended or time.monotonic() > deadline:
+                raise RuntimeError(f"ended: {', '.join(ended)}" if ended else "the scheduler does not become ready")
+            time.sleep(0.1)
+
+
+def run_traced(folder: Path, service: str, module: str, arguments: list[str]) -> None:
+    """Runs a service's module and notes the project's files that it enters while the switch is on."""
+    with (folder / "switch").open("r+b") as file:
+        switch = mmap.mmap(file.fileno(), 1)
+    noted, seen, lock = (folder / f"{service}.files").open("w", encoding="utf-8"), set[str](), threading.Lock()
+    roots = tuple(str(ROOT / name) + os.sep for name in FOLDERS)
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event != "call" or not switch[0] or (path := frame.f_code.co_filename) in seen:
+            return
+        if not frame.f_code.co_flags & CO_OPTIMIZED:
+            return  # the body of a module or of a class: an import, not a call
+        with lock:
+            if path not in seen:
+                seen.add(path)
+                real = os.path.realpath(path)
+                if real.startswith(roots):
+                    noted.write(f"{Path(real).relative_to(ROOT)}\n")
+                    noted.flush()
+
+    sys.argv = [module, *arguments]
+    sys.path[0] = ""  # this file's folder holds nothing that a service may import
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    is_json = parser.parse_args().json
+    path = measure()
+    if is_json:
+        print(json.dumps({"files": path.files, "num_files": len(path.files), "num_lines": path.num_lines}, indent=2))
+        return
+    for name, services in path.files.items():
+        print(f"{num_lines(name):5}  {name:48} {', '.join(services)}")
+    print(f"{path.num_lines:5}  lines in {len(path.files)} files")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [_TRACED]:
+        run_traced(Path(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])
+    else:
+        main()
