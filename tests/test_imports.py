@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "deploy": {"common", "gateway", "scheduler", "services"},
     "training": {"bundled", "common", "services"},
     "examples": {"protos"},
-    "scripts": set[str](),
+    "scripts": {"bundled", "client"},
 }
 """For each folder, the folders that it may import beside itself. Only `benchmarks` may import `cli`; none may import
 `benchmarks`, `deploy` or `training`."""
