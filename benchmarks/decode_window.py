@@ -13,7 +13,7 @@ import psutil
 
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape, scrape
-from slipstream.common.rpc.thread_names import STEP_LOOP
+from slipstream.common.host import STEP_LOOP
 
 if TYPE_CHECKING:
     from slipstream.benchmarks.decode import Setup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.decode_report import Measurement, Medians, medians
 from slipstream.benchmarks.overlap_policies import Policy
-from slipstream.common.rpc.thread_names import STEP_LOOP
+from slipstream.common.host import STEP_LOOP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Self
 
 from slipstream.client import AsyncClient
-from slipstream.common.device.cpu.share import yield_to_streams
+from slipstream.common.host import yield_to_streams
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError
 
 if TYPE_CHECKING:

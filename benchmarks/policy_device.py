@@ -10,10 +10,9 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.benchmarks.overlap_policies import MAIN_STREAM, WHOLE_STEP
-from slipstream.common.device.cuda import timeline_fence
 from slipstream.common.device.cuda.device import CudaDevice
 from slipstream.common.device.cuda.poll_backoff import PollBackoff
-from slipstream.common.device.cuda.timeline_fence import TimelineFence
+from slipstream.common.device.cuda.fences import TimelineFence
 from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class PolicyDevice(CudaDevice):
     def __init__(self, policy: str) -> None:
         """`policy`: WHOLE_STEP or MAIN_STREAM."""
         assert policy in (WHOLE_STEP, MAIN_STREAM), policy
-        super().__init__(timeline_fence.KIND)
+        super().__init__(TIMELINE)
         self._policy = policy
         self._stash: TimelineFence | None = None
 
@@ -93,11 +92,11 @@ class MainStreamCopy:
                 self._driver.call(cu.cuMemcpyDtoHAsync, mirror.data_ptr(), source[row].data_ptr(), size, self._stream)
             self._driver.streams.write(self._stream, self._landed_word.data_ptr(), value)
         deadline = time.monotonic() + timeout_s
-        naps = PollBackoff()
+        backoff = PollBackoff()
         while self._landed.value < value:
             if time.monotonic() >= deadline:
                 return None
-            naps.take(deadline)
+            backoff.sleep(deadline)
         return self._mirrors
 
     def close(self) -> None:

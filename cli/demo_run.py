@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slipstream.bundled import Prompt
     from slipstream.cli.demo_screen import Screen
-    from slipstream.common.api.usage import Usage
+    from slipstream.common.api.output_chunk import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DR
 
 if TYPE_CHECKING:
     from slipstream.cli.server_status import ServerStatus
-    from slipstream.common.rpc.metric_spec import MetricSpec
+    from slipstream.common.rpc.metrics import MetricSpec
     from slipstream.common.rpc.scrape import Scrape
 
 DECODE = "decode"

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.common.rpc import metrics as common_metrics
-from slipstream.common.rpc.metric_spec import MetricKind
+from slipstream.common.rpc.metrics import MetricKind
 from slipstream.gateway import request_metrics
 from slipstream.scheduler.telemetry import server_metrics, step_metrics
 from slipstream.scheduler.workers import heartbeats
 from slipstream.services.worker import host_stalls
 
 if TYPE_CHECKING:
-    from slipstream.common.rpc.metric_spec import MetricSpec
+    from slipstream.common.rpc.metrics import MetricSpec
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 

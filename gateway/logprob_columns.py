@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.logprobs import TokenLogprobs
+from slipstream.common.api.output_chunk import TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.rpc.metric_spec import counter, gauge, histogram
+from slipstream.common.rpc.metrics import counter, gauge, histogram
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from slipstream.common.api.job_info import SampleInfo
 if TYPE_CHECKING:
     from collections import abc
 
-    from slipstream.common.api.usage import Usage
+    from slipstream.common.api.output_chunk import Usage
     from slipstream.common.errors import SlipstreamError
     from slipstream.gateway.job_output import JobOutput
     from slipstream.gateway.request_metrics import RequestMetrics

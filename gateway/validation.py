@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.logprobs import MAX_TOP_LOGPROBS
+from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
 from slipstream.common.api.sampling import MAX_LISTED_IDS, SamplingParams
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.unknown_fields import reject_unknown_fields

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from slipstream.common.api.output_chunk import FinishReason, MatchedStop, matched_stop_from_pb, matched_stop_to_pb
-from slipstream.common.api.usage import Usage
+from slipstream.common.api.output_chunk import Usage
 from slipstream.protos import generation_pb2
 
 

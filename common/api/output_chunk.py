@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from slipstream.common.api.logprobs import TokenLogprobs
-from slipstream.common.api.usage import Usage
+from slipstream.common.api.output_chunk import TokenLogprobs
+from slipstream.common.api.output_chunk import Usage
 from slipstream.protos import generation_pb2
 
 

@@ -1,27 +1,148 @@
-"""The Prometheus endpoint of a process, and what every service counts."""
+"""Definitions of metrics, the metrics that every service has, and the Prometheus endpoint."""
 
 from __future__ import annotations
 
+import enum
 import errno
 import logging
 import socket
 import threading
+from bisect import bisect_left
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
 from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    make_wsgi_app,
+)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from slipstream.common.errors import AddressInUseError, ConfigError
-from slipstream.common.rpc.metric_spec import counter, gauge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+
+
+class MetricKind(enum.Enum):
+    """How Prometheus reads a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """The definition of one metric, for the process that has it and for the page that lists it."""
+
+    name: str
+    """As in a query, without a histogram's `_bucket`, `_sum` or `_count`."""
+    kind: MetricKind
+    help: str
+    """A sentence in plain words."""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram's buckets, in the unit of its name."""
+
+    def counter(self, registry: CollectorRegistry) -> Counter:
+        """Registers a counter."""
+        self._check(MetricKind.COUNTER)
+        return Counter(self.name, self.help, self.labels, registry=registry)
+
+    def gauge(self, registry: CollectorRegistry) -> Gauge:
+        """Registers a gauge."""
+        self._check(MetricKind.GAUGE)
+        return Gauge(self.name, self.help, self.labels, registry=registry)
+
+    def histogram(self, registry: CollectorRegistry) -> Histogram:
+        """Registers a histogram."""
+        self._check(MetricKind.HISTOGRAM)
+        return Histogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
+
+    def bulk_histogram(self, registry: CollectorRegistry) -> BulkHistogram:
+        """Registers a histogram without labels that takes many observations at once."""
+        self._check(MetricKind.HISTOGRAM)
+        assert not self.labels, f"{self.name} has labels"
+        return BulkHistogram(self.name, self.help, self.buckets, registry)
+
+    def family(self) -> GaugeMetricFamily:
+        """Returns an empty family, for a collector that makes its gauges at each scrape."""
+        self._check(MetricKind.GAUGE)
+        return GaugeMetricFamily(self.name, self.help, labels=self.labels)
+
+    def _check(self, kind: MetricKind) -> None:
+        assert self.kind is kind, f"{self.name} is a {self.kind.value}"
+
+
+def counter(name: str, help: str, *labels: str) -> MetricSpec:
+    """Defines a counter; its name ends in `_total`."""
+    return MetricSpec(name=name, kind=MetricKind.COUNTER, help=help, labels=labels)
+
+
+def gauge(name: str, help: str, *labels: str) -> MetricSpec:
+    """Defines a gauge."""
+    return MetricSpec(name=name, kind=MetricKind.GAUGE, help=help, labels=labels)
+
+
+def histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...]) -> MetricSpec:
+    """Defines a histogram."""
+    return MetricSpec(name=name, kind=MetricKind.HISTOGRAM, help=help, labels=labels, buckets=buckets)
+
+
+class BulkHistogram(Collector):
+    """A histogram that takes many equal observations at the price of one, which Prometheus' own does not.
+
+    Has no labels. One thread observes; the scraper's thread reads.
+    """
+
+    def __init__(self, name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        """`buckets`: ascending upper bounds, without infinity."""
+        self._name = name
+        self._documentation = documentation
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+        registry.register(self)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds `count` observations of `value`."""
+        place = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += count
+            self._sum += count * value
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Returns the family without values."""
+        return [self._family()]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """See `Collector.collect`."""
+        with self._lock:
+            counts, total = list(accumulate(self._counts)), self._sum
+        family = self._family()
+        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
+        family.add_metric((), list(zip(names, counts, strict=True)), total)
+        return [family]
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._name, self._documentation, labels=())
+
 
 RPCS = counter(
     "slipstream_rpcs_total", "Calls that this service answered, by method and gRPC status code.", "method", "code"
@@ -40,8 +161,8 @@ SPECS = (RPCS, BUILD_INFO, HOST_STALL_SECONDS)
 
 
 def make_registry() -> CollectorRegistry:
-    """The metrics of one process: to begin with its memory, processor time and open files."""
-    # A counter's time of birth is a series more for each, which no Prometheus before OpenMetrics reads.
+    """Returns the metrics of a process, to begin with its memory, processor time and open files."""
+    # The time at which a counter was made would be one more series, which only OpenMetrics readers use.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -49,13 +170,13 @@ def make_registry() -> CollectorRegistry:
 
 
 class RpcMetrics:
-    """Calls that ended, by method and status code."""
+    """Counts calls by method and status code."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._rpcs = RPCS.counter(registry)
 
     def count(self, method: str, code: str) -> None:
-        """Counts a call that ended: `method` as in `/package.Service/Method`, `code` by its name."""
+        """Counts a call that ended: `method` as in `/package.Service/Method`, `code` as a status code's name."""
         self._rpcs.labels(method.removeprefix("/"), code).inc()
 
 
@@ -63,8 +184,8 @@ class RpcMetrics:
 def serve_metrics(registry: CollectorRegistry, port: int | None, *, host: str = LOOPBACK) -> Iterator[int]:
     """Serves `registry` over HTTP until the context ends, and yields the port.
 
-    Port 0 takes any free one; None serves nothing and yields 0. Raises AddressInUseError or ConfigError
-    naming `metrics_port`.
+    Port 0 takes any free one; None serves nothing and yields 0. Raises AddressInUseError or ConfigError naming
+    `metrics_port`.
     """
     if port is None:
         yield 0
@@ -89,11 +210,11 @@ class _Handler(WSGIRequestHandler):
     timeout = 10.0
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not worth a line."""
+        """Logs no line for a scrape."""
 
 
 class _MetricsServer(ThreadingMixIn, WSGIServer):
-    """Leaves nothing behind: `server_close` joins the threads, whose connections `stop` has ended."""
+    """Serves each connection on a thread. `stop` ends the connections, and `server_close` joins the threads."""
 
     daemon_threads = False
 
@@ -105,7 +226,7 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         self.set_app(make_wsgi_app(registry))
 
     def server_bind(self) -> None:
-        """Binds without asking a name server what the host is called, as the base class does."""
+        """Binds without asking a name server for the host's name, as the base class would."""
         TCPServer.server_bind(self)
         self.server_name = LOOPBACK
         self.server_port = self.socket.getsockname()[1]
@@ -125,15 +246,15 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Remembers the connection, and serves it on a thread of its own."""
+        """Serves the connection on a thread of its own; `stop` ends it."""
         self._connections.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Forgets and closes the connection."""
+        """Closes the connection."""
         self._connections.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that goes away is no error; a metric that cannot be read is."""
+        """Logs the error of a scrape, which ends when a scraper goes away."""
         logger.debug("a scrape ended early", exc_info=True)

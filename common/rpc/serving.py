@@ -1,31 +1,35 @@
-"""A gRPC server as all three processes have it: health, reflection, statuses, one address."""
+"""A gRPC server as all processes have it: one address, health, reflection and statuses."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.common.rpc import health
+from slipstream.common.errors import NotFoundError
 from slipstream.common.rpc.interceptor import StatusInterceptor
 from slipstream.common.rpc.keepalive import Keepalive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from slipstream.common.rpc.keepalive import ChannelOption
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.rpc.metrics import RpcMetrics
 
 MAX_RECEIVE_BYTES = 4 * 2**20
+HEALTH_SERVICE = "grpc.health.v1.Health"
+
+_Status = health_pb2.HealthCheckResponse
 
 
 class GrpcServer:
     """Serves at a claimed address. Made, started and stopped on the event loop.
 
-    Not ready until `set_serving(True)`: started early, it can already say so.
+    Health checks answer from `start` on: NOT_SERVING until `set_serving(True)`.
     """
 
     def __init__(
@@ -41,34 +45,34 @@ class GrpcServer:
         options = _options(keepalive or Keepalive(), max_receive_bytes)
         interceptors: list[Any] = [StatusInterceptor(metrics)]
         self._server = grpc.aio.server(interceptors=interceptors, options=options)
-        self._health = health.HealthServicer()
+        self._health = _HealthServicer()
         self._names: list[str] = []
 
     @property
     def address(self) -> str:
-        """What clients dial."""
+        """The address that clients dial."""
         return self._listener.address
 
     def add_service(self, name: str, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
-        """Adds a service before `start`: its full name, its generated `add_..._to_server`, and who serves it."""
+        """Adds a service before `start`: its full name, its generated `add_..._to_server`, and its servicer."""
         add_to_server(servicer, self._server)
         self._names.append(name)
 
     async def start(self) -> None:
-        """Listens. Raises AddressInUseError when somebody took the address since it was claimed."""
+        """Listens. Raises AddressInUseError if another process took the address since it was claimed."""
         self._health.add(self._names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         self._listener.bind(self._server.add_insecure_port)
         await self._server.start()
 
     def set_serving(self, is_serving: bool) -> None:
-        """Tells health checks whether work may be sent here."""
+        """Sets the answer to health checks."""
         self._health.set_serving(is_serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Lets no call in any more, waits `grace_s` seconds at most for those that run, and cancels the rest."""
+        """Refuses new calls, waits up to `grace_s` seconds for running ones, and cancels the rest."""
         self._health.close()
         await self._server.stop(grace_s)
 
@@ -83,3 +87,61 @@ def _options(keepalive: Keepalive, max_receive_bytes: int) -> list[ChannelOption
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
     ]
+
+
+class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Answers health checks, for the whole server (the empty name) and for each of its services alike.
+
+    The servicer that comes with gRPC forgets its other watchers when one of them leaves, and a watcher keeps a server
+    from draining.
+    """
+
+    def __init__(self) -> None:
+        self._names = {""}
+        self._is_serving = False
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Adds names of services."""
+        self._names.update(names)
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Sets the answer, and tells watchers. No effect after `close`."""
+        self._is_serving = is_serving and not self._is_closed
+        self._announce()
+
+    def close(self) -> None:
+        """Answers NOT_SERVING from now on; every watch ends after it has said so."""
+        self._is_serving = False
+        self._is_closed = True
+        self._announce()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """Returns the state. Raises NotFoundError for an unknown service."""
+        if request.service not in self._names:
+            raise NotFoundError(f"no service {request.service!r} here")
+        return self._response(request.service)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Yields the state now, and whenever it changes."""
+        last: int | None = None
+        while True:
+            changed = self._changed
+            response = self._response(request.service)
+            if response.status != last:
+                last = response.status
+                yield response
+            elif self._is_closed:
+                return
+            else:
+                await changed.wait()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _response(self, service: str) -> Any:
+        if service not in self._names:
+            return _Status(status=_Status.SERVICE_UNKNOWN)
+        return _Status(status=_Status.SERVING if self._is_serving else _Status.NOT_SERVING)

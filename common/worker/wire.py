@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from slipstream.common.api.logprobs import MAX_TOP_LOGPROBS
+from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
 from slipstream.common.errors import InvalidArgumentError, ManifestError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.common.rpc.metric_spec import MetricKind, MetricSpec
+from slipstream.common.rpc.metrics import MetricKind, MetricSpec
 
 INSTANCE = 'instance=~"$instance"'
 INTERVAL = "$__rate_interval"

@@ -19,7 +19,7 @@ from slipstream.scheduler.core.slots import SlotAllocator
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from slipstream.common.api.logprobs import TokenLogprobs
+    from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence

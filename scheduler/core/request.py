@@ -11,7 +11,7 @@ from slipstream.scheduler.core.lengths import PendingLength
 from slipstream.scheduler.core.sequence import SequenceOutput
 
 if TYPE_CHECKING:
-    from slipstream.common.api.logprobs import TokenLogprobs
+    from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.slots import SlotLease
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.logprobs import TokenLogprobs
+from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import BufferName

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from slipstream.common.rpc.metric_spec import gauge
+from slipstream.common.rpc.metrics import gauge
 from slipstream.common.rpc.metrics import BUILD_INFO
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Metric
     from prometheus_client.core import GaugeMetricFamily
 
-    from slipstream.common.rpc.metric_spec import MetricSpec
+    from slipstream.common.rpc.metrics import MetricSpec
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.epoch import Epoch
 

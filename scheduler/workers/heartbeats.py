@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.common.rpc.keepalive import SAME_HOST
-from slipstream.common.rpc.metric_spec import gauge
+from slipstream.common.rpc.metrics import gauge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
-from slipstream.common.rpc.thread_names import STEP_LOOP, name_this_thread
+from slipstream.common.host import STEP_LOOP, name_this_thread
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.workers.epoch import Epoch

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import EVENT
-from slipstream.common.device.namespaces import pid_namespace, shm_device
+from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.errors import MismatchError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES
-from slipstream.common.device.namespaces import pid_namespace, shm_device
+from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.errors import ConfigError
 from slipstream.common.worker.contract import WorkerDescription
 from slipstream.common.worker.step import Role

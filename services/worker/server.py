@@ -16,8 +16,8 @@ import torch
 
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.cpu.device import worker_threads
-from slipstream.common.device.cpu.share import yield_to_streams
-from slipstream.common.rpc.idle_collection import IdleCollection
+from slipstream.common.host import yield_to_streams
+from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals

@@ -17,7 +17,7 @@ from slipstream.benchmarks.dashboard_queries import (
     recording_rules,
     variable_queries,
 )
-from slipstream.common.rpc.metric_spec import MetricKind
+from slipstream.common.rpc.metrics import MetricKind
 from slipstream.deploy.grafana.build import texts
 from slipstream.deploy.metrics_page import CATALOGUE
 

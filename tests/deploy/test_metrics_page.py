@@ -6,7 +6,7 @@ import re
 
 from prometheus_client import CollectorRegistry
 
-from slipstream.common.rpc.metric_spec import MetricKind, MetricSpec
+from slipstream.common.rpc.metrics import MetricKind, MetricSpec
 from slipstream.deploy.metrics_page import CATALOGUE, PAGE, text
 
 SPECS = [spec for section in CATALOGUE for spec in section.metrics]

@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PREFIX = "slipstream.common.device"
-OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.pinned_copy", "cuda.stream_calls")
+OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.pinned_copy")
 MODULES = (
     "cuda.driver",
     "cuda.memory",
     "cuda.stream",
     "cuda.arena",
-    "cuda.event_fence",
-    "cuda.timeline_fence",
+    "cuda.fences",
     "cuda.device",
 )
 
@@ -110,8 +109,8 @@ def installed() -> Iterator[FakeCuda]:
     names = [*packages, *(f"{PREFIX}.{module}" for module in (*MODULES, *OTHER_MODULES))]
     before = {name: sys.modules.pop(name, None) for name in names}
     sys.modules.update(packages)  # type: ignore[arg-type]
-    stream_calls: Any = importlib.import_module(f"{PREFIX}.cuda.stream_calls")
-    stream_calls.ctypes = SimpleNamespace(**vars(ctypes) | {"PyDLL": lambda _: FakeLibrary(fake)})
+    driver: Any = importlib.import_module(f"{PREFIX}.cuda.driver")
+    driver.ctypes = SimpleNamespace(**vars(ctypes) | {"PyDLL": lambda _: FakeLibrary(fake)})
     try:
         yield fake
     finally:

@@ -12,7 +12,7 @@ import mmap
 import struct
 import sys
 
-from slipstream.common.device.cpu.futex import FutexWord
+from slipstream.common.device.cpu.fence import FutexWord
 
 
 def main(path: str, offset: str) -> None:

@@ -14,7 +14,7 @@ from tests.harness.local_serving import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:
-    from slipstream.common.api.logprobs import TokenLogprobs
+    from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.scheduler.core.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.cpu.share import work_as_stream
+from slipstream.common.host import work_as_stream
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.common.device.cuda import event_fence, timeline_fence
-from slipstream.common.device.cuda.event_fence import EventFence, EventRing
+from slipstream.common.device.cuda.fences import EventFence, EventRing, TimelineFence
 from slipstream.common.device.cuda.memory import CudaMemory
-from slipstream.common.device.cuda.timeline_fence import TimelineFence
-from slipstream.common.device.manifest import FEWEST_EVENTS, FenceWord, Manifest, lay_out
+from slipstream.common.device.manifest import EVENT, FEWEST_EVENTS, TIMELINE, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ class CudaArena:
         memory = CudaMemory.allocate(gpu.driver, size)
         gpu.side.zero(memory.address, size)
         rings: dict[FenceName, EventRing] = {}
-        if fence_kind == event_fence.KIND:
+        if fence_kind == EVENT:
             rings = {word.fence: EventRing.create(gpu.driver) for word in words}
             words = tuple(FenceWord(w.fence, w.kind, w.offset, _exported(rings[w.fence])) for w in words)
         manifest = Manifest(KIND, "", size, buffers, words, memory.export(gpu.driver))
@@ -75,7 +73,7 @@ class CudaArena:
         Raises ManifestError if it is not what the manifest says, MismatchError for a fence that this GPU has not.
         """
         _check(manifest)
-        if any(word.kind == timeline_fence.KIND for word in manifest.fences) and not gpu.has_timelines:
+        if any(word.kind == TIMELINE for word in manifest.fences) and not gpu.has_timelines:
             raise MismatchError(["fence: scheduler has 'timeline', this worker can do 'event' alone (--fence event)"])
         memory = own or CudaMemory.open(gpu.driver, manifest.handle, manifest.size)
         rings: dict[FenceName, EventRing] = {}
@@ -112,7 +110,7 @@ class CudaArena:
         if word.fence not in self._rings:
             return TimelineFence(address, gpu.driver, gpu.side, memory)
         ring = self._rings[word.fence]
-        return EventFence(address, ring, driver=gpu.driver, kernels=gpu.kernels, side=gpu.side, memory=memory)
+        return EventFence(address, gpu.driver, gpu.side, memory, ring=ring, kernels=gpu.kernels)
 
 
 def _check(manifest: Manifest) -> None:
@@ -122,10 +120,10 @@ def _check(manifest: Manifest) -> None:
     if not manifest.handle:
         raise ManifestError("the arena has no memory handle")
     for word in manifest.fences:
-        if word.kind not in (timeline_fence.KIND, event_fence.KIND):
-            accepted = f"{timeline_fence.KIND!r} and {event_fence.KIND!r}"
+        if word.kind not in (TIMELINE, EVENT):
+            accepted = f"{TIMELINE!r} and {EVENT!r}"
             raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r}: this worker opens {accepted}")
-        if (word.kind == event_fence.KIND) is not (len(word.events) >= FEWEST_EVENTS):
+        if (word.kind == EVENT) is not (len(word.events) >= FEWEST_EVENTS):
             count = len(word.events)
             raise ManifestError(f"fence {word.fence.name} of kind {word.kind!r} with {count} events")
     manifest.check()
@@ -138,7 +136,7 @@ def _exported(ring: EventRing) -> tuple[bytes, ...]:
         if error.is_lasting:
             raise
         accepted = f"timeline, or device cpu: this driver cannot share events between processes ({error})"
-        raise ConfigError("fence", event_fence.KIND, accepted) from error
+        raise ConfigError("fence", EVENT, accepted) from error
 
 
 def _open_ring(word: FenceWord, driver: CudaDriver) -> EventRing:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cuda import event_fence, timeline_fence
 from slipstream.common.device.cuda.arena import CudaArena
 from slipstream.common.device.cuda.driver import CudaDriver
+from slipstream.common.device.cuda.fences import TimelineFence, WordFence, has_timelines
 from slipstream.common.device.cuda.kernels import WORD_BYTES, CudaKernels
 from slipstream.common.device.cuda.pinned_copy import LatePinnedCopy, PinnedCopy
 from slipstream.common.device.cuda.side_stream import SideStream
 from slipstream.common.device.cuda.stream import CudaStream, handle_of
-from slipstream.common.device.cuda.timeline_fence import TimelineFence
-from slipstream.common.device.cuda.word_fence import WordFence
+from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class CudaDevice:
     @cached_property
     def has_timelines(self) -> bool:
         """Whether streams can wait for words."""
-        return timeline_fence.works(self.driver, self.side)
+        return has_timelines(self.driver, self.side)
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> CudaStream:
         """See `Device.create_stream`."""
@@ -108,8 +107,8 @@ class CudaDevice:
 
     def _fence_kind(self, wanted: str) -> str:
         if wanted == AUTO:
-            return timeline_fence.KIND if self.has_timelines else event_fence.KIND
-        if wanted == timeline_fence.KIND and not self.has_timelines:
+            return TIMELINE if self.has_timelines else EVENT
+        if wanted == TIMELINE and not self.has_timelines:
             raise ConfigError("fence", wanted, "event: this GPU or driver has no 64-bit stream memory operations")
         return wanted
 

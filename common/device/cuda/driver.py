@@ -1,7 +1,8 @@
-"""The CUDA driver: calls with the context current, and its errors as ours."""
+"""The CUDA driver: calls with the context current, and its errors as DeviceError."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cuda.stream_calls import StreamCalls
+from slipstream.common.device.cuda.driver import StreamCalls
 from slipstream.common.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -17,6 +18,57 @@ if TYPE_CHECKING:
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
+_AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ."""
+_PLAIN = 0
+"""CU_STREAM_WRITE_VALUE_DEFAULT."""
+_ADDRESS, _STREAM, _WORD = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64
+
+
+class StreamCalls:
+    """The calls that every step makes on streams, given by their handles. The thread must have the context current.
+
+    `cuda.bindings` releases the interpreter in each call, which is right for calls that may take long. These take no
+    longer than getting the interpreter back from other threads would, so here it is kept.
+    """
+
+    def __init__(self, check: Callable[[str, int], None]) -> None:
+        """`check` takes a function's name and status, and raises for a status that is an error."""
+        library = ctypes.PyDLL("libcuda.so.1")
+        self._check = check
+        self._wait_value = library.cuStreamWaitValue64_v2
+        self._wait_value.argtypes = (_STREAM, _ADDRESS, _WORD, ctypes.c_uint)
+        self._write_value = library.cuStreamWriteValue64_v2
+        self._write_value.argtypes = (_STREAM, _ADDRESS, _WORD, ctypes.c_uint)
+        self._copy_to_host = library.cuMemcpyDtoHAsync_v2
+        self._copy_to_host.argtypes = (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t, _STREAM)
+        self._launch = library.cuLaunchKernel
+        sizes = (ctypes.c_uint,) * 7
+        self._launch.argtypes = (ctypes.c_void_p, *sizes, _STREAM, ctypes.c_void_p, ctypes.c_void_p)
+
+    def wait_at_least(self, stream: int, address: int, value: int) -> None:
+        """The stream waits until the 64 bits at an address of the device are `value` or more."""
+        status = self._wait_value(stream, address, value, _AT_LEAST)
+        if status:
+            self._check("cuStreamWaitValue64", status)
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """The stream sets 64 bits when it gets there: of the device, or of pinned host memory."""
+        status = self._write_value(stream, address, value, _PLAIN)
+        if status:
+            self._check("cuStreamWriteValue64", status)
+
+    def copy_to_host(self, stream: int, target: int, source: int, size: int) -> None:
+        """The stream copies `size` bytes from the device to pinned host memory."""
+        status = self._copy_to_host(target, source, size, stream)
+        if status:
+            self._check("cuMemcpyDtoHAsync", status)
+
+    def launch(self, stream: int, function: int, blocks: int, threads: int, arguments: int) -> None:
+        """The stream runs a kernel: `blocks` of `threads`. `arguments` is where the pointers to its arguments lie."""
+        status = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
+        if status:
+            self._check("cuLaunchKernel", status)
 
 
 class CudaDriver:
@@ -36,7 +88,7 @@ class CudaDriver:
 
     @property
     def streams(self) -> StreamCalls:
-        """What every step does to a stream, with the context current on this thread."""
+        """The calls that every step makes, with the context current on this thread."""
         self._bind()
         return self._stream_calls
 
@@ -45,19 +97,19 @@ class CudaDriver:
         return StreamCalls(_check)
 
     def call(self, function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
-        """Calls a function of the driver and returns what it gives. Raises DeviceError."""
+        """Calls a function of the driver and returns its value. Raises DeviceError."""
         self._bind()
         return _value(function, function(*arguments))
 
     def call_many(self, function: Callable[..., tuple[Any, ...]], *arguments: object) -> tuple[Any, ...]:
-        """The same for a function that gives more than one value."""
+        """As `call`, for a function that returns more than one value."""
         self._bind()
         answer = function(*arguments)
         _value(function, answer)
         return answer[1:]
 
     def is_idle(self, stream: int) -> bool:
-        """Whether a stream has done all that was enqueued. Raises DeviceError if the GPU failed."""
+        """Returns whether a stream has done all that was enqueued. Raises DeviceError if the GPU failed."""
         self._bind()
         answer = cu.cuStreamQuery(stream)
         if answer[0] == _NOT_READY:
@@ -66,7 +118,7 @@ class CudaDriver:
         return True
 
     def create_stream(self) -> int:
-        """A stream that does not wait for the default one; returns its handle."""
+        """Makes a stream that does not wait for the default one, and returns its handle."""
         return int(self.call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
 
     def _bind(self) -> None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.side_stream import SideStream
-    from slipstream.common.device.cuda.timeline_fence import TimelineFence
-    from slipstream.common.device.cuda.word_fence import WordFence
+    from slipstream.common.device.cuda.fences import TimelineFence
+    from slipstream.common.device.cuda.fences import WordFence
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class PinnedCopy:
     """Implements `HostCopy` behind a timeline fence.
 
     The stream waits for the fence, copies, and then says so in a word of pinned memory, which the host looks at when
-    the rhythm of the steps so far lets it be expected: an interrupt would come later.
+    the steps so far let it be expected: an interrupt would come later.
     """
 
     def __init__(self, driver: CudaDriver, fence: TimelineFence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -89,12 +89,12 @@ class PinnedCopy:
         self._landed_address = self._landed_word.data_ptr()
         self._landed = ctypes.c_int64.from_address(self._landed_address)
         self._started = 0
-        self._rhythm = CompletionPredictor()
+        self._predictor = CompletionPredictor()
 
     def start(self, value: int, row: int) -> None:
         """See `HostCopy.start`."""
         self._started = value
-        self._fence.hold(self._stream, value)
+        self._fence.wait_on_stream(self._stream, value)
         streams = self._driver.streams
         for copy in self._rows[row].copies:
             streams.copy_to_host(self._stream, copy.target, copy.source, copy.size)
@@ -104,13 +104,13 @@ class PinnedCopy:
         """See `HostCopy.finish`. The rows are those of the mirror: they stay until the row's next copy."""
         if not self._wait(value, timeout_s):
             return None
-        self._rhythm.came(time.monotonic())
+        self._predictor.completed(time.monotonic())
         return self._rows[row].mirrors
 
     def close(self) -> None:
         """See `HostCopy.close`."""
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        naps = PollBackoff()
+        backoff = PollBackoff()
         # Repeated: a producer that is late may set the word back.
         while self._landed.value < self._started:
             if time.monotonic() > deadline:
@@ -118,7 +118,7 @@ class PinnedCopy:
                 _given_up.append(self)
                 return
             self._fence.release(self._started)
-            naps.take(deadline)
+            backoff.sleep(deadline)
         self._driver.call(cu.cuStreamDestroy, self._stream)
 
     def _wait(self, value: int, timeout_s: float) -> bool:
@@ -126,12 +126,12 @@ class PinnedCopy:
             return True
         now = time.monotonic()
         deadline = now + timeout_s
-        sleep_precisely(min(self._rhythm.not_before(now), deadline) - now)
-        naps = self._rhythm.naps()
+        sleep_precisely(min(self._predictor.earliest(now), deadline) - now)
+        backoff = self._predictor.backoff()
         while self._landed.value < value:
             if time.monotonic() >= deadline:
                 return False
-            naps.take(deadline)
+            backoff.sleep(deadline)
         return True
 
 

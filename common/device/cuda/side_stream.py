@@ -112,7 +112,7 @@ class SideStream:
     def _look_at_clock(self) -> tuple[int, int, int]:
         """The host's clock, the GPU's, and the host's: the stamp is seen as soon as it lands in pinned memory."""
         self._word_value.value = 0
-        naps: PollBackoff | None = None
+        backoff: PollBackoff | None = None
         before_ns = time.monotonic_ns()
         self._kernels.stamp(self.handle, self._word)
         while not (device_ns := self._word_value.value):
@@ -120,18 +120,18 @@ class SideStream:
             if waited > TIMEOUT_S:
                 raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
             if waited > SPIN_S:
-                naps = naps or PollBackoff()
-                naps.take(time.monotonic() + TIMEOUT_S - waited)
+                backoff = backoff or PollBackoff()
+                backoff.sleep(time.monotonic() + TIMEOUT_S - waited)
         after_ns = time.monotonic_ns()
         self._finish()
         return before_ns, device_ns, after_ns
 
     def _finish(self, timeout_s: float = TIMEOUT_S) -> None:
         started = time.monotonic()
-        naps = PollBackoff()
+        backoff = PollBackoff()
         while not self._driver.is_idle(self.handle):
             waited = time.monotonic() - started
             if waited > timeout_s:
                 raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
             if waited > SPIN_S:
-                naps.take(started + timeout_s)
+                backoff.sleep(started + timeout_s)

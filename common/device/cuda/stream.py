@@ -70,11 +70,11 @@ class CudaStream:
     def _wait(self, timeout_s: float) -> bool:
         """Whether it came to its end in this time."""
         deadline = time.monotonic() + timeout_s
-        naps = PollBackoff()
+        backoff = PollBackoff()
         while not self._is_idle():
             if time.monotonic() >= deadline:
                 return False
-            naps.take(deadline)
+            backoff.sleep(deadline)
         return True
 
     def _is_idle(self) -> bool:

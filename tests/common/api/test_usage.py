@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.common.api.usage import Usage
+from slipstream.common.api.output_chunk import Usage
 
 SAMPLE = Usage(
     prompt_tokens=3,

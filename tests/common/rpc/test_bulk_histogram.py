@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from slipstream.common.rpc.bulk_histogram import BulkHistogram
+from slipstream.common.rpc.metrics import BulkHistogram
 
 BUCKETS = (0.001, 0.5, 1.0, 20.0)
 VALUES = st.one_of(st.sampled_from([0.0, *BUCKETS, 0.75, 1e6]), st.floats(0, 50))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.logprobs import TokenLogprobs
+from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import FutureMapError, PendingLengthError, UnavailableError
 from slipstream.common.worker.step import StepKind

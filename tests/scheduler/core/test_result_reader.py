@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.common.api.logprobs import TokenLogprobs
+from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import NullAccessLog

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.manifest import EVENT, TIMELINE
-from slipstream.common.device.namespaces import pid_namespace, shm_device
+from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.errors import MismatchError
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.workers.sharing import check_sharing

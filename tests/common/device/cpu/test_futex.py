@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.device.cpu.futex import FutexWord
+from slipstream.common.device.cpu.fence import FutexWord
 from tests.harness.other_process import OtherProcess
 
 if TYPE_CHECKING:

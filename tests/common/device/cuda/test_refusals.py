@@ -143,7 +143,7 @@ def test_a_fence_that_this_gpu_has_not_is_refused_with_the_other(cuda: FakeCuda)
 def test_whether_streams_wait_for_words_is_tried(cuda: FakeCuda, missing: str | None) -> None:
     if missing is not None:
         cuda.fail(missing, Result.CUDA_ERROR_NOT_SUPPORTED)
-    works = fake_cuda.module("cuda.timeline_fence").works
+    works = fake_cuda.module("cuda.fences").has_timelines
     assert works(fake_cuda.driver(), Side()) is (missing is None)
     assert not works(fake_cuda.driver(), Side(word=0)), "a call that does nothing is none"
     assert cuda.calls.count("cuMemAlloc") == cuda.calls.count("cuMemFree")

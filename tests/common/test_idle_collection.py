@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.rpc import idle_collection
-from slipstream.common.rpc.idle_collection import BUSY_S, IDLE_S, MANY_OBJECTS, IdleCollection
+from slipstream.common import idle_collection
+from slipstream.common.idle_collection import BUSY_S, IDLE_S, MIN_NEW_OBJECTS, IdleCollection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,10 +51,10 @@ def test_it_collects_when_work_is_over(collection: IdleCollection, wait: Callabl
         left = knot()
         wait(0.01)
         collection.worked()
-        collection.look()
+        collection.collect_if_due()
         assert left() is not None, "there may be more to do"
         wait(IDLE_S)
-        collection.look()
+        collection.collect_if_due()
         assert left() is None
     assert gc.isenabled()
 
@@ -63,7 +63,7 @@ def test_it_leaves_an_idle_process_alone(collection: IdleCollection, wait: Calla
     with collection.in_charge():
         left = knot()
         wait(100 * BUSY_S)
-        collection.look()
+        collection.collect_if_due()
         assert left() is not None, "nothing was done, so nothing is new"
     gc.collect()
 
@@ -72,9 +72,9 @@ def test_what_was_done_without_a_word_is_collected_when_it_is_much(
     collection: IdleCollection, wait: Callable[[float], None]
 ) -> None:
     with collection.in_charge():
-        left = [knot() for _ in range(MANY_OBJECTS)]
+        left = [knot() for _ in range(MIN_NEW_OBJECTS)]
         wait(IDLE_S)
-        collection.look()
+        collection.collect_if_due()
         assert left[0]() is None
 
 
@@ -86,10 +86,10 @@ def test_a_process_that_never_rests_collects_now_and_then(
         for _ in range(int(BUSY_S) - 1):
             wait(1.0)
             collection.worked()
-            collection.look()
+            collection.collect_if_due()
         assert left() is not None
         for _ in range(2):
             wait(1.0)
             collection.worked()
-            collection.look()
+            collection.collect_if_due()
         assert left() is None

@@ -1,0 +1,61 @@
+"""The host as this process uses it: names and scheduling classes of threads, and the namespaces it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+
+STEP_LOOP = "step-loop"
+"""Name of the scheduler's step thread."""
+
+_PR_SET_NAME = 15
+_libc = ctypes.CDLL(None)
+
+
+def name_this_thread(name: str) -> None:
+    """Names the calling thread for the operating system too, as `top -H` shows it. At most 15 ASCII characters."""
+    _libc.prctl(_PR_SET_NAME, name.encode("ascii"), 0, 0, 0)
+
+
+def yield_to_streams() -> None:
+    """Keeps the calling thread, and threads that it starts from now on, from taking a core from a CPU stream.
+
+    On a CPU a stream's thread competes with the threads that serve it. A thread that is woken usually takes the core
+    from the one that woke it: a stream that has just published would stand still in the middle of a step until the
+    scheduler has read the result. Linux lets a thread of the class SCHED_BATCH wait its turn instead.
+    """
+    _set_scheduling_class(os.SCHED_BATCH)
+
+
+def work_as_stream() -> None:
+    """Undoes `yield_to_streams` for the calling thread, which works for a stream."""
+    _set_scheduling_class(os.SCHED_OTHER)
+
+
+def _set_scheduling_class(scheduling_class: int) -> None:
+    # A sandbox may forbid it; then everything works as before, only less evenly.
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, scheduling_class, os.sched_param(0))
+
+
+def pid_namespace() -> str:
+    """The kernel's name of this process's PID namespace, such as "pid:[4026531836]"; empty if unknown.
+
+    Processes of different PID namespaces cannot share a GPU's memory.
+    """
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def shm_device() -> int:
+    """The number of the device at /dev/shm, the same for processes that see the same directory; 0 if unknown.
+
+    Processes that see another one cannot share a GPU's events.
+    """
+    try:
+        return os.stat("/dev/shm").st_dev
+    except OSError:
+        return 0

@@ -1,0 +1,66 @@
+"""Runs Python's garbage collector when the process is idle, so that it does not interrupt steps.
+
+A full collection looks at every object and stops all threads for tens of milliseconds. Reference counts free nearly
+all of what a step leaves behind; cycles can wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHECK_INTERVAL_S = 0.5
+IDLE_S = 0.25
+"""The process counts as idle after this time without work."""
+MIN_NEW_OBJECTS = 1000
+"""Without work, a collection needs at least this many new objects."""
+BUSY_S = 60.0
+"""A process that is never idle collects its younger generations this often; few of their objects are in cycles."""
+
+
+class IdleCollection:
+    """Decides when to collect."""
+
+    def __init__(self) -> None:
+        self._worked_at = time.monotonic()
+        self._collected_at = time.monotonic()
+
+    def worked(self) -> None:
+        """Called from any thread after each piece of work: the process is not idle."""
+        self._worked_at = time.monotonic()
+
+    @contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Turns automatic collection off while the context is open. Objects made before it are never looked at again."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+
+    async def run(self) -> None:
+        """Collects when it is time, until it is cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            self.collect_if_due()
+
+    def collect_if_due(self) -> None:
+        """Collects everything in an idle process, and the younger generations in one that has been busy for long."""
+        now = time.monotonic()
+        if self._worked_at <= self._collected_at and gc.get_count()[0] < MIN_NEW_OBJECTS:
+            return
+        if now - self._worked_at >= IDLE_S:
+            gc.collect()
+        elif now - self._collected_at >= BUSY_S:
+            gc.collect(1)
+        else:
+            return
+        self._collected_at = time.monotonic()
