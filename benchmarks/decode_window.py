@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from slipstream.client import AsyncClient
-from slipstream.common.rpc.scrape import Scrape, scrape
 from slipstream.common.host import STEP_LOOP
+from slipstream.common.rpc.scrape import Scrape, scrape
 
 if TYPE_CHECKING:
     from slipstream.benchmarks.decode import Setup

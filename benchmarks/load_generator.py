@@ -18,8 +18,8 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Self
 
 from slipstream.client import AsyncClient
-from slipstream.common.host import yield_to_streams
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError
+from slipstream.common.host import yield_to_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,8 +11,9 @@ from cuda.bindings import driver as cu
 
 from slipstream.benchmarks.overlap_policies import MAIN_STREAM, WHOLE_STEP
 from slipstream.common.device.cuda.device import CudaDevice
-from slipstream.common.device.cuda.poll_backoff import PollBackoff
 from slipstream.common.device.cuda.fences import TimelineFence
+from slipstream.common.device.cuda.poll_backoff import PollBackoff
+from slipstream.common.device.manifest import TIMELINE
 from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
@@ -80,13 +81,13 @@ class MainStreamCopy:
     def start(self, value: int, row: int) -> None:
         """See `HostCopy.start`: only the barrier."""
         self._started = value
-        self._step_end.hold(self._stream, value)
+        self._step_end.wait_on_stream(self._stream, value)
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
         """See `HostCopy.finish`."""
         if self._copied < value:
             self._copied = value
-            self._gate.hold(self._stream, value)
+            self._gate.wait_on_stream(self._stream, value)
             for source, mirror in zip(self._sources, self._mirrors, strict=True):
                 size = mirror.numel() * mirror.element_size()
                 self._driver.call(cu.cuMemcpyDtoHAsync, mirror.data_ptr(), source[row].data_ptr(), size, self._stream)

@@ -37,7 +37,7 @@ class IdleCollection:
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Turns automatic collection off while the context is open. Objects made before it are never looked at again."""
+        """Turns automatic collection off until the context ends, and never looks at earlier objects again."""
         gc.collect()
         gc.freeze()
         gc.disable()

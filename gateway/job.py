@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.job_info import JobInfo, JobState
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.output_chunk import Usage
+from slipstream.common.api.output_chunk import FinishReason, Usage
 from slipstream.gateway.job_output import JobOutput
 from slipstream.gateway.request_metrics import FAILED
 from slipstream.gateway.sample import Sample

@@ -14,8 +14,7 @@ from slipstream.gateway.logprob_columns import LogprobColumns
 from slipstream.gateway.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
-    from slipstream.common.api.output_chunk import MatchedStop
-    from slipstream.common.api.output_chunk import Usage
+    from slipstream.common.api.output_chunk import MatchedStop, Usage
     from slipstream.gateway.checked_request import CheckedRequest
     from slipstream.gateway.detokenizer import Detokenizer
     from slipstream.scheduler.core.sequence import SequenceOutput

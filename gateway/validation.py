@@ -8,8 +8,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
-from slipstream.common.api.sampling import MAX_LISTED_IDS, SamplingParams
+from slipstream.common.api.sampling import MAX_LISTED_IDS, MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.unknown_fields import reject_unknown_fields
 from slipstream.gateway.checked_request import CheckedRequest, samples_of

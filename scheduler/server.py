@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.device.choose import choose_device
-from slipstream.common.host import yield_to_streams
 from slipstream.common.errors import (
     CheckpointError,
     ConfigError,
@@ -22,6 +21,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.host import yield_to_streams
 from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer

@@ -6,8 +6,13 @@ import enum
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from slipstream.common.api.output_chunk import FinishReason, MatchedStop, matched_stop_from_pb, matched_stop_to_pb
-from slipstream.common.api.output_chunk import Usage
+from slipstream.common.api.output_chunk import (
+    FinishReason,
+    MatchedStop,
+    Usage,
+    matched_stop_from_pb,
+    matched_stop_to_pb,
+)
 from slipstream.protos import generation_pb2
 
 

@@ -18,6 +18,8 @@ MAX_REPETITION_PENALTY = 2.0
 MAX_COUNT_PENALTY = 2.0
 """Of the frequency and the presence penalty, either way."""
 MAX_LOGIT_BIAS = 100.0
+MAX_TOP_LOGPROBS = 20
+"""Most likely tokens that a request may ask for at each place."""
 MAX_LISTED_IDS = 256
 """Token ids with a bias, and masked ones: each request's are a row of a table of this width."""
 _MAX_TOKEN_ID = 2**31 - 1

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
-from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
 from slipstream.common.errors import InvalidArgumentError, ManifestError
 from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription

@@ -6,15 +6,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
 from slipstream.common.api.output_chunk import Usage, mean_accept_length
+from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
 from slipstream.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections import abc
 
-    from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.common.api.output_chunk import FinishReason
+    from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
     from slipstream.common.api.sampling import SamplingParams
     from slipstream.common.errors import SlipstreamError
 

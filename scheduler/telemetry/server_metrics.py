@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
-from slipstream.common.rpc.metrics import gauge
-from slipstream.common.rpc.metrics import BUILD_INFO
+from slipstream.common.rpc.metrics import BUILD_INFO, gauge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -7,8 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from slipstream.common.rpc.metrics import counter, gauge, histogram
-from slipstream.common.rpc.metrics import HOST_STALL_SECONDS
+from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.telemetry.timings import EDGES
 

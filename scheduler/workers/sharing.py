@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import EVENT
-from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.errors import MismatchError
+from slipstream.common.host import pid_namespace, shm_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES
-from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.errors import ConfigError
+from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.worker.contract import WorkerDescription
 from slipstream.common.worker.step import Role
 from slipstream.services.draft.eagle3 import Eagle3Drafter

@@ -13,8 +13,7 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.client.requests import OutputReader
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk
-from slipstream.common.api.output_chunk import Usage
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk, Usage
 from slipstream.common.errors import (
     ConnectionLostError,
     DeadlineExceededError,

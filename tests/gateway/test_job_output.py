@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.output_chunk import TokenLogprobs
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import UnavailableError
 from slipstream.gateway.checked_request import CheckedRequest

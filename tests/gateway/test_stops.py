@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.job_info import JobState
-from slipstream.common.api.output_chunk import TokenLogprobs
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs, Usage
 from slipstream.common.api.sampling import SamplingParams
-from slipstream.common.api.output_chunk import Usage
 from slipstream.common.errors import UnavailableError
 from slipstream.gateway.checked_request import CheckedRequest
 from slipstream.gateway.detokenizer import Vocabulary

@@ -6,8 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.output_chunk import TokenLogprobs
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.scheduler.core.sequence import SequenceOutput
 
 if TYPE_CHECKING:

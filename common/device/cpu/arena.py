@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.cpu.fence import HostFence
-from slipstream.common.device.cpu.fence import FutexWord
+from slipstream.common.device.cpu.fence import FutexWord, HostFence
 from slipstream.common.device.manifest import HOST, Manifest, lay_out
 from slipstream.common.errors import ManifestError
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.host import work_as_stream
 from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.host import work_as_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable

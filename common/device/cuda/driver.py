@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.cuda.driver import StreamCalls
 from slipstream.common.errors import DeviceError
 
 if TYPE_CHECKING:

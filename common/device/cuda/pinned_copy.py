@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from slipstream.common.device.cuda.driver import CudaDriver
+    from slipstream.common.device.cuda.fences import TimelineFence, WordFence
     from slipstream.common.device.cuda.side_stream import SideStream
-    from slipstream.common.device.cuda.fences import TimelineFence
-    from slipstream.common.device.cuda.fences import WordFence
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from slipstream.common.api.job_info import JobInfo, JobPage, JobState, SampleInfo
-from slipstream.common.api.output_chunk import TokenLogprobs
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk
-from slipstream.common.api.output_chunk import Usage
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs, Usage
 from slipstream.protos import generation_pb2
 
 USAGE = Usage(

@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from slipstream.common.rpc.metrics import counter, histogram
-from slipstream.common.rpc.metrics import make_registry, serve_metrics
+from slipstream.common.rpc.metrics import counter, histogram, make_registry, serve_metrics
 from slipstream.common.rpc.scrape import Scrape, scrape
 
 OUTCOMES = counter("ends_total", "Ends.", "outcome", "phase")

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.output_chunk import TokenLogprobs
-from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.errors import FutureMapError, PendingLengthError, UnavailableError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import BatchSizes

@@ -10,8 +10,8 @@ import pytest
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.device.manifest import EVENT, TIMELINE
-from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.errors import MismatchError
+from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.workers.sharing import check_sharing
 from slipstream.scheduler.workers.sizing import Workers

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from slipstream.common.device.cuda.poll_backoff import MAX_SLEEP_S, INTERVALS, MIN_SLEEP_S, CompletionPredictor, PollBackoff
+from slipstream.common.device.cuda.poll_backoff import (
+    INTERVALS,
+    MAX_SLEEP_S,
+    MIN_SLEEP_S,
+    CompletionPredictor,
+    PollBackoff,
+)
 
 
 class Clock:
