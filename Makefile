@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_ARGS ?=
+# Two processes of tests; each takes over tests of the other when it has no more of its own.
+PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
 .PHONY: install demo test test-all check protos clean
 
@@ -19,10 +21,10 @@ demo: $(STAMP)
 	$(BIN)/slipstream demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not gpu and not slow'
+	$(BIN)/python -m pytest -m 'not gpu and not slow' --sampled --slowest 10 $(PYTEST_ARGS)
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu' --slowest 10 $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

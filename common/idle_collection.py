@@ -45,6 +45,7 @@ class IdleCollection:
             yield
         finally:
             gc.enable()
+            gc.unfreeze()
 
     async def run(self) -> None:
         """Collects when it is time, until it is cancelled."""

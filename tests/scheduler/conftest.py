@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.worker.config import WorkerConfig
@@ -15,19 +14,9 @@ from tests.harness.local_serving import Models, Served, Way
 from tests.harness.seeded_jobs import SEED, make_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from slipstream.services.worker.engine import RoleEngine
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Draft's stream and verify's share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

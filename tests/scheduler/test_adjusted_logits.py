@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.scheduler.core.sequence import Sequence
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> list[list[int]]:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.engine import RoleEngine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 WAYS = [
     Way(num_draft_tokens=4, run_ahead=0, chunk_tokens=3),

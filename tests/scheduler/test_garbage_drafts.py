@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.services.worker.engine import RoleEngine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PAUSE_S = 0.0003
 """Between two scribbles, at most: many in a step."""
 _FLOATS = (float("nan"), float("inf"), float("-inf"), 1e38, -1e38, 0.0)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.slots import SamplingMode
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class HiddenDrafter:
     """Implements `Drafter` by a guess that depends on the target's hidden states and on nothing else."""

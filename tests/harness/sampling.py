@@ -1,0 +1,38 @@
+"""Samples of slow properties: `make test` runs a part of each with a printed seed, `make test-all` the whole.
+
+@pytest.mark.sampled(2)                         two of the parameters
+@settings(max_examples=examples(1000))          a fifth of Hypothesis's examples
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+is_sampled = False
+"""True while `--sampled` is given. Set before tests are imported."""
+SHARE = 5
+
+
+def examples(whole: int) -> int:
+    """Hypothesis's number of examples: `whole`, or a fifth of it in a sampled run."""
+    return max(5, whole // SHARE) if is_sampled else whole
+
+
+def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """Returns what a sampled run leaves out: all but n of the parameters of a test that is marked `sampled(n)`."""
+    groups: dict[str, list[tuple[int, pytest.Item]]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            groups[item.nodeid.partition("[")[0]].append((mark.args[0], item))
+    gone: set[pytest.Item] = set()
+    for name, group in groups.items():
+        count = min(number for number, _ in group)
+        chosen = random.Random(f"{seed} {name}").sample(range(len(group)), min(count, len(group)))
+        gone.update(item for index, (_, item) in enumerate(group) if index not in chosen)
+    return gone
