@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role, StepCommand, StepKind
-from slipstream.scheduler.core.plan import OrderedStep, consume, initial_state, mask_of, plan_step
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, mask_of, plan_step
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, RESULT
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.batch import Applied, Batch, Delivery, Step
     from slipstream.scheduler.core.results import ResultReader, StepResult
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.ordering.accesses import DraftTraits
     from slipstream.scheduler.telemetry.recorder import StepRecorder
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.telemetry.timings import StepTimings

@@ -1,11 +1,18 @@
-"""The ordering plan: what every command waits for and signals.
+"""The order of the steps as a table: what each command waits for and signals.
 
-A pure function over an immutable state. It derives the waits of a command from the accesses that the
-commands declare (`accesses.py`) and from what the command's stream already knows, so that no wait is
-missing and none redundant. Nobody else decides an order.
+`plan_step` is a pure function over a small immutable state. Nothing else decides an order. `last` is the last step
+that touched it; a wait that the stream's knowledge covers is left out.
 
-A conflict with a read of the scheduler cannot be waited for on a device. Only the rule orders it that
-step n is sent once step n-R-1 is consumed; a step that is planned too early is an OrderingError.
+    step                            draft waits for         draft signals   verify waits for        verify signals
+    decode n                        stash >= last of slots  done = n        done >= n               publish, stash = n
+    prefill n, draft reads hidden   stash >= n              done = n        done >= last reader     publish, stash = n
+    prefill n, language-model draft                         done = n                                publish, stash = n
+    plain n, or without a draft                                                                     publish, stash = n
+
+The scheduler's copy of the result of step n waits for publish >= n. Fences cannot order the scheduler's own reads
+before the next writes of the same ring row: step n is planned once step n-R-1 is consumed, and not before.
+
+`tests/ordering/` derives the same waits from the accesses that commands make to shared memory.
 """
 
 from __future__ import annotations
@@ -14,30 +21,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.access_log import StreamName
-from slipstream.common.worker.layout import ring_rows
+from slipstream.common.worker.layout import last_consumed
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
-from slipstream.scheduler.ordering.accesses import BufferGroup, DraftTraits
-from slipstream.scheduler.ordering.halves import DRAFT, SCHEDULER, VERIFY, halves_by_kind, row_masks
-from slipstream.scheduler.ordering.history import GroupHistory, latest, record
-from slipstream.scheduler.ordering.knowledge import (
-    CONSUMED,
-    NOTHING_KNOWN,
-    Known,
-    Signal,
-    join,
-    signal,
-    without_implied,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    from slipstream.scheduler.ordering.halves import Half, Halves, PlannedAccess
+_DONE, _PUBLISH, _STASH = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedStep:
+class DraftTraits:
+    """What the order of the steps depends on, of the draft that is attached."""
+
+    is_present: bool
+    reads_hidden: bool = False
+    """Whether it reads the target's hidden states."""
+
+
+class OrderedStep(NamedTuple):
     """A step as the plan sees it."""
 
     step: int
@@ -46,36 +48,34 @@ class OrderedStep:
     """Mask of the slots that take part."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """What the commands of a step wait for and signal."""
 
     draft: FenceOps | None
     """None where the step has no command for draft."""
     verify: FenceOps
     copy: FenceOps
-    """Of the scheduler's copy of the result."""
+    """For the scheduler's copy of the result."""
 
 
 class PlanState(NamedTuple):
-    """Everything that the plan of the next step depends on. Its size does not grow with the steps."""
+    """Everything that the plan of the next step depends on. Its size is bounded by the run-ahead."""
 
     draft: DraftTraits
     run_ahead: int
-    halves: Mapping[StepKind, Halves]
-    step: int
+    step: int = 0
     """The last step planned."""
-    knows: tuple[Known, Known, Known]
-    """What draft, verify and the scheduler know."""
-    histories: tuple[GroupHistory, ...]
-    """By the number of the BufferGroup."""
-    published: tuple[Signal, ...]
-    """The publish signals of the steps that are not consumed yet, oldest first."""
-
-    @property
-    def consumed(self) -> int:
-        """The last step that the scheduler consumed."""
-        return self.step - len(self.published)
+    consumed: int = 0
+    """The last step that the scheduler consumed."""
+    rows: tuple[int, ...] = ()
+    """Masks of the slots of the steps after `consumed - 1`, oldest first. All steps stash for their slots; a step
+    that is older has stashed before the publish of step `consumed`, which the scheduler has seen."""
+    stash_known: int = 0
+    """The last stash that draft's stream has waited for."""
+    done_known: int = 0
+    """The last `draft.done` that verify's stream has waited for."""
+    hidden_read: int = 0
+    """The last step in which draft read `prefill_hidden`."""
 
 
 def mask_of(slots: Iterable[int]) -> int:
@@ -88,37 +88,41 @@ def mask_of(slots: Iterable[int]) -> int:
 
 def initial_state(draft: DraftTraits, run_ahead: int) -> PlanState:
     """The state before the first step of an epoch."""
-    nobody_knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
-    nothing_done = (GroupHistory(),) * len(BufferGroup)
-    return PlanState(draft, run_ahead, halves_by_kind(draft), 0, nobody_knows, nothing_done, ())
+    return PlanState(draft, run_ahead)
 
 
 def with_draft(state: PlanState, draft: DraftTraits) -> PlanState:
-    """The state when draft has left or another one has joined: it knows nothing and has rows of its own."""
-    histories = list(state.histories)
-    for group in BufferGroup:
-        if group.writer is StreamName.DRAFT:
-            histories[group] = GroupHistory()
-        elif group.reader is StreamName.DRAFT:
-            histories[group] = GroupHistory(writes=histories[group].writes)
-    knows = (NOTHING_KNOWN, state.knows[VERIFY], state.knows[SCHEDULER])
-    return state._replace(draft=draft, halves=halves_by_kind(draft), knows=knows, histories=tuple(histories))
+    """The state when draft has left or another one has joined, which has waited for nothing and read nothing."""
+    return state._replace(draft=draft, stash_known=0, hidden_read=0)
 
 
 def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, PlanState]:
     """What the commands of the next step wait for and signal, and the state after it.
 
-    Raises OrderingError when the step cannot be ordered now, naming the accesses that collide.
+    Raises OrderingError when the step cannot be ordered now.
     """
-    if command.step != state.step + 1:
-        raise OrderingError(f"step {command.step} is planned after step {state.step}")
-    if command.kind not in state.halves:
-        raise OrderingError(f"step {command.step} is a {command.kind.name} step, and there is no draft")
-    planning = _Planning(state, command)
-    draft, verify, copy = planning.fence_ops()
-    assert verify is not None, "every step has a command for verify"
-    assert copy is not None, "every step is consumed"
-    return PlannedStep(draft, verify, copy), planning.state_after()
+    draft, run_ahead, _, consumed, rows, stash_known, done_known, hidden_read = state
+    step, kind, slots = command
+    _check(state, step, kind)
+    has_draft = draft.is_present and kind is not StepKind.PLAIN
+    done, published, stashed = FencePoint(_DONE, step), FencePoint(_PUBLISH, step), FencePoint(_STASH, step)
+    draft_waits: tuple[FencePoint, ...] = ()
+    verify_waits: tuple[FencePoint, ...] = ()
+    if kind is StepKind.DECODE:
+        last = _last_stash(state, slots)
+        if last > stash_known:
+            draft_waits, stash_known = (FencePoint(_STASH, last),), last
+        verify_waits, done_known = (done,), step
+    elif has_draft and draft.reads_hidden:
+        if hidden_read > done_known:
+            verify_waits, done_known = (FencePoint(_DONE, hidden_read),), hidden_read
+        draft_waits, stash_known, hidden_read = (stashed,), step, step
+    planned = PlannedStep(
+        draft=FenceOps(draft_waits, (done,)) if has_draft else None,
+        verify=FenceOps(verify_waits, (published, stashed)),
+        copy=FenceOps((published,)),
+    )
+    return planned, PlanState(draft, run_ahead, step, consumed, (*rows, slots), stash_known, done_known, hidden_read)
 
 
 def consume(state: PlanState, step: int) -> PlanState:
@@ -126,103 +130,28 @@ def consume(state: PlanState, step: int) -> PlanState:
 
     Raises OrderingError unless `step` is the oldest one that is not consumed.
     """
-    if not state.published or step != state.consumed + 1:
+    if step != state.consumed + 1 or step > state.step:
         raise OrderingError(f"step {step} is consumed after step {state.consumed} of {state.step}")
-    seen = join(state.knows[SCHEDULER], state.published[0].known)
-    knows = (state.knows[DRAFT], state.knows[VERIFY], signal(seen, CONSUMED, step).known)
-    return state._replace(knows=knows, published=state.published[1:])
+    num_kept = state.step - step + 1
+    return state._replace(consumed=step, rows=state.rows[-num_kept:])
 
 
-class _Planning:
-    """One step in the making."""
-
-    __slots__ = ("_command", "_histories", "_knows", "_masks", "_published", "_state")
-
-    def __init__(self, state: PlanState, command: OrderedStep) -> None:
-        self._state = state
-        self._command = command
-        self._masks = row_masks(command.rows, command.step, ring_rows(state.run_ahead))
-        self._knows = list(state.knows)
-        self._histories = list(state.histories)
-        self._published = state.published
-
-    def fence_ops(self) -> list[FenceOps | None]:
-        """Plans the halves, each knowing what those before it do; by the number of the stream."""
-        ops: list[FenceOps | None] = [None, None, None]
-        step = self._command.step
-        for half in self._state.halves[self._command.kind]:
-            known, waits = self._waits(half)
-            self._record(half, self._signals(half, known))
-            ops[half.stream] = FenceOps(
-                tuple([FencePoint(FenceName(wait.counter), wait.value) for wait in waits]),
-                tuple([FencePoint(fence, step) for fence in half.signals]),
-            )
-        return ops
-
-    def state_after(self) -> PlanState:
-        """The state when the step is planned."""
-        state = self._state
-        draft, verify, scheduler = self._knows
-        return PlanState(
-            state.draft,
-            state.run_ahead,
-            state.halves,
-            self._command.step,
-            (draft, verify, scheduler),
-            tuple(self._histories),
-            self._published,
+def _check(state: PlanState, step: int, kind: StepKind) -> None:
+    if step != state.step + 1:
+        raise OrderingError(f"step {step} is planned after step {state.step}")
+    if kind is StepKind.DECODE and not state.draft.is_present:
+        raise OrderingError(f"step {step} is a {kind.name} step, and there is no draft")
+    before = last_consumed(step, state.run_ahead)
+    if state.consumed < before:
+        raise OrderingError(
+            f"step {step} is planned before step {before} is consumed, whose row of the results it writes to; "
+            f"consumed so far: {state.consumed}"
         )
 
-    def _waits(self, half: Half) -> tuple[Known, list[Signal]]:
-        # Everything is waited for at the start of the command, in one go. Returns what is known then, too.
-        known = join(self._knows[half.stream], self._knows[SCHEDULER])
-        missing: list[Signal] = []
-        for access in half.accesses:
-            if access.is_polled:
-                continue
-            history = self._histories[access.group]
-            others = history.reads if access.is_write else history.writes
-            last = latest(others, self._masks[access.rows])
-            if last is None or last.value <= known[last.counter]:
-                continue
-            if last.counter == CONSUMED:
-                raise OrderingError(self._too_early(access, last))
-            missing.append(last)
-        waits = without_implied(missing)
-        for wait in waits:
-            known = join(known, wait.known)
-        return known, waits
 
-    def _signals(self, half: Half, known: Known) -> dict[int, Signal]:
-        signals: dict[int, Signal] = {}
-        for fence in half.signals:
-            signals[fence] = signal(known, fence, self._command.step)
-            known = signals[fence].known
-        if half.stream == VERIFY:
-            self._published = (*self._published, signals[FenceName.VERIFY_PUBLISH])
-        if half.stream != SCHEDULER:
-            self._knows[half.stream] = known
-        return signals
-
-    def _record(self, half: Half, signals: dict[int, Signal]) -> None:
-        for access in half.accesses:
-            after = signals.get(access.counter) or self._consumption(access)
-            history = self._histories[access.group]
-            rows = self._masks[access.rows]
-            if access.is_write:
-                history = GroupHistory(record(history.writes, rows, after, self._knows[SCHEDULER]), history.reads)
-            else:
-                history = GroupHistory(history.writes, record(history.reads, rows, after, self._knows[SCHEDULER]))
-            self._histories[access.group] = history
-
-    def _consumption(self, access: PlannedAccess) -> Signal:
-        step = self._command.step + 1 if access.is_polled else self._command.step
-        return Signal(CONSUMED, step, NOTHING_KNOWN)
-
-    def _too_early(self, access: PlannedAccess, last: Signal) -> str:
-        step, consumed = self._command.step, self._state.consumed
-        reads = f"{BufferGroup(access.group).reader.value}'s read of the same row"
-        return (
-            f"{access.declared} in step {step} collides with {reads}, "
-            f"which is over when step {last.value} is consumed; consumed so far: {consumed}"
-        )
+def _last_stash(state: PlanState, slots: int) -> int:
+    """The last step that stashed for one of these slots; 0 if that is known to the scheduler."""
+    for index in range(len(state.rows) - 1, -1, -1):
+        if state.rows[index] & slots:
+            return state.step - len(state.rows) + 1 + index
+    return 0

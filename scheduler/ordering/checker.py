@@ -1,30 +1,53 @@
 """The happens-before checker: names every two accesses to a shared buffer that nothing orders.
 
-It knows nothing of the plan. Each stream has a vector clock. A signal carries the clock of its
-stream, a wait joins it, a poll that was seen true does the same, and a command carries the clock of
-the scheduler when it was sent. Two accesses to the same row conflict unless both are reads; they are
-ordered when the later one's stream has come to know the earlier one's time. Per row it keeps the last
-write and the reads since then, each with one number for its time (Flanagan and Freund, "FastTrack:
-efficient and precise dynamic race detection", 2009).
+It shares no logic with the plan. Each stream has a vector clock. A signal carries the clock of its stream, a wait
+joins it, a poll that was seen true does the same, and a command carries the clock of the scheduler when it was sent.
+Two accesses to the same row conflict unless both are reads; they are ordered when the later one's stream has come to
+know the earlier one's time. Per row it keeps the last write and the reads since then, each with one number for its
+time (Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection", 2009).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.worker.access_log import LogOp
+from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.step import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from slipstream.common.worker.layout import BufferName
     from slipstream.common.worker.step import FenceName
-    from slipstream.scheduler.ordering.operations import Operation
 
 Clock = tuple[int, ...]
 """For each lane, the latest time of it that is known."""
+
+
+class Operation(NamedTuple):
+    """One operation of a stream. Which of the last fields mean something depends on `op`."""
+
+    op: LogOp
+    stream: StreamName
+    step: int
+    epoch: int = 0
+    buffer: BufferName | None = None
+    rows: tuple[int, ...] = ()
+    fence: FenceName | None = None
+    value: int = 0
+    role: Role | None = None
+
+    def __str__(self) -> str:
+        if self.buffer is not None:
+            rows = ", ".join(map(str, self.rows))
+            what = f"{self.op.value} of {self.buffer.value} [{rows}]"
+        elif self.fence is not None:
+            what = f"{self.op.value} of {self.fence.name} {self.value}"
+        else:
+            what = self.op.value
+        return f"{self.stream.value}'s {what} in step {self.step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +71,13 @@ class Stuck:
     operation: Operation
 
     def __str__(self) -> str:
-        return f"{self.operation} never ends: nobody signalled or sent that"
+        return f"{self.operation} never ends: it was never signalled or sent"
 
 
-_Touch = tuple[int, int, "Operation"]
+_Touch = tuple[int, int, Operation]
 """The lane of an access, its time there, and the access."""
 
-_Cell = tuple["_Touch | None", tuple[_Touch, ...]]
+_Cell = tuple[_Touch | None, tuple[_Touch, ...]]
 """A row of a buffer: its last write, and the last read of each lane since then."""
 
 _UNTOUCHED: _Cell = (None, ())
@@ -66,36 +89,18 @@ class Checker:
     A *lane* is one stream of one process, by its number.
     """
 
-    def __init__(self, num_lanes: int, *, trusts_polls: bool = True) -> None:
-        """`trusts_polls`: False to check a plan, which must hold whether or not a poll was seen true.
-
-        Then a poll orders only the reads that follow it at once.
-        """
+    def __init__(self, num_lanes: int) -> None:
         self.races: list[Race] = []
         self.num_accesses = 0
         """Rows accessed."""
         self.num_ordered = 0
         """Pairs of conflicting accesses on different lanes that were found in order."""
-        self._trusts_polls = trusts_polls
-        self._clocks: list[Clock] = [_started(lane, num_lanes) for lane in range(num_lanes)]
-        # What a lane may look at: its clock, and what a poll has shown it.
-        self._views = list(self._clocks)
+        self._clocks: list[Clock] = [
+            tuple(1 if number == lane else 0 for number in range(num_lanes)) for lane in range(num_lanes)
+        ]
         self._signals: dict[tuple[int, FenceName], list[tuple[int, Clock]]] = {}
         self._sends: dict[tuple[int, Role, int], Clock] = {}
         self._cells: dict[tuple[int, str, int], _Cell] = {}
-
-    def copy(self) -> Checker:
-        """An independent checker in the same state."""
-        twin = Checker(0, trusts_polls=self._trusts_polls)
-        twin.races = self.races.copy()
-        twin.num_accesses = self.num_accesses
-        twin.num_ordered = self.num_ordered
-        twin._clocks = self._clocks.copy()
-        twin._views = self._views.copy()
-        twin._signals = {key: signals.copy() for key, signals in self._signals.items()}
-        twin._sends = self._sends.copy()
-        twin._cells = self._cells.copy()
-        return twin
 
     def apply(self, lane: int, operation: Operation) -> bool:
         """The lane does the operation; False, with nothing done, if that has to wait for another lane."""
@@ -104,9 +109,11 @@ class Checker:
             return True
         match operation.op:
             case LogOp.SIGNAL | LogOp.RELEASE:
-                self._signal(lane, operation)
+                assert operation.fence is not None, "a signal names the fence"
+                signals = self._signals.setdefault((operation.epoch, operation.fence), [])
+                insort(signals, (operation.value, self._tick(lane)))
             case LogOp.WAIT | LogOp.POLL:
-                return self._join_signal(lane, operation)
+                return self._join(lane, self._signalled(operation))
             case LogOp.SEND:
                 assert operation.role is not None, "a send names the role"
                 self._sends[operation.epoch, operation.role, operation.step] = self._tick(lane)
@@ -120,46 +127,30 @@ class Checker:
             kept_write = None if write is not None and write[0] == lane else write
             self._cells[key] = kept_write, tuple(touch for touch in reads if touch[0] != lane)
         own_time = self._clocks[lane][lane]
-        self._clocks[lane] = self._views[lane] = (*(0,) * lane, own_time, *(0,) * (len(self._clocks) - lane - 1))
+        self._clocks[lane] = (*(0,) * lane, own_time, *(0,) * (len(self._clocks) - lane - 1))
 
-    def signalled_before(self, epoch: int, fence: FenceName, value: int) -> int | None:
-        """The highest value below `value` that the fence was signalled with so far."""
-        signals = self._signals.get((epoch, fence), [])
-        index = bisect_left(signals, (value,))
-        return signals[index - 1][0] if index else None
-
-    def _signal(self, lane: int, operation: Operation) -> None:
-        assert operation.fence is not None, "a signal names the fence"
-        signals = self._signals.setdefault((operation.epoch, operation.fence), [])
-        insort(signals, (operation.value, self._tick(lane)))
-
-    def _join_signal(self, lane: int, operation: Operation) -> bool:
-        assert operation.fence is not None, "a wait names the fence"
-        signals = self._signals.get((operation.epoch, operation.fence), [])
-        index = bisect_left(signals, (operation.value,))
-        if index == len(signals):
-            return False
-        if operation.op is LogOp.POLL and not self._trusts_polls:
-            self._views[lane] = _joined(self._views[lane], signals[index][1])
-            return True
-        return self._join(lane, signals[index][1])
+    def _signalled(self, wait: Operation) -> Clock | None:
+        """The clock of the first signal that ends the wait, if there is one by now."""
+        assert wait.fence is not None, "a wait names the fence"
+        signals = self._signals.get((wait.epoch, wait.fence), [])
+        index = bisect_left(signals, (wait.value,))
+        return signals[index][1] if index < len(signals) else None
 
     def _join(self, lane: int, clock: Clock | None) -> bool:
         if clock is None:
             return False
-        self._clocks[lane] = self._views[lane] = _joined(self._clocks[lane], clock)
+        self._clocks[lane] = joined(self._clocks[lane], clock)
         return True
 
     def _tick(self, lane: int) -> Clock:
         """The lane's clock, to be carried; what the lane does afterwards is later than it."""
         carried = self._clocks[lane]
-        self._clocks[lane] = self._views[lane] = (*carried[:lane], carried[lane] + 1, *carried[lane + 1 :])
+        self._clocks[lane] = (*carried[:lane], carried[lane] + 1, *carried[lane + 1 :])
         return carried
 
     def _access(self, lane: int, operation: Operation) -> None:
-        cells = self._cells
-        view = self._views[lane]
-        touch = lane, view[lane], operation
+        cells, clock = self._cells, self._clocks[lane]
+        touch = lane, clock[lane], operation
         is_write = operation.op is LogOp.WRITE
         epoch, buffer = operation.epoch, operation.buffer
         assert buffer is not None, "an access names the buffer"
@@ -168,11 +159,11 @@ class Checker:
             key = epoch, buffer, row
             write, reads = cells.get(key, _UNTOUCHED)
             if write is not None and write[0] != lane:
-                self._compare(write, view, row, collisions)
+                self._compare(write, clock, row, collisions)
             if is_write:
                 for read in reads:
                     if read[0] != lane:
-                        self._compare(read, view, row, collisions)
+                        self._compare(read, clock, row, collisions)
                 cells[key] = touch, ()
             elif not reads or (len(reads) == 1 and reads[0][0] == lane):
                 cells[key] = write, (touch,)
@@ -182,9 +173,9 @@ class Checker:
         if collisions:
             self.races.extend(Race(first, operation, tuple(rows)) for first, rows in collisions.items())
 
-    def _compare(self, earlier: _Touch, view: Clock, row: int, collisions: dict[Operation, list[int]]) -> None:
+    def _compare(self, earlier: _Touch, clock: Clock, row: int, collisions: dict[Operation, list[int]]) -> None:
         lane, time, operation = earlier
-        if time > view[lane]:
+        if time > clock[lane]:
             collisions.setdefault(operation, []).append(row)
         else:
             self.num_ordered += 1
@@ -211,39 +202,6 @@ def run(checker: Checker, lanes: Sequence[Iterable[Operation]]) -> list[Stuck]:
     return [Stuck(number, head) for number, head in enumerate(heads) if head is not None]
 
 
-def needless_waits(checker: Checker, lanes: Sequence[Sequence[Operation]]) -> list[Operation]:
-    """The waits in what the lanes are about to do that a weaker one, or none, could stand in for without a race.
-
-    Of a checker that has found none so far.
-    """
-    waits = [operation for lane in lanes for operation in lane if operation.op is LogOp.WAIT]
-    return [wait for wait in waits if not _has_race_without(checker, lanes, wait)]
-
-
-def _has_race_without(checker: Checker, lanes: Sequence[Sequence[Operation]], wait: Operation) -> bool:
-    assert wait.fence is not None, "a wait names the fence"
-    value = checker.signalled_before(wait.epoch, wait.fence, wait.value)
-    weaker = None if value is None else wait._replace(value=value)
-    twin = checker.copy()
-    run(twin, [_weakened(twin, lane, wait, weaker) for lane in lanes])
-    return bool(twin.races)
-
-
-def _weakened(
-    checker: Checker, lane: Sequence[Operation], wait: Operation, weaker: Operation | None
-) -> Iterator[Operation]:
-    for operation in lane:
-        if checker.races:
-            return
-        if operation is not wait:
-            yield operation
-        elif weaker is not None:
-            yield weaker
-
-
-def _started(lane: int, num_lanes: int) -> Clock:
-    return tuple(1 if number == lane else 0 for number in range(num_lanes))
-
-
-def _joined(left: Clock, right: Clock) -> Clock:
+def joined(left: Clock, right: Clock) -> Clock:
+    """What is known to a lane that knows both."""
     return tuple(map(max, left, right))

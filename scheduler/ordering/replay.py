@@ -24,8 +24,7 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
 from slipstream.common.worker.step import FenceName, Role
-from slipstream.scheduler.ordering.checker import Checker, Race, Stuck, run
-from slipstream.scheduler.ordering.operations import Operation
+from slipstream.scheduler.ordering.checker import Checker, Operation, Race, Stuck, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,8 +16,8 @@ from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.loop import LoopSettings, StepLoop
+from slipstream.scheduler.core.plan import DraftTraits
 from slipstream.scheduler.core.results import ResultReader
-from slipstream.scheduler.ordering.accesses import DraftTraits
 from slipstream.scheduler.telemetry.recorder import StepRecorder
 from slipstream.scheduler.telemetry.timings import StepTimings
 from slipstream.scheduler.workers.dispatch import DispatchAcknowledged, DispatchTogether

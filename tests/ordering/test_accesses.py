@@ -7,9 +7,9 @@ import pytest
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.ordering.accesses import (
+from slipstream.scheduler.core.plan import DraftTraits
+from tests.ordering.accesses import (
     BufferGroup,
-    DraftTraits,
     Phase,
     Rows,
     declared_accesses,

@@ -1,7 +1,9 @@
-"""The plan, row by row of the table in the design, and its errors."""
+"""The plan, row by row of its table, its errors, and what it costs."""
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 from slipstream.scheduler.core.plan import (
+    DraftTraits,
     OrderedStep,
     PlannedStep,
     PlanState,
@@ -18,7 +21,6 @@ from slipstream.scheduler.core.plan import (
     plan_step,
     with_draft,
 )
-from slipstream.scheduler.ordering.accesses import DraftTraits
 
 NO_DRAFT = DraftTraits(is_present=False)
 LANGUAGE_MODEL = DraftTraits(is_present=True)
@@ -26,6 +28,8 @@ HEAD = DraftTraits(is_present=True, reads_hidden=True)
 
 DONE, PUBLISH, STASH = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH
 A, B, C = 1, 2, 3
+LIMIT_US = 40.0
+"""Several times what a step takes, for a machine that is busy with something else."""
 
 
 @dataclass
@@ -221,14 +225,11 @@ class TestSendAfterConsume:
             epoch.consume()
             epoch.decode(A)
 
-    def test_the_error_names_both_accesses(self) -> None:
+    def test_the_error_names_the_step_that_is_not_consumed(self) -> None:
         epoch = Epoch.begin(LANGUAGE_MODEL, run_ahead=1)
         epoch.prefill(A)
         epoch.decode(A)
-        expected = (
-            r"verify's write of results \[spare\] in step 3 collides with scheduler's read of the same row, "
-            r"which is over when step 1 is consumed; consumed so far: 0"
-        )
+        expected = r"step 3 is planned before step 1 is consumed, .*; consumed so far: 0"
         with pytest.raises(OrderingError, match=expected):
             epoch.decode(A)
 
@@ -252,3 +253,39 @@ def test_a_state_is_a_value() -> None:
     state = drafts(HEAD).state
     command = OrderedStep(3, StepKind.DECODE, mask_of((A, B)))
     assert plan_step(state, command) == plan_step(state, command)
+
+
+class TestCost:
+    """The plan runs on the scheduler's loop: its cost depends neither on the slots nor on the steps so far."""
+
+    NUM_SLOTS = 64
+    RUN_AHEAD = 2
+
+    def test_the_state_is_bounded_by_the_run_ahead(self) -> None:
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        randomness = random.Random(seed)
+        state = initial_state(HEAD, self.RUN_AHEAD)
+        for _ in range(2000):
+            kind = randomness.choice(tuple(StepKind))
+            state = self._advance(state, kind, randomness.getrandbits(self.NUM_SLOTS) | 1)
+            assert len(state.rows) <= self.RUN_AHEAD + 2
+
+    def test_a_step_of_64_slots_costs_little(self) -> None:
+        rows = mask_of(range(self.NUM_SLOTS))
+        state = self._advance(initial_state(HEAD, self.RUN_AHEAD), StepKind.PREFILL, rows)
+        costs_us = []
+        for _ in range(20):
+            started = time.perf_counter()
+            for _ in range(200):
+                state = self._advance(state, StepKind.DECODE, rows)
+            costs_us.append((time.perf_counter() - started) / 200 * 1e6)
+        print(f"{min(costs_us):.1f} us a step at best, {max(costs_us):.1f} us at worst")
+        assert min(costs_us) < LIMIT_US
+
+    def _advance(self, state: PlanState, kind: StepKind, rows: int) -> PlanState:
+        step = state.step + 1
+        if step - self.RUN_AHEAD - 1 > state.consumed:
+            state = consume(state, state.consumed + 1)
+        _, state = plan_step(state, OrderedStep(step, kind, rows))
+        return state

@@ -9,11 +9,10 @@ from hypothesis import given, note, seed, settings
 from hypothesis import strategies as st
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import OrderedStep
-from slipstream.scheduler.ordering.accesses import DraftTraits
-from slipstream.scheduler.ordering.checker import needless_waits
-from slipstream.scheduler.ordering.model import Model
-from slipstream.scheduler.ordering.sequences import num_consumable
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+from tests.ordering.model import Model
+from tests.ordering.plan_checker import needless_waits
+from tests.ordering.sequences import num_consumable
 
 NUM_SLOTS = 8
 NUM_STEPS = 30
@@ -58,6 +57,6 @@ def test_nothing_collides_and_no_wait_is_needless(data: st.DataObject, run_ahead
         note(f"{command}: {planned}")
         assert not model.problems
         assert not needless_waits(before.checker, model.operations(step).send_lanes)
-    while model.state.published:
+    while model.has_unconsumed:
         model.consume()
     assert not model.problems

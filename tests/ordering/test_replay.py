@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import re
@@ -17,10 +19,10 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, StreamName
 from slipstream.common.worker.layout import BufferName, last_consumed
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.scheduler.core.plan import OrderedStep, consume, initial_state, plan_step
-from slipstream.scheduler.ordering.accesses import DraftTraits
-from slipstream.scheduler.ordering.operations import Operation, StepOperations, step_operations
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step
+from slipstream.scheduler.ordering.checker import Operation
 from slipstream.scheduler.ordering.replay import Replay, main, read_log
+from tests.ordering.step_operations import StepOperations, step_operations
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,18 +151,26 @@ HOLES: dict[str, tuple[Filter, str]] = {
 def test_a_run_with_a_hole_names_the_accesses(hole: str, tmp_path: Path) -> None:
     keeps, expected = HOLES[hole]
     write_run(tmp_path, [PREFILL, *[DECODE] * 20], keeps=keeps)
-    assert re.search(expected, run_command(tmp_path, status=1))
+    assert re.search(expected, replayed(tmp_path, status=1))
 
 
 def test_a_step_that_is_sent_before_a_consumption_names_the_accesses(tmp_path: Path) -> None:
     write_run(tmp_path, [PREFILL, *[DECODE] * 20], is_hasty=True)
-    output = run_command(tmp_path, status=1)
+    output = replayed(tmp_path, status=1)
     assert re.search(r"(scheduler's read|verify's write) of new_seq_lens \[\d\] in step", output)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    write_run(tmp_path, [PREFILL, *[DECODE] * 5], keeps=lambda op: op.op is not LogOp.WAIT)
+    command = [sys.executable, "-m", "slipstream.scheduler.ordering.replay", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1, result.stderr
+    assert "races" in result.stdout
 
 
 def test_a_wait_for_what_never_came_is_an_error(tmp_path: Path) -> None:
     write_run(tmp_path, [PREFILL, DECODE], keeps=lambda op: (op.op, op.stream) != (LogOp.SIGNAL, StreamName.DRAFT))
-    assert "verify's wait of DRAFT_DONE 2 in step 2 never ends" in run_command(tmp_path, status=1)
+    assert "verify's wait of DRAFT_DONE 2 in step 2 never ends" in replayed(tmp_path, status=1)
 
 
 class TestFaults:
@@ -172,7 +182,7 @@ class TestFaults:
 
     def test_an_epoch_that_is_over_may_end_anywhere(self, tmp_path: Path) -> None:
         def keeps(operation: Operation) -> bool:
-            """Verify ends in step 4. Draft has begun with the steps after it, whose results nobody consumes."""
+            """Verify ends in step 4. Draft has begun with the steps after it, whose results are never consumed."""
             return operation.step < 4 or operation.stream is StreamName.DRAFT or operation.op is LogOp.SEND
 
         write_run(tmp_path, [PREFILL, *[DECODE] * 5], keeps=keeps)
@@ -180,9 +190,9 @@ class TestFaults:
         later.mkdir()
         write_run(later, [PREFILL, *[DECODE] * 5], epoch=EPOCH + 1)
         append_logs(later, tmp_path)
-        assert "draft's wait of VERIFY_STASH 4 in step 5 never ends" in run_command(tmp_path, status=1)
+        assert "draft's wait of VERIFY_STASH 4 in step 5 never ends" in replayed(tmp_path, status=1)
         write_release(tmp_path, FenceName.VERIFY_STASH, 6)
-        run_command(tmp_path, status=0)
+        replayed(tmp_path, status=0)
 
     def test_a_draft_whose_step_was_released_is_excused(self, tmp_path: Path) -> None:
         write_run(
@@ -190,7 +200,7 @@ class TestFaults:
             [PREFILL, *[DECODE] * 3, *[PLAIN] * 3],
             keeps=lambda op: op != Operation(LogOp.SIGNAL, StreamName.DRAFT, 4, fence=FenceName.DRAFT_DONE, value=4),
         )
-        assert "verify's wait of DRAFT_DONE 4 in step 4 never ends" in run_command(tmp_path, status=1)
+        assert "verify's wait of DRAFT_DONE 4 in step 4 never ends" in replayed(tmp_path, status=1)
         write_release(tmp_path, FenceName.DRAFT_DONE, 4)
         report = Replay(tmp_path).report()
         assert (report.races, report.stuck) == ((), ())
@@ -205,7 +215,7 @@ class TestFaults:
         # The first one was in step 5 when it was lost; the other one begins with that step, in rows of its own.
         write_lines(first, lines[: ends - 1])
         write_lines(tmp_path / "another.jsonl", lines[begins:])
-        run_command(tmp_path, status=0)
+        replayed(tmp_path, status=0)
 
 
 class TestBrokenLogs:
@@ -240,11 +250,12 @@ def test_a_run_of_10000_steps(tmp_path: Path) -> None:
     assert (report.races, report.stuck) == ((), ())
 
 
-def run_command(folder: Path, *, status: int) -> str:
-    command = [sys.executable, "-m", "slipstream.scheduler.ordering.replay", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == status, result.stderr
-    return result.stdout
+def replayed(folder: Path, *, status: int) -> str:
+    """What the command prints, which ends with this status."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main([str(folder)]) == status
+    return output.getvalue()
 
 
 def write_release(folder: Path, fence: FenceName, value: int) -> None:

@@ -10,13 +10,13 @@ import pytest
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.ordering.accesses import BufferGroup, DraftTraits
-from slipstream.scheduler.ordering.model import Model
-from slipstream.scheduler.ordering.sequences import Walk
+from slipstream.scheduler.core.plan import DraftTraits
+from tests.ordering.accesses import BufferGroup
+from tests.ordering.model import Model
+from tests.ordering.sequences import Walk
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.ordering.checker import Race
-    from slipstream.scheduler.ordering.operations import Operation
+    from slipstream.scheduler.ordering.checker import Operation, Race
 
 LANGUAGE_MODEL = DraftTraits(is_present=True)
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
@@ -81,7 +81,7 @@ def races_without(rule: Rule, draft: DraftTraits, run_ahead: int) -> list[Race]:
 
     for num_steps in range(1, 5):
         for visit in Walk(2).visits(Model(draft, run_ahead, alter=alter), num_steps):
-            while visit.after.state.published:
+            while visit.after.has_unconsumed:
                 visit.after.consume()
             assert not visit.after.stuck
             if visit.after.checker.races:

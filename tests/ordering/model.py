@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.ordering.checker import Checker, run
-from slipstream.scheduler.ordering.halves import DRAFT
-from slipstream.scheduler.ordering.operations import Operation, step_operations
+from slipstream.scheduler.ordering.checker import run
+from tests.ordering.plan_checker import PlanChecker
+from tests.ordering.step_operations import Operation, step_operations
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.plan import OrderedStep, PlannedStep
-    from slipstream.scheduler.ordering.accesses import DraftTraits
+    from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, PlannedStep
     from slipstream.scheduler.ordering.checker import Race, Stuck
-    from slipstream.scheduler.ordering.operations import Lanes, StepOperations
+    from tests.ordering.step_operations import Lanes, StepOperations
 
-NUM_LANES = 3
+DRAFT, NUM_LANES = 0, 3
 
 Alteration = Callable[[StepKind, Operation], Operation | None]
 """What is carried out in place of an operation of a step of that kind; None for nothing."""
@@ -34,7 +33,7 @@ class Model:
     def __init__(self, draft: DraftTraits, run_ahead: int, *, alter: Alteration | None = None) -> None:
         """`alter`: makes a hole in what was planned, to see what becomes of it."""
         self.state = initial_state(draft, run_ahead)
-        self.checker = Checker(NUM_LANES, trusts_polls=False)
+        self.checker = PlanChecker(NUM_LANES)
         self.stuck: list[Stuck] = []
         self.last_sent: OrderedStep | None = None
         self._alter = alter
@@ -56,6 +55,11 @@ class Model:
     def problems(self) -> list[Race | Stuck]:
         """Everything that is wrong so far."""
         return [*self.checker.races, *self.stuck]
+
+    @property
+    def has_unconsumed(self) -> bool:
+        """Whether a step is sent and not consumed."""
+        return self.state.consumed < self.state.step
 
     def send(self, command: OrderedStep) -> PlannedStep:
         """Plans the step, sends its commands, and carries them out."""

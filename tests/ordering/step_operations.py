@@ -1,4 +1,4 @@
-"""What the streams do, operation by operation: read from a log, or laid out from a planned step."""
+"""The operations of the streams in a planned step, laid out as its commands declare them."""
 
 from __future__ import annotations
 
@@ -6,38 +6,15 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.access_log import LogOp, StreamName
-from slipstream.common.worker.layout import BufferName, ring_rows
+from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, Role
-from slipstream.scheduler.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses, has_draft_half
+from slipstream.scheduler.ordering.checker import Operation
+from tests.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses, has_draft_half
 
 if TYPE_CHECKING:
     from slipstream.common.worker.step import FenceOps
-    from slipstream.scheduler.core.plan import OrderedStep, PlannedStep
-    from slipstream.scheduler.ordering.accesses import Access, DraftTraits
-
-
-class Operation(NamedTuple):
-    """One operation of a stream. Which of the last fields mean something depends on `op`."""
-
-    op: LogOp
-    stream: StreamName
-    step: int
-    epoch: int = 0
-    buffer: BufferName | None = None
-    rows: tuple[int, ...] = ()
-    fence: FenceName | None = None
-    value: int = 0
-    role: Role | None = None
-
-    def __str__(self) -> str:
-        if self.buffer is not None:
-            rows = ", ".join(map(str, self.rows))
-            what = f"{self.op.value} of {self.buffer.value} [{rows}]"
-        elif self.fence is not None:
-            what = f"{self.op.value} of {self.fence.name} {self.value}"
-        else:
-            what = self.op.value
-        return f"{self.stream.value}'s {what} in step {self.step}"
+    from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, PlannedStep
+    from tests.ordering.accesses import Access
 
 
 Lanes = tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ from slipstream.scheduler.core.plan import OrderedStep
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.scheduler.ordering.accesses import DraftTraits
-    from slipstream.scheduler.ordering.model import Model
+    from slipstream.scheduler.core.plan import DraftTraits
+    from tests.ordering.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,9 @@ class Walk:
     num_slots: int
     drafts: tuple[DraftTraits, ...] = ()
     """Drafts that may take the place of the present one before any step; the same one for a restart."""
+    share: float = 1.0
+    """The share of the sequences to visit, drawn from `randomness`: of their beginnings that lack the last two steps."""
+    randomness: random.Random = field(default_factory=random.Random)
 
     def visits(self, model: Model, num_steps: int) -> Iterator[Visit]:
         """All sequences of `num_steps` steps that begin with `model`, where no slot is taken yet."""
@@ -99,6 +103,8 @@ class Walk:
     def _visits(
         self, model: Model, num_steps: int, *, sends: tuple[Send, ...], pasts: tuple[int, ...]
     ) -> Iterator[Visit]:
+        if num_steps == 2 and sends and self.randomness.random() >= self.share:
+            return
         step = model.state.step + 1
         ready = sends[-1].move.ready if sends else 0
         for before in self._befores(model):

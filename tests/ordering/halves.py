@@ -1,4 +1,4 @@
-"""A step cut into halves, one for each stream, in the form that the plan runs over."""
+"""A step cut into halves, one for each stream, in the form that the derivation runs over."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.access_log import StreamName
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.scheduler.ordering.accesses import (
-    Access,
-    BufferGroup,
-    DraftTraits,
-    Phase,
-    Rows,
-    declared_accesses,
-)
-from slipstream.scheduler.ordering.knowledge import CONSUMED
+from tests.ordering.accesses import Access, BufferGroup, Phase, Rows, declared_accesses
+from tests.ordering.knowledge import CONSUMED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from slipstream.scheduler.core.plan import DraftTraits
 
 DRAFT, VERIFY, SCHEDULER = 0, 1, 2
 """The streams, numbered."""

@@ -1,24 +1,19 @@
-"""What every command does to the shared buffers, and where in the command: the plan derives its waits from this."""
+"""The accesses that every command makes to the shared buffers, and where in the command they are."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import OrderingError
 from slipstream.common.worker.access_log import StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import StepKind
 
-
-@dataclass(frozen=True, slots=True)
-class DraftTraits:
-    """What the order of the steps depends on, of the draft that is attached."""
-
-    is_present: bool
-    reads_hidden: bool = False
-    """Whether it reads the target's hidden states."""
+if TYPE_CHECKING:
+    from slipstream.scheduler.core.plan import DraftTraits
 
 
 class BufferGroup(enum.IntEnum):

@@ -1,0 +1,202 @@
+"""The plan as it follows from the accesses of the commands: the oracle of the table in `scheduler/core/plan.py`.
+
+Derives the waits of a command from the accesses that the commands declare (`accesses.py`) and from what the
+command's stream already knows, so that no wait is missing and none redundant.
+
+A conflict with a read of the scheduler cannot be waited for on a device. Only the rule orders it that
+step n is sent once step n-R-1 is consumed; a step that is planned too early is an OrderingError.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.common.errors import OrderingError
+from slipstream.common.worker.access_log import StreamName
+from slipstream.common.worker.layout import ring_rows
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint
+from slipstream.scheduler.core.plan import PlannedStep
+from tests.ordering.accesses import BufferGroup
+from tests.ordering.halves import DRAFT, SCHEDULER, VERIFY, halves_by_kind, row_masks
+from tests.ordering.knowledge import (
+    CONSUMED,
+    NOTHING_KNOWN,
+    GroupHistory,
+    Known,
+    Signal,
+    join,
+    latest,
+    record,
+    signal,
+    without_implied,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from slipstream.common.worker.step import StepKind
+    from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+    from tests.ordering.halves import Half, Halves, PlannedAccess
+
+
+class DerivedState(NamedTuple):
+    """Everything that the plan of the next step depends on. Its size does not grow with the steps."""
+
+    draft: DraftTraits
+    run_ahead: int
+    halves: Mapping[StepKind, Halves]
+    step: int
+    """The last step planned."""
+    knows: tuple[Known, Known, Known]
+    """What draft, verify and the scheduler know."""
+    histories: tuple[GroupHistory, ...]
+    """By the number of the BufferGroup."""
+    published: tuple[Signal, ...]
+    """The publish signals of the steps that are not consumed yet, oldest first."""
+
+    @property
+    def consumed(self) -> int:
+        """The last step that the scheduler consumed."""
+        return self.step - len(self.published)
+
+
+def initial_state(draft: DraftTraits, run_ahead: int) -> DerivedState:
+    """The state before the first step of an epoch."""
+    nobody_knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
+    nothing_done = (GroupHistory(),) * len(BufferGroup)
+    return DerivedState(draft, run_ahead, halves_by_kind(draft), 0, nobody_knows, nothing_done, ())
+
+
+def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
+    """The state when draft has left or another one has joined: it knows nothing and has rows of its own."""
+    histories = list(state.histories)
+    for group in BufferGroup:
+        if group.writer is StreamName.DRAFT:
+            histories[group] = GroupHistory()
+        elif group.reader is StreamName.DRAFT:
+            histories[group] = GroupHistory(writes=histories[group].writes)
+    knows = (NOTHING_KNOWN, state.knows[VERIFY], state.knows[SCHEDULER])
+    return state._replace(draft=draft, halves=halves_by_kind(draft), knows=knows, histories=tuple(histories))
+
+
+def plan_step(state: DerivedState, command: OrderedStep) -> tuple[PlannedStep, DerivedState]:
+    """What the commands of the next step wait for and signal, and the state after it.
+
+    Raises OrderingError when the step cannot be ordered now, naming the accesses that collide.
+    """
+    if command.step != state.step + 1:
+        raise OrderingError(f"step {command.step} is planned after step {state.step}")
+    if command.kind not in state.halves:
+        raise OrderingError(f"step {command.step} is a {command.kind.name} step, and there is no draft")
+    planning = _Planning(state, command)
+    draft, verify, copy = planning.fence_ops()
+    assert verify is not None, "every step has a command for verify"
+    assert copy is not None, "every step is consumed"
+    return PlannedStep(draft, verify, copy), planning.state_after()
+
+
+def consume(state: DerivedState, step: int) -> DerivedState:
+    """The state when the scheduler has consumed `step`: commands sent from now on know what it knows.
+
+    Raises OrderingError unless `step` is the oldest one that is not consumed.
+    """
+    if not state.published or step != state.consumed + 1:
+        raise OrderingError(f"step {step} is consumed after step {state.consumed} of {state.step}")
+    seen = join(state.knows[SCHEDULER], state.published[0].known)
+    knows = (state.knows[DRAFT], state.knows[VERIFY], signal(seen, CONSUMED, step).known)
+    return state._replace(knows=knows, published=state.published[1:])
+
+
+class _Planning:
+    """One step in the making."""
+
+    __slots__ = ("_command", "_histories", "_knows", "_masks", "_published", "_state")
+
+    def __init__(self, state: DerivedState, command: OrderedStep) -> None:
+        self._state = state
+        self._command = command
+        self._masks = row_masks(command.rows, command.step, ring_rows(state.run_ahead))
+        self._knows = list(state.knows)
+        self._histories = list(state.histories)
+        self._published = state.published
+
+    def fence_ops(self) -> list[FenceOps | None]:
+        """Plans the halves, each knowing what those before it do; by the number of the stream."""
+        ops: list[FenceOps | None] = [None, None, None]
+        step = self._command.step
+        for half in self._state.halves[self._command.kind]:
+            known, waits = self._waits(half)
+            self._record(half, self._signals(half, known))
+            ops[half.stream] = FenceOps(
+                tuple([FencePoint(FenceName(wait.counter), wait.value) for wait in waits]),
+                tuple([FencePoint(fence, step) for fence in half.signals]),
+            )
+        return ops
+
+    def state_after(self) -> DerivedState:
+        """The state when the step is planned."""
+        state = self._state
+        draft, verify, scheduler = self._knows
+        return DerivedState(
+            state.draft,
+            state.run_ahead,
+            state.halves,
+            self._command.step,
+            (draft, verify, scheduler),
+            tuple(self._histories),
+            self._published,
+        )
+
+    def _waits(self, half: Half) -> tuple[Known, list[Signal]]:
+        # Everything is waited for at the start of the command, in one go. Returns what is known then, too.
+        known = join(self._knows[half.stream], self._knows[SCHEDULER])
+        missing: list[Signal] = []
+        for access in half.accesses:
+            if access.is_polled:
+                continue
+            history = self._histories[access.group]
+            others = history.reads if access.is_write else history.writes
+            last = latest(others, self._masks[access.rows])
+            if last is None or last.value <= known[last.counter]:
+                continue
+            if last.counter == CONSUMED:
+                raise OrderingError(self._too_early(access, last))
+            missing.append(last)
+        waits = without_implied(missing)
+        for wait in waits:
+            known = join(known, wait.known)
+        return known, waits
+
+    def _signals(self, half: Half, known: Known) -> dict[int, Signal]:
+        signals: dict[int, Signal] = {}
+        for fence in half.signals:
+            signals[fence] = signal(known, fence, self._command.step)
+            known = signals[fence].known
+        if half.stream == VERIFY:
+            self._published = (*self._published, signals[FenceName.VERIFY_PUBLISH])
+        if half.stream != SCHEDULER:
+            self._knows[half.stream] = known
+        return signals
+
+    def _record(self, half: Half, signals: dict[int, Signal]) -> None:
+        for access in half.accesses:
+            after = signals.get(access.counter) or self._consumption(access)
+            history = self._histories[access.group]
+            rows = self._masks[access.rows]
+            if access.is_write:
+                history = GroupHistory(record(history.writes, rows, after, self._knows[SCHEDULER]), history.reads)
+            else:
+                history = GroupHistory(history.writes, record(history.reads, rows, after, self._knows[SCHEDULER]))
+            self._histories[access.group] = history
+
+    def _consumption(self, access: PlannedAccess) -> Signal:
+        step = self._command.step + 1 if access.is_polled else self._command.step
+        return Signal(CONSUMED, step, NOTHING_KNOWN)
+
+    def _too_early(self, access: PlannedAccess, last: Signal) -> str:
+        step, consumed = self._command.step, self._state.consumed
+        reads = f"{BufferGroup(access.group).reader.value}'s read of the same row"
+        return (
+            f"{access.declared} in step {step} collides with {reads}, "
+            f"which is over when step {last.value} is consumed; consumed so far: {consumed}"
+        )

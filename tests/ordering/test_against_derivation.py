@@ -1,0 +1,95 @@
+"""The table of `scheduler/core/plan.py` against the plan that is derived from the declared accesses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from slipstream.common.errors import OrderingError
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core import plan
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
+from tests.ordering import derivation
+from tests.ordering.sequences import num_consumable
+
+DRAFTS = (DraftTraits(is_present=False), DraftTraits(is_present=True), DraftTraits(is_present=True, reads_hidden=True))
+KINDS = (StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN)
+STEPS_PER_RUN = 60
+
+
+class Both:
+    """The table and the derivation side by side: what one does the other does, refusals included."""
+
+    def __init__(self, draft: DraftTraits, run_ahead: int) -> None:
+        self.table = plan.initial_state(draft, run_ahead)
+        self.derived = derivation.initial_state(draft, run_ahead)
+
+    def plan(self, command: OrderedStep) -> None:
+        planned, self.table = plan.plan_step(self.table, command)
+        derived, self.derived = derivation.plan_step(self.derived, command)
+        assert planned == derived, f"{command}: the table has {planned}, derived is {derived}"
+
+    def refuse(self, command: OrderedStep) -> None:
+        with pytest.raises(OrderingError):
+            plan.plan_step(self.table, command)
+        with pytest.raises(OrderingError):
+            derivation.plan_step(self.derived, command)
+
+    def consume(self) -> None:
+        step = self.table.consumed + 1
+        self.table, self.derived = plan.consume(self.table, step), derivation.consume(self.derived, step)
+
+    def refuse_consumption(self, step: int) -> None:
+        with pytest.raises(OrderingError):
+            plan.consume(self.table, step)
+        with pytest.raises(OrderingError):
+            derivation.consume(self.derived, step)
+
+    def change_draft(self, draft: DraftTraits) -> None:
+        self.table = plan.with_draft(self.table, draft)
+        self.derived = derivation.with_draft(self.derived, draft)
+
+
+def compare(randomness: random.Random, draft: DraftTraits, run_ahead: int, num_slots: int) -> None:
+    """One run of random valid steps, consumed at random allowed places, in which drafts come and go."""
+    both, ready, all_slots = Both(draft, run_ahead), 0, (1 << num_slots) - 1
+    for step in range(1, STEPS_PER_RUN + 1):
+        fewest, *more = num_consumable(step, both.table.consumed, run_ahead)
+        for num_consumed in range(randomness.choice((fewest, fewest, *more))):
+            if num_consumed < fewest:
+                both.refuse(OrderedStep(step, StepKind.PLAIN, ready))
+            both.consume()
+        if randomness.random() < 0.1:
+            both.change_draft(randomness.choice(DRAFTS))
+        command, ready = random_step(randomness, step, ready, all_slots, has_draft=both.table.draft.is_present)
+        if not both.table.draft.is_present:
+            both.refuse(OrderedStep(step, StepKind.DECODE, all_slots))
+        both.refuse(OrderedStep(step + randomness.choice((-1, 1)), command.kind, command.rows))
+        both.plan(command)
+        both.refuse_consumption(randomness.choice((both.table.consumed, both.table.consumed + 2, step + 1)))
+
+
+def random_step(
+    randomness: random.Random, step: int, ready: int, all_slots: int, *, has_draft: bool
+) -> tuple[OrderedStep, int]:
+    """A valid step, and the slots that are ready to decode after it."""
+    kind, rows = randomness.choice(KINDS), randomness.randint(0, all_slots)
+    if kind is StepKind.PREFILL and rows:
+        return OrderedStep(step, kind, rows), ready & ~rows | rows & randomness.randint(0, all_slots)
+    rows &= ready
+    if kind is StepKind.DECODE and rows and has_draft:
+        return OrderedStep(step, kind, rows), ready
+    return OrderedStep(step, StepKind.PLAIN, rows), ready
+
+
+@pytest.mark.parametrize("num_runs", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("run_ahead", range(4))
+@pytest.mark.parametrize("draft", DRAFTS, ids=["no draft", "language model", "head"])
+def test_both_order_every_step_alike(draft: DraftTraits, run_ahead: int, num_runs: int) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    randomness = random.Random(seed)
+    for _ in range(num_runs):
+        for num_slots in range(1, 6):
+            compare(randomness, draft, run_ahead, num_slots)
