@@ -93,7 +93,7 @@ class Walk:
     drafts: tuple[DraftTraits, ...] = ()
     """Drafts that may take the place of the present one before any step; the same one for a restart."""
     share: float = 1.0
-    """The share of the sequences to visit, drawn from `randomness`: of their beginnings that lack the last two steps."""
+    """The share of the sequences to visit: drawn for each beginning that lacks the last two steps."""
     randomness: random.Random = field(default_factory=random.Random)
 
     def visits(self, model: Model, num_steps: int) -> Iterator[Visit]:
