@@ -2,7 +2,7 @@
 
     python benchmarks/dashboard_pictures.py
 
-The Overlap dashboard for run-ahead 0 and 1, with stand-ins of a known length as kernels; the others with the
+The Overlap dashboard for run-ahead 0 and 1, with dummy kernels of a known length; the others with the
 bundled models. Each becomes a page of HTML, which Chromium draws without a screen. Needs Debian's `prometheus` and
 `chromium`; takes three minutes.
 """
@@ -45,7 +45,7 @@ RATE_INTERVAL = "5s"
 WARM_UP_S = 12.0
 """Longer than a rate's interval, so that no curve begins with the server's start."""
 OVERLAP = "slipstream-overlap.json"
-STAND_INS = f"{NUM_CLIENTS} clients, stand-ins of {DRAFT_MS:g} + {VERIFY_MS:g} ms, two CPU cores"
+DUMMIES = f"{NUM_CLIENTS} clients, dummy kernels of {DRAFT_MS:g} + {VERIFY_MS:g} ms, two CPU cores"
 BUNDLED = f"{NUM_CLIENTS} clients for 4 slots, the bundled models, two CPU cores"
 
 
@@ -105,10 +105,11 @@ def _check_programs() -> None:
 
 async def _all(seconds: float) -> list[Watched]:
     watched = []
-    stand_ins = {"draft_options": _stand_in(DRAFT_MS), "verify_options": _stand_in(VERIFY_MS)}
     for run_ahead in (0, 1):
-        name, about = f"overlap-run-ahead-{run_ahead}", f"Run-ahead {run_ahead}: {STAND_INS}"
-        async with _running(seconds, 600, run_ahead=run_ahead, slots=NUM_CLIENTS, **stand_ins) as prometheus:
+        name, about = f"overlap-run-ahead-{run_ahead}", f"Run-ahead {run_ahead}: {DUMMIES}"
+        async with _running(
+            seconds, 600, run_ahead=run_ahead, slots=NUM_CLIENTS, dummy_ms=(DRAFT_MS, VERIFY_MS)
+        ) as prometheus:
             watched.append(await _watch(prometheus, name, OVERLAP, about, seconds))
     async with _running(seconds, 48, slots=4) as prometheus:
         for file in boards():
@@ -128,10 +129,6 @@ async def _running(seconds: float, max_new_tokens: int, **options: Any) -> Async
         ):
             await asyncio.sleep(WARM_UP_S + seconds)
             yield observed.prometheus
-
-
-def _stand_in(length_ms: float) -> tuple[str, ...]:
-    return ("--stand-in-ms", f"{length_ms:g}")
 
 
 async def _watch(prometheus: Prometheus, name: str, file: str, about: str, seconds: float) -> Watched:

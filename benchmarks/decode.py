@@ -15,7 +15,6 @@ runs the bundled models, to see that it works. The file keeps the shapes that a 
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +28,13 @@ from slipstream.benchmarks.decode_floor import StepBytes, copy_bandwidth
 from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, summary
 from slipstream.benchmarks.decode_window import Served
 from slipstream.benchmarks.hardware import host
+from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
 from slipstream.benchmarks.model_shapes import write_shape
 from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.result_rows import read_rows, write_rows
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import eagle3_dir, target_dir
-from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.cli.mps import MpsMode
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
@@ -185,8 +184,7 @@ class DecodeBenchmark:
                 draft=WorkerConfig(**self._draft),  # type: ignore[arg-type]
                 scheduler=SchedulerConfig(**self._scheduler(address, address)),  # type: ignore[arg-type]
             )
-            command = (sys.executable, "-P", "-m", "slipstream.cli.in_process")
-            await stack.process("one", *command, settings.as_json(), address, str(metrics_port))
+            await stack.process("one", *in_process_command(settings, address, metrics_port))
             yield Served(address, metrics_port)
 
     @property

@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.delayed_plan import HOLD_S, Late
+from slipstream.benchmarks.dummy_kernel import HostKernel
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.core.loop import StepLoop
-from slipstream.services.worker.dummy_kernel import HostKernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

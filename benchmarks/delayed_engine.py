@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.delayed_plan import DelayPlan, Late
+from slipstream.benchmarks.dummy_model import make_kernel
 from slipstream.common.worker.step import FenceName
-from slipstream.services.worker.dummy_model import make_kernel
 from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:

@@ -156,7 +156,7 @@ def _overlap(measurements: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         ):
             ratios = [m["ratio"] for m in group if (m["policy"], m["run_ahead"]) == (policy, run_ahead)]
             parts.append(f"{name}: {median(ratios):.3f} (worst of {len(ratios)}: {max(ratios):.3f})")
-        what = f"step over the sum of its kernels, stand-ins of {pair[0]:g} + {pair[1]:g} ms, 8 streaming clients"
+        what = f"step over the sum of its kernels, dummy kernels of {pair[0]:g} + {pair[1]:g} ms, 8 streaming clients"
         rows.append((what, "; ".join(parts), _source("overlap", "overlap_cpu")))
     return rows
 

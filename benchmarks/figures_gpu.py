@@ -17,7 +17,7 @@ Row = tuple[str, str]
 
 
 def overlap_rows(measurements: list[dict[str, Any]]) -> list[Row]:
-    """One for each pair of stand-ins: every policy under MPS, and the best of them without."""
+    """One for each pair of dummy kernels: every policy under MPS, and the best of them without."""
     rows = []
     gpu = _gpu(measurements[0])
     for pair in sorted({(m["draft_ms"], m["verify_ms"]) for m in measurements}, reverse=True):
@@ -30,7 +30,7 @@ def overlap_rows(measurements: list[dict[str, Any]]) -> list[Row]:
             _listed((title, r) for (has, title), r in groups.items() if has is mps) for mps in (True, False)
         )
         what = (
-            f"step over the sum of its kernels on an {gpu}, stand-ins of {pair[0]:g} + {pair[1]:g} ms, "
+            f"step over the sum of its kernels on an {gpu}, dummy kernels of {pair[0]:g} + {pair[1]:g} ms, "
             f"{measurements[0]['num_clients']} streaming clients"
         )
         rows.append((what, f"under MPS: {under}" + (f"; without: {without}" if without else "")))

@@ -47,7 +47,7 @@ def page(load: Callable[[str], Any]) -> str:
 
 
 def _overlap(measurements: Rows) -> list[str]:
-    """Policies down, stand-ins across."""
+    """Policies down, dummy kernels across."""
     pairs = sorted({(m["draft_ms"], m["verify_ms"]) for m in measurements}, reverse=True)
     columns = [(pair, has_mps) for pair in pairs for has_mps in (True, False)]
     ratios: dict[str, dict[tuple[tuple[float, float], bool], list[float]]] = {}
@@ -61,7 +61,7 @@ def _overlap(measurements: Rows) -> list[str]:
         "## A step over the sum of its kernels",
         _source("overlap", "overlap_h200", measurements[0]["host"]),
         _text(
-            f"Stand-ins of a known length as kernels, {measurements[0]['num_clients']} streaming clients, metrics on. "
+            f"Dummy kernels of a known length, {measurements[0]['num_clients']} streaming clients, metrics on. "
             "Draft and verify are processes of their own, under MPS and behind timeline fences where nothing else is "
             "said; one order is measured after the other. "
             "[`overlap_policies.py`](../benchmarks/overlap_policies.py) says what each is."

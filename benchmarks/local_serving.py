@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry
 
-from slipstream.cli.in_process import LocalLink
+from slipstream.benchmarks.in_process import LocalLink
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.step import Role

@@ -2,7 +2,7 @@
 
     python benchmarks/metrics_cost.py --json benchmarks/results/metrics_cost_cpu.json
 
-Stand-ins of 0.3 + 0.7 ms: kernels of a millisecond a step. "With" is the services as they are, scraped once a second;
+Dummy kernels of 0.3 + 0.7 ms, a millisecond a step. "With" is the services as they are, scraped once a second;
 "without" is the same with everything that measures taken out (`unmeasured.py`): stamps, step and request metrics,
 heartbeats, scrapes. Without stamps nobody but the client has a clock: each run is as long as its slowest stream takes
 from its first token to its last, over the verify steps in between. The machine must be quiet: a per cent of a
@@ -27,7 +27,8 @@ import typer
 
 from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.serving_stack import free_ports
-from slipstream.benchmarks.stack import SCRIPTS, Stack
+from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.unmeasured import SERVICES
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 
@@ -37,7 +38,7 @@ CONTEXT_TOKENS = 1 << 17
 DRAFT_MS, VERIFY_MS = 0.3, 0.7
 SCRAPE_S = 1.0
 TOKENS_PER_STEP = NUM_DRAFT_TOKENS // 2 + 1
-"""Stand-ins guess the first half of their tokens right."""
+"""Dummy drafts guess the first half of their tokens right."""
 NUM_WARM_UPS = 4
 LOG_DIR = Path("build/benchmarks")
 SEED = 1
@@ -129,8 +130,9 @@ async def _start_workers(stack: Stack, *, is_measured: bool) -> None:
     starts = []
     for role, model, length_ms in (("draft", standalone_dir(), DRAFT_MS), ("verify", target_dir(), VERIFY_MS)):
         name = _name(role, is_measured=is_measured)
-        options = ("--model", str(model), "--stand-in-ms", f"{length_ms:g}", "--listen", stack.socket(name))
-        starts.append(stack.process(name, *_command(role, is_measured=is_measured), *options, "--device", "cpu"))
+        dummy = ("dummy_worker", role, "--length-ms", f"{length_ms:g}", "--model", str(model), "--device", "cpu")
+        command = _command(*dummy, "--listen", stack.socket(name), is_measured=is_measured)
+        starts.append(stack.process(name, *command))
     await asyncio.gather(*starts)
 
 
@@ -183,10 +185,9 @@ def _name(service: str, *, is_measured: bool) -> str:
     return service if is_measured else f"{service}-unmeasured"
 
 
-def _command(service: str, *, is_measured: bool) -> tuple[str, ...]:
-    if is_measured:
-        return (str(SCRIPTS / f"slipstream-{service}"),)
-    return (sys.executable, "-m", "slipstream.benchmarks.unmeasured", service)
+def _command(service: str, *arguments: str, is_measured: bool) -> tuple[str, ...]:
+    module = (SERVICES[service],) if is_measured else ("slipstream.benchmarks.unmeasured", service)
+    return (sys.executable, "-m", *module, *arguments)
 
 
 if __name__ == "__main__":

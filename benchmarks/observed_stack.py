@@ -14,7 +14,7 @@ from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Coroutine, Mapping
     from pathlib import Path
 
     from slipstream.benchmarks.prometheus_server import Prometheus
@@ -41,18 +41,25 @@ async def observed_stack(
     interval_ms: int,
     run_ahead: int = 1,
     slots: int = 8,
-    draft_options: tuple[str, ...] = (),
-    verify_options: tuple[str, ...] = (),
+    dummy_ms: tuple[float, float] | None = None,
 ) -> AsyncIterator[Observed]:
-    """The bundled models on the CPU, ready, until the block ends. `folder` takes logs and Prometheus' data."""
+    """The bundled models on the CPU, ready, until the block ends. `folder` takes logs and Prometheus' data.
+
+    `dummy_ms`: lengths of dummy kernels in place of draft and verify.
+    """
     port, *numbers = free_ports(1 + len(SERVICES))
     ports = dict(zip(SERVICES, numbers, strict=True))
     async with Stack(folder / "logs") as stack:
-        draft = ("--model", str(standalone_dir()), "--metrics-port", str(ports["draft"]), *draft_options)
-        verify = ("--model", str(target_dir()), "--metrics-port", str(ports["verify"]), *verify_options)
-        addresses = await asyncio.gather(
-            stack.worker("verify", "--device", "cpu", *verify), stack.worker("draft", "--device", "cpu", *draft)
-        )
+
+        def worker(role: str, model: Path, number: int) -> Coroutine[None, None, str]:
+            options = ("--device", "cpu", "--model", str(model), "--metrics-port", str(ports[role]))
+            return (
+                stack.worker(role, *options)
+                if dummy_ms is None
+                else stack.dummy_worker(role, dummy_ms[number], *options)
+            )
+
+        addresses = await asyncio.gather(worker("verify", target_dir(), 1), worker("draft", standalone_dir(), 0))
         workers = ("--verify", addresses[0], "--draft", addresses[1])
         sizes = ("--run-ahead", str(run_ahead), "--slots", str(slots), "--device", "cpu")
         jobs = {f"slipstream-{service}": number for service, number in ports.items()}

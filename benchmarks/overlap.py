@@ -1,4 +1,4 @@
-"""What a step costs beyond its kernels: the real services, with stand-ins of a known length as kernels.
+"""What a step costs beyond its kernels: the real services, with dummy kernels of a known length.
 
     python benchmarks/overlap.py --device cpu --json benchmarks/results/overlap_cpu.json
     python benchmarks/overlap.py --device cuda --json benchmarks/results/overlap_h200.json
@@ -38,7 +38,7 @@ NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_TOKENS = 100
-STAND_INS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
+DUMMY_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
 MEASURE_S = {"cpu": 4.0, "cuda": 1.5}
 REPEATS = {"cpu": 5, "cuda": 1}
 """How often the policies take turns."""
@@ -61,7 +61,7 @@ class Measurement:
     mps: bool
     repeat: int
     kernel_sum_ms: float
-    """What the stand-ins were asked to take."""
+    """The lengths of the dummy kernels."""
     busy_ms: float
     """What the workers' stamps say they took."""
     step_ms: float
@@ -85,8 +85,8 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
 ) -> None:
     """Measures the price of a step under each policy."""
-    if device not in STAND_INS_MS:
-        raise typer.BadParameter(" or ".join(STAND_INS_MS), param_hint="--device")
+    if device not in DUMMY_MS:
+        raise typer.BadParameter(" or ".join(DUMMY_MS), param_hint="--device")
     measurements: list[Measurement] = []
 
     def keep(group: Sequence[Measurement]) -> None:
@@ -108,12 +108,12 @@ def main(
 async def _measure_all(device: str, repeats: int, keep: Callable[[Sequence[Measurement]], None]) -> None:
     """`keep` gets the measurements of each group, also of one that failed."""
     policies = policies_of(device)
-    for stand_ins in STAND_INS_MS[device]:
+    for lengths in DUMMY_MS[device]:
         for has_mps in sorted({policy.has_mps for policy in policies}, reverse=True):
             mine = [policy for policy in policies if policy.has_mps == has_mps]
             group: list[Measurement] = []
             try:
-                async for measured in _measure_group(device, *stand_ins, mine * repeats):
+                async for measured in _measure_group(device, *lengths, mine * repeats):
                     group += measured
                     print(*map(_line, measured), sep="\n", flush=True)
             finally:
@@ -140,9 +140,8 @@ def _start_workers(
     """Both workers, or those that acknowledge what is done."""
     for role, model, length_ms in (("draft", standalone_dir(), draft_ms), ("verify", target_dir(), verify_ms)):
         acknowledge = ("--acknowledge-done",) if is_blocking else ()
-        stand_in = ("--stand-in-ms", str(length_ms), "--device", device)
-        options = ("--model", str(model), *stand_in, *acknowledge)
-        starts.create_task(stack.worker(role, *options, name=_worker(role, is_blocking)))
+        options = ("--model", str(model), "--device", device, *acknowledge)
+        starts.create_task(stack.dummy_worker(role, length_ms, *options, name=_worker(role, is_blocking)))
 
 
 async def _command(_: Stack, module: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ LOST_COLOUR = "#e1812c"
 
 
 def draw(measurements: Sequence[Measurement], path: Path) -> None:
-    """One panel for each pair of stand-ins, with and without MPS: busy and lost time per step, by policy.
+    """One panel for each pair of dummy kernels, with and without MPS: busy and lost time per step, by policy.
 
     Dots are the repeats.
     """
@@ -64,11 +64,11 @@ def _draw_panel(axis: Axes, groups: dict[str, list[Measurement]], panel: tuple[b
         axis.plot([column] * len(groups[name]), [m.step_ms for m in groups[name]], "k.", markersize=4)
         ratio = f"{mean(m.ratio for m in groups[name]):.3f}"
         axis.text(column, 0.02 * (draft_ms + verify_ms), ratio, ha="center", color="white", fontsize=8)
-    axis.axhline(draft_ms + verify_ms, color="k", linewidth=0.8, linestyle="--", label="stand-ins asked for")
+    axis.axhline(draft_ms + verify_ms, color="k", linewidth=0.8, linestyle="--", label="dummy kernels asked for")
     axis.set_ylabel("ms per step")
     is_gpu = next(iter(groups.values()))[0].device == "cuda"
     where = f", {'MPS' if has_mps else 'no MPS'}" if is_gpu else ""
-    axis.set_title(f"stand-ins of {draft_ms:g} + {verify_ms:g} ms{where}")
+    axis.set_title(f"dummy kernels of {draft_ms:g} + {verify_ms:g} ms{where}")
     if len(names) > 4:
         axis.tick_params(axis="x", labelsize=7, rotation=30)
     axis.legend(fontsize=8, loc="upper right")

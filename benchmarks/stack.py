@@ -16,6 +16,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.benchmarks.child_process import end
+from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.primed_scheduler import PRIMED
 
 if TYPE_CHECKING:
@@ -81,6 +82,12 @@ class Stack:
         address = self.socket(name or role)
         script = str(SCRIPTS / f"slipstream-{role}")
         await self.process(name or role, script, "--listen", address, *arguments)
+        return address
+
+    async def dummy_worker(self, role: str, length_ms: float, *arguments: str, name: str | None = None) -> str:
+        """As `worker`, with dummy kernels of this length in place of the model."""
+        address = self.socket(name or role)
+        await self.process(name or role, *dummy_worker(role, length_ms, "--listen", address, *arguments))
         return address
 
     async def process(self, name: str, *command: str) -> None:

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.step_check_marks import Mark
     from slipstream.benchmarks.step_check_services import StepCheckScheduler
 
-STAND_INS_MS = {"cpu": ((3.0, 10.0),), "cuda": ((0.3, 4.5), (0.1, 0.7))}
-PARTS = {"cpu": "stand-ins,bundled", "cuda": "stand-ins,8b"}
+DUMMY_MS = {"cpu": ((3.0, 10.0),), "cuda": ((0.3, 4.5), (0.1, 0.7))}
+PARTS = {"cpu": "dummy,bundled", "cuda": "dummy,8b"}
 MODELS = {"8b": "llama-3.1-8b", "bundled": "bundled"}
 DELAY_US = 500.0
 BLOCK_STEPS = 10
@@ -87,19 +87,19 @@ class Part:
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    parts: Annotated[str | None, typer.Option(help="Of stand-ins, 8b and bundled, with commas between them.")] = None,
+    parts: Annotated[str | None, typer.Option(help="Of dummy, 8b and bundled, with commas between them.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write what was found.")] = None,
 ) -> None:
     """Checks the step metrics against the host's clock and against delays."""
-    if device not in STAND_INS_MS:
-        raise typer.BadParameter(" or ".join(STAND_INS_MS), param_hint="--device")
+    if device not in DUMMY_MS:
+        raise typer.BadParameter(" or ".join(DUMMY_MS), param_hint="--device")
     found = asyncio.run(_check_all(device, _served(device, (parts or PARTS[device]).split(",")), json_file))
     if not all(part.passes for part in found):
         raise SystemExit(1)
 
 
 def _served(device: str, parts: list[str]) -> list[Served]:
-    unknown = set(parts) - {"stand-ins", *MODELS}
+    unknown = set(parts) - {"dummy", *MODELS}
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there is no such part", param_hint="--parts")
     served: list[Served] = []
@@ -107,7 +107,7 @@ def _served(device: str, parts: list[str]) -> list[Served]:
         if part in MODELS:
             served.append(Served.models(device, MODELS[part]))
         else:
-            served += [Served.stand_ins(device, *lengths) for lengths in STAND_INS_MS[device]]
+            served += [Served.dummies(device, *lengths) for lengths in DUMMY_MS[device]]
     return served
 
 

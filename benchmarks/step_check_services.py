@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NUM_CLIENTS = 4
 PROMPT = "def main():\n"
-STAND_IN_CONTEXT = 1 << 18
+DUMMY_CONTEXT = 1 << 18
 CONTEXT_TOKENS = 12_288
 """Of a real model: no request may end while steps are counted."""
 BUNDLED_ACCEPT_LENGTH = 1.0
@@ -53,15 +53,15 @@ class Served:
     max_new_tokens: int
 
     @classmethod
-    def stand_ins(cls, device: str, draft_ms: float, verify_ms: float) -> Served:
+    def dummies(cls, device: str, draft_ms: float, verify_ms: float) -> Served:
         """Kernels of a known length."""
         return cls(
-            name=f"stand-ins {draft_ms:g} + {verify_ms:g} ms",
+            name=f"dummy kernels {draft_ms:g} + {verify_ms:g} ms",
             device=device,
-            draft={"model": standalone_dir(), "stand_in_ms": draft_ms},
-            verify={"model": target_dir(), "stand_in_ms": verify_ms},
-            scheduler={"context_tokens": STAND_IN_CONTEXT},
-            max_new_tokens=STAND_IN_CONTEXT // 2,
+            draft={"model": standalone_dir(), "length_ms": draft_ms},
+            verify={"model": target_dir(), "length_ms": verify_ms},
+            scheduler={"context_tokens": DUMMY_CONTEXT},
+            max_new_tokens=DUMMY_CONTEXT // 2,
         )
 
     @classmethod
@@ -105,7 +105,12 @@ class StepCheckServices:
         await asyncio.gather(self._worker("draft", self._served.draft), self._worker("verify", self._served.verify))
 
     async def _worker(self, role: str, options: dict[str, object]) -> None:
-        program = _module("delayed_worker", role, self._plan_file)
+        module = (
+            ("slipstream.benchmarks.dummy_worker", role)
+            if "length_ms" in options
+            else (f"slipstream.services.{role}.main",)
+        )
+        program = _module("delayed_worker", self._plan_file, *module)
         address = {"listen": self._socket(role), "device": self._served.device}
         await self._stack.process(self._name(role), *program, *_options(address | options))
 

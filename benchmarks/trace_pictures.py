@@ -1,4 +1,4 @@
-"""Timelines with and without run-ahead: real services with stand-ins as kernels, traced under streaming load.
+"""Timelines with and without run-ahead: real services with dummy kernels, traced under streaming load.
 
     python benchmarks/trace_pictures.py --device cpu --out benchmarks/results
     python benchmarks/trace_pictures.py --device cuda --out benchmarks/results
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.stack import Stack
     from slipstream.cli.trace_events import TraceFile
 
-STAND_INS_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
+DUMMY_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
 RUN_AHEADS = (0, 1)
 NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
@@ -49,19 +49,19 @@ logger = logging.getLogger(__name__)
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    draft_ms: Annotated[float | None, typer.Option(help="Length of draft's stand-in.")] = None,
+    draft_ms: Annotated[float | None, typer.Option(help="Length of draft's dummy kernel.")] = None,
     verify_ms: Annotated[float | None, typer.Option(help="Length of verify's.")] = None,
     steps: Annotated[int, typer.Option(help="Steps in a trace.")] = 50,
     out: Annotated[Path, typer.Option(help="Folder for traces and pictures.")] = Path("build/traces"),
     draw_only: Annotated[bool, typer.Option("--draw-only", help="Draw the traces that are there.")] = False,
 ) -> None:
     """Traces each run-ahead, and draws what came of it."""
-    if device not in STAND_INS_MS:
-        raise typer.BadParameter(" or ".join(STAND_INS_MS), param_hint="--device")
+    if device not in DUMMY_MS:
+        raise typer.BadParameter(" or ".join(DUMMY_MS), param_hint="--device")
     out.mkdir(parents=True, exist_ok=True)
-    usual_draft_ms, usual_verify_ms = STAND_INS_MS[device]
-    stand_ins_ms = (draft_ms or usual_draft_ms, verify_ms or usual_verify_ms)
-    has_failed = not draw_only and asyncio.run(_trace_all(device, stand_ins_ms, steps, out))
+    usual_draft_ms, usual_verify_ms = DUMMY_MS[device]
+    lengths_ms = (draft_ms or usual_draft_ms, verify_ms or usual_verify_ms)
+    has_failed = not draw_only and asyncio.run(_trace_all(device, lengths_ms, steps, out))
     for run_ahead in RUN_AHEADS:
         path = _path(out, device, run_ahead)
         if path.exists():
@@ -69,14 +69,14 @@ def main(
     raise typer.Exit(1 if has_failed else 0)
 
 
-async def _trace_all(device: str, stand_ins_ms: tuple[float, float], steps: int, out: Path) -> bool:
+async def _trace_all(device: str, lengths_ms: tuple[float, float], steps: int, out: Path) -> bool:
     """Whether anything failed."""
     has_failed = False
     async with mps_stack(MpsMode.AUTO if device == "cuda" else MpsMode.OFF, LOG_DIR) as stack:
         for role, model, length_ms in zip(
-            ("draft", "verify"), (standalone_dir(), target_dir()), stand_ins_ms, strict=True
+            ("draft", "verify"), (standalone_dir(), target_dir()), lengths_ms, strict=True
         ):
-            await stack.worker(role, "--model", str(model), "--stand-in-ms", f"{length_ms:g}", "--device", device)
+            await stack.dummy_worker(role, length_ms, "--model", str(model), "--device", device)
         for run_ahead in RUN_AHEADS:
             try:
                 content = await _trace(stack, device, run_ahead, steps)
@@ -84,7 +84,7 @@ async def _trace_all(device: str, stand_ins_ms: tuple[float, float], steps: int,
                 logger.exception("run-ahead %d was not traced", run_ahead)
                 has_failed = True
                 continue
-            content["otherData"] |= {"host": host(device), "draft_ms": stand_ins_ms[0], "verify_ms": stand_ins_ms[1]}
+            content["otherData"] |= {"host": host(device), "draft_ms": lengths_ms[0], "verify_ms": lengths_ms[1]}
             path = _path(out, device, run_ahead)
             path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
             print(f"{path}: {len(content['traceEvents'])} events, {path.stat().st_size / 1024:.0f} KiB", flush=True)

@@ -1,23 +1,19 @@
 """A service that measures nothing, to compare with.
 
-    python -m slipstream.benchmarks.unmeasured draft|verify|scheduler …
+    python -m slipstream.benchmarks.unmeasured scheduler|dummy_worker …
 
-Only for `metrics_cost.py`: the services themselves have no such setting.
+takes the arguments of that module. Only for `metrics_cost.py`: the services themselves have no such setting.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
-from importlib import import_module
 from typing import Any
 
 from slipstream.benchmarks.replaced_part import replace_part
 
-SERVICES = {
-    "scheduler": "slipstream.scheduler.main",
-    "draft": "slipstream.services.draft.main",
-    "verify": "slipstream.services.verify.main",
-}
+SERVICES = {"scheduler": "slipstream.scheduler.main", "dummy_worker": "slipstream.benchmarks.dummy_worker"}
 
 
 class Silent:
@@ -43,12 +39,11 @@ REPLACED = {
         ("slipstream.scheduler.server", "RequestMetrics", Silent),
         ("slipstream.scheduler.server", "RpcMetrics", Silent),
     ),
-    "draft": (
+    "dummy_worker": (
         ("slipstream.services.worker.server", "RpcMetrics", Silent),
         ("slipstream.common.device.cpu.device", "HostDevice.stamp", _nothing),
     ),
 }
-REPLACED["verify"] = REPLACED["draft"]
 """By service: module, name in it, and what takes its place."""
 
 
@@ -62,7 +57,7 @@ def main() -> None:
     """Entry point."""
     service = sys.argv.pop(1)
     silence(service)
-    import_module(SERVICES[service]).main()
+    runpy.run_module(SERVICES[service], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -92,9 +92,6 @@ def up(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same tokens in any batch, with a draft and without.")
     ] = UpConfig.deterministic,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="Measuring: one process and one stream in place of three.")
-    ] = UpConfig.in_process,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Address for clients; port 0 takes a free one.")
     ] = UpConfig.listen,
@@ -171,7 +168,6 @@ def up(
         load_format=load_format,
         simulate_accept_length=simulate_accept_length,
         deterministic=deterministic,
-        in_process=in_process,
         listen=listen,
         metrics_port=metrics_port,
         log_level=log_level,

@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.common.rpc.address import TcpAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 
@@ -95,21 +94,6 @@ def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
     return ServiceCommand(
         name="scheduler",
         argv=python_module("slipstream.scheduler.main", options),
-        address=dialled(listen),
-        log_path=config.log_path("scheduler"),
-    )
-
-
-def in_process_command(config: UpConfig, listen: str) -> ServiceCommand:
-    """All services of a configuration as one process, for clients at `listen`, whose port is not 0."""
-    draft = config.worker("draft") if "draft" in config.workers else None
-    settings = InProcessSettings(verify=config.worker("verify"), draft=draft, scheduler=config.scheduler)
-    return ServiceCommand(
-        name="scheduler",
-        argv=(
-            *python_module("slipstream.cli.in_process", {}),
-            *(settings.as_json(), listen, *map(str, _shared_options(config, "scheduler").values())),
-        ),
         address=dialled(listen),
         log_path=config.log_path("scheduler"),
     )

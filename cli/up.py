@@ -14,7 +14,6 @@ from slipstream.cli.server_status import fetch_status
 from slipstream.cli.service_command import (
     LOOPBACK,
     free_address,
-    in_process_command,
     scheduler_command,
     worker_command,
 )
@@ -85,13 +84,10 @@ async def _supervise(
 
 
 def _commands(config: UpConfig) -> list[ServiceCommand]:
-    """The workers and, last, the scheduler, at addresses that are free; or all of it as one."""
+    """The workers and, last, the scheduler, at addresses that are free."""
     listen = free_address(config.listen, field="listen")
-    names = ("scheduler",) if config.in_process else (*config.workers, "scheduler")
-    for name in names:
+    for name in (*config.workers, "scheduler"):
         free_address(str(TcpAddress(LOOPBACK, config.metrics_port_of(name))), field="metrics_port")
-    if config.in_process:
-        return [in_process_command(config, listen)]
     workers = [worker_command(config, name) for name in config.workers]
     for worker in workers:
         free_address(worker.address, field="state_dir")

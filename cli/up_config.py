@@ -53,8 +53,6 @@ class UpConfig:
     simulate_accept_length: float | None = WorkerConfig.simulate_accept_length
     deterministic: bool = False
     """On a GPU: whether a token is to be the same in any batch, with a draft of so many tokens and without."""
-    in_process: bool = False
-    """One process and one stream in place of three, to compare with."""
     threads: int | None = WorkerConfig.threads
     slots: int = SchedulerConfig.slots
     context_tokens: int | None = SchedulerConfig.context_tokens
@@ -150,7 +148,7 @@ class UpConfig:
     @property
     def mps_mode(self) -> MpsMode:
         """What to do about MPS on this host: nothing where the workers cannot be on a GPU."""
-        is_possible = not self.in_process and self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
+        is_possible = self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
         return MpsMode(self.mps) if is_possible else MpsMode.OFF
 
     @property

@@ -22,7 +22,6 @@ from slipstream.services.worker.command_line import (
     MetricsOption,
     ModelOption,
     ServeOptions,
-    StandInOption,
     ThreadsOption,
     serve,
 )
@@ -51,7 +50,6 @@ def draft(
     metrics_port: MetricsOption = 0,
     log_level: LogLevelOption = "INFO",
     log_format: LogFormatOption = CONSOLE,
-    stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
     acknowledge_done: AcknowledgeOption = WorkerConfig.acknowledge_done,
     debug_sync: DebugSyncOption = WorkerConfig.debug_sync,
     access_log_dir: AccessLogOption = WorkerConfig.access_log_dir,
@@ -67,7 +65,6 @@ def draft(
             dtype=dtype,
             load_format=load_format,
             threads=threads,
-            stand_in_ms=stand_in_ms,
             acknowledge_done=acknowledge_done,
             debug_sync=debug_sync,
             access_log_dir=access_log_dir,

@@ -21,7 +21,6 @@ from slipstream.services.worker.command_line import (
     MetricsOption,
     ModelOption,
     ServeOptions,
-    StandInOption,
     ThreadsOption,
     serve,
 )
@@ -58,7 +57,6 @@ def verify(
     metrics_port: MetricsOption = 0,
     log_level: LogLevelOption = "INFO",
     log_format: LogFormatOption = CONSOLE,
-    stand_in_ms: StandInOption = WorkerConfig.stand_in_ms,
     acknowledge_done: AcknowledgeOption = WorkerConfig.acknowledge_done,
     debug_sync: DebugSyncOption = WorkerConfig.debug_sync,
     access_log_dir: AccessLogOption = WorkerConfig.access_log_dir,
@@ -76,7 +74,6 @@ def verify(
             simulate_accept_length=simulate_accept_length,
             deterministic_width=deterministic_width,
             threads=threads,
-            stand_in_ms=stand_in_ms,
             acknowledge_done=acknowledge_done,
             debug_sync=debug_sync,
             access_log_dir=access_log_dir,

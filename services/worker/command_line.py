@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.services.worker.config import WorkerConfig
+    from slipstream.services.worker.server import MakeRole
 
 ModelOption = Annotated[Path, typer.Option("--model", help="Hugging Face directory of the model.")]
 ListenOption = Annotated[str, typer.Option("--listen", help="unix:PATH, in a directory that only this user opens.")]
@@ -34,9 +35,6 @@ LogLevelOption = Annotated[str, typer.Option("--log-level", help="DEBUG, INFO, W
 LogFormatOption = Annotated[str, typer.Option("--log-format", help="console or json.")]
 DebugSyncOption = Annotated[
     bool, typer.Option("--debug-sync", help="Debugging: a wait for the GPU while a step is enqueued is an error.")
-]
-StandInOption = Annotated[
-    float | None, typer.Option("--stand-in-ms", help="Measuring: wait this long in place of the model's work.")
 ]
 AcknowledgeOption = Annotated[
     bool, typer.Option("--acknowledge-done", help="Measuring: acknowledge a step when its work is done.")
@@ -56,23 +54,31 @@ class ServeOptions:
     log_format: str
 
 
-def serve(role: Role, options: ServeOptions, make_config: Callable[[], WorkerConfig]) -> None:
-    """Claims the address, then loads the model and serves. Ends the process, with one line for an error of ours."""
+def serve(
+    role: Role, options: ServeOptions, make_config: Callable[[], WorkerConfig], *, make_role: MakeRole | None = None
+) -> None:
+    """Claims the address, then loads the model and serves. Ends the process, with one line for an error of ours.
+
+    `make_role`: loads something else in place of the model, on the thread that owns the device.
+    """
     try:
         configure_logging(role.value, options.log_level, options.log_format)
         config = make_config()
         with Listener.claim(options.listen, field="listen") as listener:
-            sys.exit(_run(role, options, config, listener))
+            sys.exit(_run(role, options, config, listener, make_role))
     except SlipstreamError as error:
         print(f"slipstream-{role.value}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-def _run(role: Role, options: ServeOptions, config: WorkerConfig, listener: Listener) -> int:
+def _run(
+    role: Role, options: ServeOptions, config: WorkerConfig, listener: Listener, make_role: MakeRole | None
+) -> int:
     import uvloop
 
     from slipstream.services.worker.factory import make_draft, make_verify
     from slipstream.services.worker.server import run_worker
 
-    make_role = make_draft if role is Role.DRAFT else make_verify
+    if make_role is None:
+        make_role = make_draft if role is Role.DRAFT else make_verify
     return uvloop.run(run_worker(role, config, listener, options.metrics_port, make_role))

@@ -44,8 +44,6 @@ class WorkerConfig:
     """Compute threads on a CPU; None is half the cores, since two workers share them."""
     acknowledge_done: bool = False
     """Acknowledge a step when its work is done instead of when it is enqueued: a policy to measure against."""
-    stand_in_ms: float | None = None
-    """Replace the model's work in a step by a wait of this length: to measure everything else."""
     debug_sync: bool = False
     """A wait of PyTorch's for the GPU while a step is enqueued is an error."""
     access_log_dir: Path | None = None
@@ -72,5 +70,3 @@ class WorkerConfig:
             raise ConfigError("deterministic_width", self.deterministic_width, f"1 to {MAX_ACCEPT_LENGTH}")
         if self.threads is not None and not 1 <= self.threads <= 1024:
             raise ConfigError("threads", self.threads, "1 to 1024")
-        if self.stand_in_ms is not None and not 0 <= self.stand_in_ms <= 60_000:
-            raise ConfigError("stand_in_ms", self.stand_in_ms, "0 to 60000")

@@ -25,7 +25,6 @@ from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.models.eagle3_config import Eagle3Config
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import EAGLE3
-from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
 from slipstream.services.worker.language_model import LanguageModel
 from slipstream.services.worker.memory import is_out_of_memory, needed_for_work, too_large
 
@@ -41,9 +40,6 @@ _NOWHERE = torch.device("meta")
 
 def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
     """The verify service's side of a step. Raises CheckpointError, OutOfMemoryError."""
-    description = _describe_verify(config, device, metrics_port)
-    if config.stand_in_ms is not None:
-        return DummyVerify(description, config.stand_in_ms, device)
     if config.simulate_accept_length is not None:
         logger.warning(
             "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
@@ -51,7 +47,7 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
         )
     return VerifyEngine(
         _load(config, device),
-        description,
+        describe_verify(config, device, metrics_port),
         simulate_accept_length=config.simulate_accept_length,
         deterministic_width=config.deterministic_width,
     )
@@ -59,10 +55,8 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
 
 def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
     """The draft service's side of a step. Raises CheckpointError, OutOfMemoryError."""
+    description = describe_draft(config, device, metrics_port)
     is_head = config.algorithm == EAGLE3
-    description = (_describe_head if is_head else _describe_draft)(config, device, metrics_port)
-    if config.stand_in_ms is not None:
-        return DummyDraft(description, config.stand_in_ms, device)
     return DraftEngine(_load_head(config, device) if is_head else StandaloneDrafter(_load(config, device)), description)
 
 
@@ -114,7 +108,8 @@ def _log_progress(fraction: float) -> None:
     logger.debug("loading: %.0f %%", 100 * fraction)
 
 
-def _describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+def describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+    """Describes the verify service, without loading its weights. Raises CheckpointError."""
     model = ModelConfig.from_directory(config.model)
     return replace(
         _describe(Role.VERIFY, config, model, device, metrics_port),
@@ -124,12 +119,11 @@ def _describe_verify(config: WorkerConfig, device: Device, metrics_port: int) ->
     )
 
 
-def _describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
-    model = ModelConfig.from_directory(config.model)
-    return replace(_describe(Role.DRAFT, config, model, device, metrics_port), algorithm=config.algorithm)
-
-
-def _describe_head(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+def describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
+    """Describes the draft service, without loading its weights. Raises CheckpointError."""
+    if config.algorithm != EAGLE3:
+        model = ModelConfig.from_directory(config.model)
+        return replace(_describe(Role.DRAFT, config, model, device, metrics_port), algorithm=config.algorithm)
     head = Eagle3Config.from_directory(config.model)
     return replace(
         _describe(Role.DRAFT, config, head.layer, device, metrics_port),

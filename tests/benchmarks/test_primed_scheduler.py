@@ -17,11 +17,10 @@ SCHEDULER = "slipstream.scheduler.main"
 @pytest.mark.timeout(120)
 async def test_a_primed_scheduler_serves_and_one_that_is_not_needed_ends() -> None:
     port, metrics_port = free_ports(2)
-    stand_in = ("--stand-in-ms", "1", "--device", "cpu")
     async with Stack() as stack:
         verify, draft, primed, spare = await asyncio.gather(
-            stack.worker("verify", "--model", str(target_dir()), *stand_in),
-            stack.worker("draft", "--model", str(standalone_dir()), *stand_in),
+            stack.dummy_worker("verify", 1, "--model", str(target_dir()), "--device", "cpu"),
+            stack.dummy_worker("draft", 1, "--model", str(standalone_dir()), "--device", "cpu"),
             stack.primed(SCHEDULER),
             stack.primed(SCHEDULER),
         )

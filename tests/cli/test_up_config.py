@@ -10,7 +10,7 @@ import yaml
 from slipstream.cli import up_config
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.mps import MpsMode
-from slipstream.cli.service_command import dialled, in_process_command, scheduler_command, worker_command
+from slipstream.cli.service_command import dialled, scheduler_command, worker_command
 from slipstream.cli.up_config import UpConfig
 from slipstream.common.errors import ConfigError
 
@@ -95,7 +95,6 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--metrics-port 9501 " in verify
     assert "--metrics-port 9502 " in draft
     assert all("--log-level DEBUG --log-format json" in service for service in (scheduler, verify, draft))
-    assert in_process_command(config, "127.0.0.1:1234").argv[-4:] == ("127.0.0.1:1234", "9500", "DEBUG", "json")
     assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in scheduler
 
 

@@ -1,4 +1,4 @@
-"""The whole of a step between three processes on a GPU, with stand-ins for the models."""
+"""The whole of a step between three processes on a GPU, with dummy kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from slipstream.benchmarks.dummy_model import token_at
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
-from slipstream.services.worker.dummy_model import token_at
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, conducting
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.device import CudaDevice
 
 MODELS = {Role.VERIFY: target_dir(), Role.DRAFT: standalone_dir()}
-OPTIONS = ("--device", "cuda", "--stand-in-ms", "0.4")
+DUMMY_MS = 0.4
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
     """Both workers, started and perhaps not ready yet."""
-    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), MODELS, *OPTIONS) as made:
+    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), MODELS, "--device", "cuda", dummy_ms=DUMMY_MS) as made:
         made.start(*Role)
         yield made
 
@@ -48,7 +48,7 @@ def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Sequence:
 
 
 def expected(job: Sequence) -> list[int]:
-    """What stand-ins answer."""
+    """The output of the dummies."""
     first = len(job.spec.prompt)
     tokens: list[int] = token_at(torch.arange(first, first + job.spec.max_new_tokens)).tolist()
     return tokens

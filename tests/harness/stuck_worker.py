@@ -1,15 +1,17 @@
-"""A draft service's process whose stream cannot be released, and whose arena cannot be closed meanwhile.
+"""A dummy draft service's process whose stream cannot be released, and whose arena cannot be closed meanwhile.
 
-So it is on a GPU with event fences whose producer is gone. The command line is the service's.
+So it is on a GPU with event fences whose producer is gone. The command line is that of a dummy.
 """
 
 from __future__ import annotations
 
 import threading
 
+import typer
+
+from slipstream.benchmarks.dummy_worker import main
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.fence import HostFence
-from slipstream.services.draft.main import main
 from slipstream.services.worker import waited_fences
 
 
@@ -26,4 +28,4 @@ if __name__ == "__main__":
     HostFence.is_releasable = False  # type: ignore[assignment, method-assign]
     HostFence.release = _nothing  # type: ignore[method-assign]
     HostArena.close = _never  # type: ignore[method-assign]
-    main()
+    typer.run(main)

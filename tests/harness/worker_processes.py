@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry
 
+from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 class WorkerProcesses:
     """The processes, by role; each can be lost and started again. All are gone when the block ends."""
 
-    def __init__(self, folder: Path, models: dict[Role, Path], *options: str) -> None:
-        """`options` go to both."""
+    def __init__(self, folder: Path, models: dict[Role, Path], *options: str, dummy_ms: float | None = None) -> None:
+        """`options` go to both. `dummy_ms`: the length of dummy kernels in place of the models."""
+        self._dummy_ms = dummy_ms
         self._folder = folder
         self._models = models
         self._options = options
@@ -51,9 +53,11 @@ class WorkerProcesses:
     def start(self, *roles: Role) -> None:
         """Starts them and returns before they are ready."""
         for role in roles:
-            module = f"slipstream.services.{role.value}.main"
             address, model = ("--listen", self.address(role)), ("--model", str(self._models[role]))
-            command = [sys.executable, "-m", module, *address, *model, "--log-level", "WARNING", *self._options]
+            options = (*address, *model, "--log-level", "WARNING", *self._options)
+            command = (sys.executable, "-m", f"slipstream.services.{role.value}.main", *options)
+            if self._dummy_ms is not None:
+                command = dummy_worker(role.value, self._dummy_ms, *options)
             self._running[role] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     def send_signal(self, role: Role, number: int) -> None:

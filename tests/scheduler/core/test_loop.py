@@ -1,4 +1,4 @@
-"""The loop with stand-ins on real streams: what it does when a worker is slow, hangs or is lost, and when it stops."""
+"""The loop with dummy kernels on real streams, when a worker is slow, hangs or is lost, and when it stops."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client import generate_latest
 
+from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
-from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
@@ -46,7 +46,7 @@ def workers(
     verify_ms: float = 0.0,
     before_draft: Callable[[StepCommand], StepCommand] | None = None,
 ) -> Iterator[tuple[LocalWorker, LocalWorker]]:
-    """Stand-ins for verify and draft."""
+    """Dummies for verify and draft."""
     both = (
         LocalWorker(DummyVerify(describe(Role.VERIFY), verify_ms)),
         LocalWorker(DummyDraft(describe(Role.DRAFT), draft_ms), before_send=before_draft),
@@ -213,7 +213,7 @@ def test_drafts_of_requests_that_are_over_are_not_counted() -> None:
 
 
 def test_time_is_counted_where_it_went() -> None:
-    """Busy times and bubbles of a run add up to its wall time, and the busy times are those of the stand-ins."""
+    """Busy times and bubbles of a run add up to its wall time, and the busy times are those of the dummy kernels."""
     with workers(draft_ms=1.0, verify_ms=3.0) as both:
         epoch = make_epoch(both, run_ahead=1, slots=1, num_draft_tokens=2)
         epoch.run([make_job(max_new_tokens=61)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
@@ -15,7 +16,6 @@ from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
 from slipstream.scheduler.workers.sizing import Workers
-from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
@@ -40,7 +40,7 @@ def test_before_the_first_epoch_there_is_nothing_to_say() -> None:
 
 @contextmanager
 def epoch_with(number: int = 1, *, draft_kv_bytes: int) -> Iterator[LocalEpoch]:
-    """Stand-ins, described as if verify had 64 bytes of KV a token and draft this many."""
+    """Dummies, described as if verify had 64 bytes of KV a token and draft this many."""
     draft = LocalWorker(DummyDraft(describe(Role.DRAFT), 0))
     verify = LocalWorker(DummyVerify(describe(Role.VERIFY), 0))
     running = LocalEpoch(number, CONFIG, [draft, verify])

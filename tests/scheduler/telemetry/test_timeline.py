@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 import pytest
 
+from slipstream.benchmarks.dummy_model import DummyDraft
 from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
 from slipstream.cli.trace_timeline import FENCES
@@ -25,7 +26,6 @@ from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
 from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
-from slipstream.services.worker.dummy_model import DummyDraft
 from slipstream.services.worker.recorder_servicer import SERVICE_NAME as RECORDER
 from slipstream.services.worker.recorder_servicer import RecorderServicer
 from slipstream.services.worker.servicer import WorkerServicer

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.device import HostDevice
@@ -29,7 +30,6 @@ from slipstream.scheduler.telemetry.timings import (
     StepTimings,
     time_step,
 )
-from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
@@ -219,7 +219,7 @@ def prompt_threads() -> Iterator[None]:
 
 
 def _measure(late: LateSend, *, late_role: Role, run_ahead: int, has_draft: bool = True) -> list[StepTiming]:
-    """The times of decode steps, by stand-ins, one of whose commands are sent late in every second step."""
+    """The times of decode steps, by dummies, one of whose commands are sent late in every second step."""
     verify = LocalWorker(
         DummyVerify(describe(Role.VERIFY), VERIFY_MS), before_send=late if late_role is Role.VERIFY else None
     )

@@ -109,7 +109,7 @@ class ElsewhereDevice(HostDevice):
 async def test_a_scheduler_ends_with_the_reason(tmp_path: Path) -> None:
     """Over the wire, with a real worker: there is no other try, and nobody waits for one."""
     models = {Role.VERIFY: write_checkpoint(tmp_path / "model")}
-    with WorkerProcesses(tmp_path, models, "--stand-in-ms", "0") as processes:
+    with WorkerProcesses(tmp_path, models, dummy_ms=0) as processes:
         processes.start(Role.VERIFY)
         with conducting(processes, device=ElsewhereDevice(), has_draft=False) as client:
             await until(lambda: bool(client.errors))

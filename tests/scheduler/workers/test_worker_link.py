@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.errors import (
     DeadlineExceededError,
     MismatchError,
@@ -21,7 +22,6 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.dispatch import DispatchAcknowledged, DispatchTogether
 from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
-from slipstream.services.worker.dummy_model import DummyDraft, DummyVerify
 from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
@@ -48,9 +48,9 @@ class Served:
 
 @asynccontextmanager
 async def served(folder: Path, role: Role, *, acknowledge_done: bool = False) -> AsyncIterator[Served]:
-    """A stand-in at a Unix socket."""
-    stand_in = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
-    worker = LocalWorker(stand_in)
+    """A dummy at a Unix socket."""
+    dummy = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
+    worker = LocalWorker(dummy)
     with ThreadPoolExecutor(1) as device_thread:
         service = WorkerServicer(worker.engine, device_thread, acknowledge_done=acknowledge_done)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)

@@ -32,10 +32,10 @@ STUCK_WORKER = Path(__file__).parents[2] / "harness" / "stuck_worker.py"
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
-    """Stand-ins for both roles, each for one test."""
+    """Dummies for both roles, each for one test."""
     folder = tmp_path_factory.mktemp("workers")
     model = write_checkpoint(folder / "model")
-    with WorkerProcesses(folder, dict.fromkeys(Role, model), "--stand-in-ms", "0") as made:
+    with WorkerProcesses(folder, dict.fromkeys(Role, model), dummy_ms=0) as made:
         made.start(*Role)
         yield made
 
@@ -103,7 +103,7 @@ def test_it_ends_at_once_when_its_stream_waits_for_what_nobody_can_release(
 ) -> None:
     address = f"unix:{tmp_path}/draft.sock"
     model = write_checkpoint(tmp_path / "model")
-    options = ("--model", str(model), "--listen", address, "--stand-in-ms", "0", "--log-level", "ERROR")
+    options = ("draft", "--model", str(model), "--listen", address, "--length-ms", "0", "--log-level", "ERROR")
     process = subprocess.Popen([sys.executable, str(STUCK_WORKER), *options], stderr=subprocess.PIPE, text=True)
     try:
         link = attached(address, Role.DRAFT, thread, arena)

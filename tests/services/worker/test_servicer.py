@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 import pytest
 
+from slipstream.benchmarks.dummy_model import DummyDraft
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.services.worker.dummy_model import DummyDraft
 from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
@@ -58,7 +58,7 @@ class Served:
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    """A stand-in draft at a Unix socket."""
+    """A dummy draft at a Unix socket."""
     worker, arena = LocalWorker(DummyDraft(describe(Role.DRAFT), 0)), make_arena()
     with ThreadPoolExecutor(1) as device_thread:
         service = WorkerServicer(worker.engine, device_thread)

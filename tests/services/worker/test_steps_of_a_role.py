@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from slipstream.benchmarks.dummy_worker import make_dummy
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.layout import BufferName
@@ -31,17 +32,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("models") / "model")
 
 
-@pytest.fixture(scope="module", params=["model", "stand-in"])
-def config(request: pytest.FixtureRequest, model: Path) -> WorkerConfig:
-    """A model, or what stands in for one."""
-    return WorkerConfig(model=model, stand_in_ms=None if request.param == "model" else 0.0)
+@pytest.fixture(params=["model", "dummy"])
+def is_dummy(request: pytest.FixtureRequest) -> bool:
+    """Whether a dummy kernel takes the model's place."""
+    return bool(request.param == "dummy")
 
 
 @pytest.fixture(params=Role)
-def role(request: pytest.FixtureRequest, config: WorkerConfig) -> RoleEngine:
+def role(request: pytest.FixtureRequest, model: Path, is_dummy: bool) -> RoleEngine:
     """Verify and draft."""
-    make = make_verify if request.param is Role.VERIFY else make_draft
-    return make(config, HostDevice(), 0)
+    config, device = WorkerConfig(model=model), HostDevice()
+    if is_dummy:
+        return make_dummy(request.param, 0.0, config, device, 0)
+    return (make_verify if request.param is Role.VERIFY else make_draft)(config, device, 0)
 
 
 @pytest.fixture
@@ -71,10 +74,10 @@ def test_a_step_without_slots_is_signalled_all_the_same(
     assert signalled(arena, worker.role) == {1}
 
 
-def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, HostArena], config: WorkerConfig) -> None:
+def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, HostArena], is_dummy: bool) -> None:
     worker, arena = attached
     plain = replace(decode(1, 1, role=worker.role), kind=StepKind.PLAIN)
-    if worker.role is Role.DRAFT and config.stand_in_ms is None:
+    if worker.role is Role.DRAFT and not is_dummy:
         with pytest.raises(InvalidArgumentError, match="kind: got 'PLAIN'"):
             worker.send(plain)
     elif worker.role is Role.VERIFY:

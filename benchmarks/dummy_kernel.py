@@ -1,4 +1,4 @@
-"""Kernels of a known length, in place of a model's."""
+"""Dummy kernels: kernels of a known length, in place of a model's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPIN_S = 0.00015
 
 
 class Kernel(Protocol):
-    """A kernel of a known length: what it computes is part of it. Belongs to one stream."""
+    """A kernel of a known length, which includes what it computes. Belongs to one stream."""
 
     def run(self, compute: Callable[[], T]) -> T:
         """Stream work: returns what `compute` does; the stream goes on when the length is over."""

@@ -1,33 +1,36 @@
-"""Everything in one process and on one stream, to compare with: what is left out is what three processes cost.
+"""Serves with everything in one process and on one stream, to compare with: the difference is the cost of three.
 
 Loop, plan, batch, models and graphs are the services' own. Commands go straight to the engines, on the one thread that
 owns the device, and nothing on the stream waits: what a wait would be for comes before it on the same stream.
 
-    python -m slipstream.cli.in_process SETTINGS LISTEN METRICS_PORT [LOG_LEVEL LOG_FORMAT]
+    python -m slipstream.benchmarks.in_process SETTINGS LISTEN METRICS_PORT
 
-SETTINGS is what `InProcessSettings.as_json` gives; `slipstream up --in-process` starts it.
+SETTINGS is what `InProcessSettings.as_json` gives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from slipstream.cli.in_process_settings import InProcessSettings
 from slipstream.cli.service_command import dialled
 from slipstream.common.errors import ConfigError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
 from slipstream.common.worker.step import FenceOps
 from slipstream.common.worker.trace import HostRecords
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +40,45 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.engine import Engine
+
+_PATHS = ("model", "target", "access_log_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InProcessSettings:
+    """The settings of what would be three services, as they go over the command line."""
+
+    verify: WorkerConfig
+    draft: WorkerConfig | None
+    scheduler: SchedulerConfig
+
+    def as_json(self) -> str:
+        """Encodes them."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> InProcessSettings:
+        """Decodes them. Raises ConfigError for a setting that is wrong."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(
+            verify=_worker(values["verify"]),
+            draft=_worker(values["draft"]) if "draft" in values else None,
+            scheduler=SchedulerConfig(**_with_paths(values["scheduler"])),
+        )
+
+
+def in_process_command(settings: InProcessSettings, listen: str, metrics_port: int) -> tuple[str, ...]:
+    """The command line of a process that serves so."""
+    module = (sys.executable, "-P", "-m", "slipstream.benchmarks.in_process")
+    return (*module, settings.as_json(), listen, str(metrics_port))
+
+
+def _worker(values: dict[str, Any]) -> WorkerConfig:
+    return WorkerConfig(**_with_paths(values))
+
+
+def _with_paths(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: Path(value) if name in _PATHS and value is not None else value for name, value in values.items()}
 
 
 class LocalLink:
@@ -156,12 +198,12 @@ def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point."""
-    settings, listen, metrics_port, *log_options = sys.argv[1:] if arguments is None else arguments
+    settings, listen, metrics_port = sys.argv[1:] if arguments is None else arguments
     try:
-        configure_logging("in-process", *log_options)
+        configure_logging("in-process")
         config = InProcessSettings.from_json(settings)
         with Listener.claim(listen, field="listen") as listener:
-            # Whoever asks the workers how they are asks this process.
+            # The workers' addresses are this process's own: a question for them finds an answer.
             here = dialled(listener.address)
             draft = None if config.draft is None else here
             served = replace(config, scheduler=replace(config.scheduler, verify=here, draft=draft))

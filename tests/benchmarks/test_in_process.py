@@ -1,0 +1,138 @@
+"""One process in place of three: the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
+from slipstream.benchmarks.serving_stack import free_ports
+from slipstream.benchmarks.stack import Stack
+from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
+from slipstream.client import AsyncClient
+from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.scrape import scrape
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from tests.harness.running import slipstream
+from tests.harness.trace_format import check, slices_by_thread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from slipstream.client.requests import RequestOptions
+
+pytestmark = pytest.mark.timeout(90)
+
+NUM_TOKENS = 24
+REQUESTS: tuple[tuple[str, RequestOptions], ...] = (
+    ("def add(a, b):\n", {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}),
+    ("class Queue:\n", {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 7}),
+    ("import os\n", {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1, "seed": 8, "top_p": 0.9}),
+)
+
+
+@asynccontextmanager
+async def served(algorithm: str) -> AsyncIterator[tuple[str, int]]:
+    """One process: its address and its metrics port."""
+    (metrics_port,) = free_ports(1)
+    head = WorkerConfig(model=eagle3_dir(), algorithm=EAGLE3, target=target_dir(), device="cpu")
+    drafts = {"none": None, "standalone": WorkerConfig(model=standalone_dir(), device="cpu"), "eagle3": head}
+    async with Stack() as stack:
+        address = stack.socket("one")
+        settings = InProcessSettings(
+            verify=WorkerConfig(model=target_dir(), device="cpu"),
+            draft=drafts[algorithm],
+            scheduler=SchedulerConfig(
+                verify=address, draft=None if drafts[algorithm] is None else address, device="cpu"
+            ),
+        )
+        await stack.process("one", *in_process_command(settings, address, metrics_port))
+        yield address, metrics_port
+
+
+async def outputs(client: AsyncClient) -> list[list[int]]:
+    """The tokens of each request."""
+    found = []
+    for prompt, options in REQUESTS:
+        stream = client.generate(prompt, **options)
+        found.append([token async for chunk in stream for token in chunk.token_ids])
+    return found
+
+
+async def of_processes() -> list[list[int]]:
+    """What three processes give."""
+    port, metrics_port = free_ports(2)
+    async with Stack() as stack:
+        verify, draft = await asyncio.gather(
+            stack.worker("verify", "--model", str(target_dir()), "--device", "cpu"),
+            stack.worker("draft", "--model", str(standalone_dir()), "--device", "cpu"),
+        )
+        options = ("--verify", verify, "--draft", draft, "--device", "cpu")
+        async with (
+            stack.scheduler(*options, port=port, metrics_port=metrics_port) as address,
+            AsyncClient(address) as client,
+        ):
+            found = await outputs(client)
+    assert all(len(tokens) == NUM_TOKENS for tokens in found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    """What three processes give."""
+    return asyncio.run(of_processes())
+
+
+@pytest.mark.parametrize("algorithm", ["none", "standalone", "eagle3"])
+async def test_tokens_are_those_of_three_processes(algorithm: str, reference: list[list[int]]) -> None:
+    async with served(algorithm) as (address, metrics_port), AsyncClient(address) as client:
+        assert await outputs(client) == reference
+        state = await client.server_info()
+        assert state.algorithm == algorithm
+        assert len({service.pid for service in state.services}) == 1
+        timed = (await scrape(metrics_port)).total("slipstream_step_seconds_count", phase="decode")
+        assert timed > 10, "steps are timed as they are with three processes"
+
+
+async def test_its_steps_are_traced(tmp_path: Path) -> None:
+    """As if there were three processes."""
+    out = tmp_path / "out.json"
+    async with served("standalone") as (address, _), AsyncClient(address) as client:
+        trace = ("trace", "--server", address, "--steps", "10", "--wait", "30", str(out))
+        traced = asyncio.create_task(asyncio.to_thread(slipstream, *trace))
+        while not traced.done():
+            async for _chunk in client.generate("class Queue:", max_new_tokens=100, ignore_eos=True):
+                pass
+        assert (await traced).returncode == 0
+    content = json.loads(out.read_text(encoding="utf-8"))
+    check(content)
+    hosts = {lane: slices_by_thread(content)[lane] for lane in ((2, 21), (3, 31))}
+    assert all(len(slices) == 10 for slices in hosts.values()), "what each worker's half was enqueued by"
+
+
+def test_settings_come_over_the_command_line(tmp_path: Path) -> None:
+    verify = WorkerConfig(model=tmp_path, threads=2, simulate_accept_length=2.5, access_log_dir=tmp_path / "log")
+    settings = InProcessSettings(
+        verify=verify,
+        draft=WorkerConfig(model=Path("/usr"), algorithm=EAGLE3, target=tmp_path),
+        scheduler=SchedulerConfig(verify="unix:/a", slots=3),
+    )
+    assert InProcessSettings.from_json(settings.as_json()) == settings
+    alone = replace(settings, draft=None)
+    assert InProcessSettings.from_json(alone.as_json()) == alone
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    settings = InProcessSettings(
+        verify=WorkerConfig(model=tmp_path), draft=None, scheduler=SchedulerConfig(verify="unix:/a")
+    )
+    text = settings.as_json().replace('"slots": 16', '"slots": 0')
+    with pytest.raises(ConfigError, match=r"^slots: got 0"):
+        InProcessSettings.from_json(text)
