@@ -10,6 +10,7 @@ PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 .PHONY: install demo test test-all check protos clean
 
 install: $(STAMP)
+	scripts/link-types
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,12 +27,12 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m 'not gpu' --slowest 10 $(PYTEST_ARGS)
 
-check: $(STAMP)
+check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	scripts/check-stubs $(BIN)/python
 	scripts/check-protos $(BIN)/python
-	scripts/link-types
+	$(BIN)/python scripts/check_imports.py
 	$(BIN)/mypy build/types/slipstream/* scripts/*.py
 	MYPYPATH=examples/numpy_drafter $(BIN)/mypy examples/numpy_drafter/*.py
 

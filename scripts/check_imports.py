@@ -1,0 +1,142 @@
+"""Checks the project's import rules and the length of its files; prints each offence and ends with 1 if there is one.
+
+- A folder imports only the folders that `MAY_IMPORT` lists, always as `slipstream.FOLDER`.
+- No modules import each other in a cycle; imports under TYPE_CHECKING and inside functions count too.
+- No file of the product is longer than `MAX_LINES`; generated stubs are exempt.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+MAX_LINES = 400
+PRODUCT = ("services", "scheduler", "gateway", "common", "cli", "client")
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "protos": set(),
+    "common": {"protos"},
+    "services": {"common", "protos"},
+    "gateway": {"common", "protos"},
+    "scheduler": {"common", "protos"},
+    "client": {"common", "protos"},
+    "cli": {"bundled", "client", "common", "gateway", "protos", "scheduler", "services"},
+    "benchmarks": {"bundled", "cli", "client", "common", "gateway", "protos", "scheduler", "services"},
+    "bundled": set(),
+    "deploy": {"common", "gateway", "scheduler", "services"},
+    "training": {"bundled", "common", "services"},
+    "examples": {"protos"},
+    "scripts": {"bundled", "client"},
+}
+"""The folders that each folder may import beside itself."""
+ALSO: dict[str, set[str]] = {
+    "scheduler/server.py": {"gateway"},
+    "scheduler/main.py": {"gateway"},
+}
+"""Folders that single files may import too: these two put the scheduler's process together."""
+
+TEMPORARY = (
+    *(f"gateway/{name}.py:" for name in ("checked_request", "job", "job_output", "manager", "sample", "throttle")),
+    "gateway/validation.py:",
+    "cycle: benchmarks/",
+    "cycle: cli/service_command.py -> cli/up_config.py -> cli/mps.py",
+    "cycle: scheduler/core/batch.py -> scheduler/core/results.py",
+    "cycle: scheduler/telemetry/recorder.py -> scheduler/telemetry/timings.py",
+)
+"""Beginnings of offences that are still accepted."""
+
+
+class Import(NamedTuple):
+    """One imported name."""
+
+    line: int
+    module: str
+    """With a name after `from ... import` appended; empty for a relative import."""
+
+
+def imports_in(text: str) -> Iterator[Import]:
+    """Yields every import of a module, wherever it stands."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "" if node.level else f"{node.module}."
+            yield from (Import(node.lineno, prefix and prefix + alias.name) for alias in node.names)
+
+
+def direction_offences(path: str, text: str) -> list[str]:
+    """Returns the imports of a file, given by its path from the root, that its folder may not make."""
+    folder = path.partition("/")[0]
+    accepted = {folder} | MAY_IMPORT[folder] | ALSO.get(path, set())
+    offences = []
+    for line, module in imports_in(text):
+        first, _, rest = module.partition(".")
+        if not module or first in MAY_IMPORT:
+            offences.append(f"{path}:{line}: {folder} imports by another name than slipstream.FOLDER")
+        elif first == "slipstream" and (target := rest.partition(".")[0]) not in accepted:
+            offences.append(f"{path}:{line}: {folder} imports {target}")
+    return offences
+
+
+def import_graph(texts: Mapping[str, str]) -> dict[str, set[str]]:
+    """Returns the files that each file imports. `texts`: by the files' paths from the root."""
+    graph: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        graph[path] = set()
+        for _, module in imports_in(text):
+            parts = module.split(".")
+            # A name in a module, or a module in a package: the longest path that is a file counts.
+            for place in ("/".join(parts[1:]), "/".join(parts[1:-1])) if parts[0] == "slipstream" else ():
+                found = next((name for name in (f"{place}.py", f"{place}/__init__.py") if name in texts), None)
+                if found is not None:
+                    graph[path].add(found)
+                    break
+    return graph
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Returns cycles that share no file, each as a path that ends where it begins; none if there is no cycle."""
+    left = {path: set(targets) for path, targets in graph.items()}
+    found = []
+    while left:
+        # Files that import none of the others are in no cycle.
+        free = {path for path, targets in left.items() if not targets & left.keys()}
+        if free:
+            left = {path: targets for path, targets in left.items() if path not in free}
+            continue
+        walk = [min(left)]
+        while walk[-1] not in walk[:-1]:
+            walk.append(min(left[walk[-1]] & left.keys()))
+        found.append(walk[walk.index(walk[-1]) :])
+        left = {path: targets for path, targets in left.items() if path not in found[-1]}
+    return found
+
+
+def sources(root: Path, folders: Iterable[str]) -> dict[str, str]:
+    """Returns the Python files of folders but generated stubs, by their paths from the root."""
+    paths = (path for folder in folders for path in sorted((root / folder).rglob("*.py")))
+    return {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths if "_pb2" not in path.name
+    }
+
+
+def offences(root: Path) -> list[str]:
+    """Returns what breaks the rules, a line each."""
+    texts = sources(root, MAY_IMPORT)
+    found = [offence for path, text in texts.items() for offence in direction_offences(path, text)]
+    found += [f"cycle: {' -> '.join(cycle)}" for cycle in cycles(import_graph(texts))]
+    for path, text in texts.items():
+        count = text.count("\n")
+        if path.startswith(tuple(f"{folder}/" for folder in PRODUCT)) and count > MAX_LINES:
+            found.append(f"{path}: {count} lines, at most {MAX_LINES}")
+    return [offence for offence in found if not offence.startswith(TEMPORARY)]
+
+
+if __name__ == "__main__":
+    lines = offences(Path(__file__).resolve().parent.parent)
+    sys.exit("\n".join(lines) if lines else 0)
