@@ -19,7 +19,7 @@ MAX_MESSAGES = 4096
 
 
 class Tokenizer(Protocol):
-    """What is asked of a `transformers` tokenizer."""
+    """The part of a tokenizer that reads prompts."""
 
     chat_template: Any
     """None if the model has none."""

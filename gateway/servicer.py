@@ -36,12 +36,10 @@ class ServedModel:
     """What a request is checked and its output is spelled with. Another model, another one of these."""
 
     def __init__(self, tokenizer: Any, limits: RequestLimits) -> None:
-        """`tokenizer`: as `transformers` loads it."""
+        """`tokenizer`: as `load_tokenizer` returns it."""
         self.tokenizer = tokenizer
         self.limits = limits
         self.vocabulary = Vocabulary(tokenizer)
-        # The first call may change the tokenizer's settings, which no two threads may be in the middle of.
-        tokenizer.encode("a")
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):

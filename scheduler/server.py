@@ -10,12 +10,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.device.choose import choose_device
 from slipstream.common.errors import (
-    CheckpointError,
     ConfigError,
     FailedPreconditionError,
     SlipstreamError,
@@ -31,6 +30,7 @@ from slipstream.gateway.manager import JobManager
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer, ServedModel
 from slipstream.gateway.throttle import OutputThrottle
+from slipstream.gateway.tokenizer import load_tokenizer
 from slipstream.gateway.validation import MAX_SAMPLES, RequestLimits
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -41,7 +41,6 @@ from slipstream.scheduler.workers.session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
@@ -83,9 +82,8 @@ async def run_scheduler(
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         executor = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenizer"))
-        auto_tokenizer = executor.submit(_import_auto_tokenizer)
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
-        serving = _Serving(config, server, queue, signals, auto_tokenizer, metrics_port=port)
+        serving = _Serving(config, server, queue, signals, metrics_port=port)
         ServerMetrics(registry, epoch=serving.epoch, queue=queue)
         desk = JobManager(
             queue,
@@ -149,7 +147,6 @@ class _Serving:
         server: GrpcServer,
         queue: WaitingQueue,
         signals: ShutdownSignals,
-        auto_tokenizer: Future[Any],
         *,
         metrics_port: int,
     ) -> None:
@@ -158,7 +155,6 @@ class _Serving:
         self._server = server
         self._queue = queue
         self._signals = signals
-        self._auto_tokenizer = auto_tokenizer
         self._metrics_port = metrics_port
         self._loop = asyncio.get_running_loop()
         self._epoch: Epoch | None = None
@@ -183,7 +179,7 @@ class _Serving:
             num_draft_tokens=epoch.sizes.batch.num_draft_tokens,
             max_samples=min(MAX_SAMPLES, self._queue.capacity),
         )
-        self._model = ServedModel(_load_tokenizer(self._auto_tokenizer.result(), verify.tokenizer_path), limits)
+        self._model = ServedModel(load_tokenizer(verify.tokenizer_path), limits)
         self._epoch = epoch
         # What is loaded by now stays: the collector need not look at it any more.
         gc.collect()
@@ -273,17 +269,3 @@ def _service(worker: WorkerDescription, address: str) -> ServiceState:
         model=worker.model,
         device=worker.device,
     )
-
-
-def _import_auto_tokenizer() -> Any:
-    """Takes seconds, in which the workers load their models. On one thread only: the lazy import breaks on two."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _load_tokenizer(auto_tokenizer: Any, path: str) -> Any:
-    try:
-        return auto_tokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}") from error

@@ -1,0 +1,207 @@
+"""The tokenizer of the served model: text to token ids and back, without importing transformers where that can be.
+
+transformers takes seconds to import and reads `tokenizer.json` with the `tokenizers` library, which is imported in
+milliseconds. `load_tokenizer` reads the file directly where transformers would take it as it is, and leaves every
+other tokenizer to transformers: its classes may build a tokenizer of their own, or add tokens that only
+`tokenizer_config.json` names.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from slipstream.common.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_DEFAULT_TOKEN = "<|endoftext|>"
+_SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_UNUSUAL_SETTINGS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens")
+"""Fields of `tokenizer_config.json` that make transformers treat `tokenizer.json` in another way."""
+
+_import_lock = threading.Lock()
+"""The lazy import of transformers breaks when two threads begin it."""
+
+
+class Tokenizer:
+    """A tokenizer read from `tokenizer.json`, with the part of the interface of transformers' tokenizers used here."""
+
+    def __init__(self, path: Path, backend: Backend, *, has_chat_template: bool) -> None:
+        """Takes `backend` over. `path`: the directory that transformers reads when the first conversation comes."""
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend_tokenizer = backend
+        self._path = path
+        self._has_chat_template = has_chat_template
+        self._chat_tokenizer: Any = None
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer's post-processor adds or without them."""
+        # Unlike `encode`, it lets other threads run meanwhile.
+        ids: list[int] = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """The text of token ids. Spaces are never cleaned up: that would change text which was sent already."""
+        assert not clean_up_tokenization_spaces, "text that was sent cannot be changed"
+        text: str = self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    @property
+    def chat_template(self) -> Any:
+        """The model's chat template, None if it has none. Imports transformers, if there is one.
+
+        Raises CheckpointError when transformers cannot load the tokenizer.
+        """
+        return self._load_chat_tokenizer().chat_template if self._has_chat_template else None
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        """The text of a conversation; raises whatever the model's template raises."""
+        text: str = self._load_chat_tokenizer().apply_chat_template(
+            conversation, add_generation_prompt=add_generation_prompt, tokenize=tokenize
+        )
+        return text
+
+    def _load_chat_tokenizer(self) -> Any:
+        with self._lock:
+            if self._chat_tokenizer is None:
+                self._chat_tokenizer = _load_with_transformers(self._path)
+            return self._chat_tokenizer
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Loads the tokenizer of a model's directory: a `Tokenizer`, or one of transformers with the same interface.
+
+    Raises CheckpointError when it cannot be loaded.
+    """
+    path = Path(path)
+    try:
+        tokenizer = _read_directly(path)
+    except Exception as error:  # the backend raises nothing more specific
+        raise _cannot_load(path, error) from error
+    return tokenizer or _load_with_transformers(path)
+
+
+def _read_directly(path: Path) -> Tokenizer | None:
+    """Reads `tokenizer.json`; returns None where transformers would make another tokenizer of the directory."""
+    config = _read_json(path / "tokenizer_config.json")
+    if not (path / "tokenizer.json").is_file() or _is_unusual(path, config):
+        return None
+    backend = Backend.from_file(str(path / "tokenizer.json"))
+    sources = (config, _read_json(path / "special_tokens_map.json"), backend.padding or {})
+    if not all(_has_all_tokens(backend, source) for source in sources):
+        return None
+    model_type = _read_json(path / "config.json").get("model_type")
+    if not _is_taken_as_it_is(backend, model_type, config.get("tokenizer_class")):
+        return None
+    return Tokenizer(path, backend, has_chat_template=_has_chat_template(path, config))
+
+
+def _load_with_transformers(path: Path) -> Any:
+    with _import_lock:
+        from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        # The first call may change the tokenizer's settings, which no two threads may be in the middle of.
+        tokenizer.encode("a")
+    except (OSError, ValueError) as error:
+        raise _cannot_load(path, error) from error
+    return tokenizer
+
+
+def _cannot_load(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty without the file."""
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name}: got a {type(value).__name__}, supported: a JSON object")
+    return value
+
+
+def _is_unusual(path: Path, config: dict[str, Any]) -> bool:
+    """Whether the directory has files or settings that change what transformers makes of `tokenizer.json`."""
+    if any(config.get(name) for name in _UNUSUAL_SETTINGS) or (path / "tekken.json").exists():
+        return True
+    return (path / "added_tokens.json").exists() and "added_tokens_decoder" not in config
+
+
+def _is_taken_as_it_is(backend: Backend, model_type: object, tokenizer_class: object) -> bool:
+    """Whether transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
+    if model_type == "qwen2" or tokenizer_class in _QWEN2_CLASSES:
+        return _is_qwen2(backend)
+    return tokenizer_class in _PLAIN_CLASSES
+
+
+def _is_qwen2(backend: Backend) -> bool:
+    """Whether the tokenizer is what transformers' `Qwen2Tokenizer` builds of its vocabulary and merges."""
+    model = backend.model
+    if not isinstance(model, models.BPE) or not isinstance(backend.decoder, decoders.ByteLevel):
+        return False
+    options = (model.dropout, model.unk_token, model.fuse_unk, model.byte_fallback, model.ignore_merges)
+    if any((*options, model.continuing_subword_prefix, model.end_of_word_suffix)):
+        return False
+    split = pre_tokenizers.Split(Regex(_QWEN2_PATTERN), "isolated")
+    accepted = [  # offsets are not used
+        _state(pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, trim_offsets, use_regex=False)]))
+        for trim_offsets in (False, True)
+    ]
+    is_same = _state(backend.normalizer) == _state(normalizers.NFC()) and _state(backend.pre_tokenizer) in accepted
+    return is_same and _has_all_tokens(backend, {"unk_token": _QWEN2_DEFAULT_TOKEN})
+
+
+def _state(part: Any) -> Any:
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _has_all_tokens(backend: Backend, config: dict[str, Any]) -> bool:
+    """Whether `tokenizer.json` has all the added tokens of `config` as transformers would add them."""
+    present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for number, fields in config.get("added_tokens_decoder", {}).items():
+        token = present.get(fields["content"])
+        is_same = token is not None and token.__getstate__() == AddedToken(**fields).__getstate__()
+        if not is_same or backend.token_to_id(fields["content"]) != int(number):
+            return False
+    return all(
+        name in present and present[name].__getstate__() == AddedToken(name, special=True).__getstate__()
+        for name in _special_tokens(config)
+    )
+
+
+def _special_tokens(config: dict[str, Any]) -> Iterator[str]:
+    """The special tokens that a configuration names."""
+    values: list[Any] = [value for name, value in config.items() if name.endswith("_token")]
+    for name in _SPECIAL_LISTS:
+        given = config.get(name) or []
+        values += given.values() if isinstance(given, dict) else given
+    for value in values:
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            yield content
+
+
+def _has_chat_template(path: Path, config: dict[str, Any]) -> bool:
+    files = (path / "chat_template.jinja", *(path / "additional_chat_templates").glob("*.jinja"))
+    return config.get("chat_template") is not None or any(file.is_file() for file in files)

@@ -1,0 +1,206 @@
+"""Tokenizers read without transformers give the same tokens and texts as with it; the others are left to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from slipstream.bundled import target_dir
+from slipstream.common.errors import CheckpointError
+from slipstream.gateway.tokenizer import _QWEN2_PATTERN, Tokenizer, load_tokenizer
+from tests.harness.checkpoints import FAMILIES, write_json, write_tokenizer
+from tests.harness.tokenizers_by_kind import KINDS, TEXT, make_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
+CONVERSATION = [{"role": "user", "content": "Hello </s>é"}]
+CONFIG: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+WORDS = (TEXT, "a b", "Hello", "你", "é", "</s>", "<s>a", " <plain> ", "café", "don't", "\n \n", "1234")
+MAX_ID = 370
+"""Some ids are no tokens."""
+
+
+def write(path: Path, backend: Backend, config: dict[str, Any], *, family: str = "llama") -> Path:
+    backend.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", config)
+    write_json(path / "config.json", FAMILIES[family])
+    return path
+
+
+def backend_of(kind: str) -> Backend:
+    return Backend.from_str(make_tokenizer(kind).backend_tokenizer.to_str())
+
+
+def check_equal(path: Path) -> None:
+    """Compares our own tokenizer with that of transformers in all that the gateway asks of it."""
+    ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    assert isinstance(ours, Tokenizer)
+    words = st.sampled_from(WORDS)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.one_of(words, st.lists(words).map("".join), st.text(max_size=30)))
+    def check_texts(text: str) -> None:
+        for add_special_tokens in (True, False):
+            expected = theirs.encode(text, add_special_tokens=add_special_tokens)
+            assert ours.encode(text, add_special_tokens=add_special_tokens) == expected
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.integers(0, MAX_ID), max_size=20))
+    def check_tokens(ids: list[int]) -> None:
+        for skip_special_tokens in (True, False):
+            options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+            assert ours.decode(ids, **options) == theirs.decode(ids, **options)
+
+    check_texts()
+    check_tokens()
+    assert special_tokens(ours.backend_tokenizer) == special_tokens(theirs.backend_tokenizer)
+
+
+def special_tokens(backend: Backend) -> dict[int, str]:
+    return {number: token.content for number, token in added(backend).items() if token.special}
+
+
+def added(backend: Backend) -> dict[int, AddedToken]:
+    tokens: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_what_transformers_makes_of_it(tmp_path: Path, kind: str) -> None:
+    check_equal(write(tmp_path, backend_of(kind), CONFIG))
+
+
+def test_the_bundled_tokenizer_is_what_transformers_makes_of_it() -> None:
+    check_equal(target_dir())
+
+
+def test_a_checkpoint_of_the_tests_needs_no_transformers(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    write_json(tmp_path / "config.json", FAMILIES["llama"])
+    check_equal(tmp_path)
+
+
+def with_bos(backend: Backend) -> None:
+    number = backend.token_to_id("<s>")
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
+
+
+def with_limits(backend: Backend) -> None:
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8, pad_token="</s>")
+
+
+@pytest.mark.parametrize("change", [with_bos, with_limits])
+def test_post_processors_stay_and_limits_go(tmp_path: Path, change: Callable[[Backend], None]) -> None:
+    backend = backend_of("byte level")
+    change(backend)
+    path = write(tmp_path, backend, CONFIG | {"add_bos_token": False, "clean_up_tokenization_spaces": True})
+    check_equal(path)
+    assert len(load_tokenizer(path).encode(TEXT)) > 8
+    assert (load_tokenizer(path).encode("a")[0] == backend.token_to_id("<s>")) is (change is with_bos)
+
+
+def qwen2(*, pattern: str = _QWEN2_PATTERN, trim_offsets: bool = False) -> Backend:
+    backend = backend_of("byte level")
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=trim_offsets, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    return backend
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_tokenizers_of_qwen_need_no_transformers(tmp_path: Path, family: str, trim_offsets: bool) -> None:
+    config = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|endoftext|>"}
+    check_equal(write(tmp_path, qwen2(trim_offsets=trim_offsets), config, family=family))
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (CONFIG | {"tokenizer_class": "LlamaTokenizer"}, "llama"),
+        (CONFIG | {"pad_token": "<pad>"}, "llama"),
+        (CONFIG | {"pad_token": "<plain>"}, "llama"),
+        (CONFIG | {"extra_special_tokens": ["<plain>"]}, "llama"),
+        (CONFIG | {"added_tokens_decoder": {"400": {"content": "<more>"}}}, "llama"),
+        (CONFIG | {"split_special_tokens": True}, "llama"),
+        (CONFIG, "qwen2"),
+        ({"bos_token": "<s>"}, "llama"),
+    ],
+)
+def test_transformers_loads_what_it_would_change(tmp_path: Path, config: dict[str, Any], family: str) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, backend_of("byte level"), config, family=family))
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    assert tokenizer.encode(TEXT) == AutoTokenizer.from_pretrained(tmp_path).encode(TEXT)
+
+
+def test_another_pattern_than_that_of_qwen_is_left_to_transformers(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
+    path = write(tmp_path, qwen2(pattern=r"\p{L}+|\P{L}"), config, family="qwen3")
+    assert isinstance(load_tokenizer(path), PreTrainedTokenizerBase)
+
+
+def test_special_tokens_that_are_all_there_need_no_transformers(tmp_path: Path) -> None:
+    backend = backend_of("byte level")
+    decoder = {str(number): token.__getstate__() for number, token in added(backend).items()}
+    config = CONFIG | {"added_tokens_decoder": decoder, "extra_special_tokens": ["</s>"], "image_token": "<s>"}
+    check_equal(write(tmp_path, backend, config))
+
+
+def test_a_conversation_is_rendered_by_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path, backend_of("byte level"), CONFIG | {"chat_template": CHAT_TEMPLATE})
+    ours, theirs = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    assert isinstance(ours, Tokenizer)
+    assert ours.chat_template == CHAT_TEMPLATE
+    options = {"add_generation_prompt": True, "tokenize": False}
+    assert ours.apply_chat_template(CONVERSATION, **options) == theirs.apply_chat_template(CONVERSATION, **options)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/default.jinja"])
+def test_a_template_may_be_a_file(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, backend_of("byte level"), CONFIG)
+    assert load_tokenizer(path).chat_template is None
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_text(CHAT_TEMPLATE, encoding="utf-8")
+    assert load_tokenizer(path).chat_template == CHAT_TEMPLATE
+
+
+def test_a_template_that_transformers_cannot_load_is_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    path = write(tmp_path, backend_of("byte level"), CONFIG | {"chat_template": CHAT_TEMPLATE})
+    tokenizer = load_tokenizer(path)
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded"):
+        _ = tokenizer.chat_template
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_is_named_by_its_directory(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, backend_of("byte level"), CONFIG)
+    (path / name).write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"{path}: the tokenizer cannot be loaded: "):
+        load_tokenizer(path)
+
+
+def test_plain_text_does_not_import_transformers() -> None:
+    code = (
+        "import sys; from slipstream.gateway.tokenizer import load_tokenizer;"
+        f"tokenizer = load_tokenizer({str(target_dir())!r}); tokenizer.decode(tokenizer.encode('a'));"
+        "print(tokenizer.chat_template, {'transformers', 'torch'} & set(sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output == "None set()\n"
