@@ -35,7 +35,7 @@ from slipstream.benchmarks.result_rows import read_rows, write_rows
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import eagle3_dir, target_dir
-from slipstream.cli.mps import MpsMode
+from slipstream.cli.up.mps import MpsMode
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path  # noqa: TC003 - read at run time by the command line
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.common.rpc.logs import CONSOLE
+from slipstream.common.rpc.service_options import ServiceOptions, run_command
+from slipstream.common.settings import with_options
 from slipstream.common.worker.step import Role
-from slipstream.services.worker.command_line import ServeOptions, serve
+from slipstream.services.worker.command_line import serve
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -30,23 +30,14 @@ def dummy_worker(role: str, length_ms: float, *options: str) -> tuple[str, ...]:
     return (*module, role, "--length-ms", f"{length_ms:g}", *options)
 
 
+@with_options(WorkerConfig, ServiceOptions)
 def main(
     role: Role,
-    model: Annotated[Path, typer.Option(help="Hugging Face directory of the model.")],
-    listen: Annotated[str, typer.Option(help="unix:PATH, in a directory that only this user opens.")],
     length_ms: Annotated[float, typer.Option(min=0, max=60_000, help="Length of a step's kernel.")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = WorkerConfig.device,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus port on loopback; 0 is any free one.")] = 0,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
-    acknowledge_done: Annotated[bool, typer.Option("--acknowledge-done", help="As the service's own.")] = False,
+    **values: Any,
 ) -> None:
     """Serves a dummy."""
-    serve(
-        role,
-        ServeOptions(listen=listen, metrics_port=metrics_port, log_level=log_level, log_format=CONSOLE),
-        lambda: WorkerConfig(model=model, device=device, acknowledge_done=acknowledge_done),
-        make_role=partial(make_dummy, role, length_ms),
-    )
+    serve(role, values, make_role=partial(make_dummy, role, length_ms))
 
 
 def make_dummy(role: Role, length_ms: float, config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
@@ -61,4 +52,4 @@ def make_dummy(role: Role, length_ms: float, config: WorkerConfig, device: Devic
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

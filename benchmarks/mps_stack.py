@@ -8,12 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.stack import Stack
-from slipstream.cli.mps import mps_daemon, outside_mps
+from slipstream.cli.up.mps import mps_daemon, outside_mps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from slipstream.cli.mps import MpsMode
+    from slipstream.cli.up.mps import MpsMode
 
 
 @asynccontextmanager

@@ -27,7 +27,7 @@ from slipstream.benchmarks.result_rows import write_rows
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.stack import Primed, Stack
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.cli.mps import MpsMode
+from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape, scrape
 

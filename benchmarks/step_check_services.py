@@ -15,7 +15,7 @@ from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.benchmarks.step_check_marks import read_marks
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.cli.mps import MpsMode
+from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.services.worker.config import EAGLE3
 

@@ -23,9 +23,9 @@ from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.cli.mps import MpsMode
 from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
+from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.worker.trace import TraceRequest
 

@@ -12,24 +12,24 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream import bundled
+from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.demo_report import comparison, first_difference, speed_sentence
 from slipstream.cli.demo_run import Workload, run_workload
 from slipstream.cli.demo_screen import LineScreen, LiveScreen, legend
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.model_choice import ModelChoice
-from slipstream.cli.mps import mps_daemon, placed
 from slipstream.cli.server_status import fetch_status
-from slipstream.cli.service_command import free_address, scheduler_command, worker_command
-from slipstream.cli.stop_signals import StopSignals
-from slipstream.cli.supervisor import Supervisor
-from slipstream.cli.up_config import UpConfig
+from slipstream.cli.up.commands import free_address, placed, scheduler_command, worker_command
+from slipstream.cli.up.config import UpConfig
+from slipstream.cli.up.mps import mps_daemon
+from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import ConfigError
 from slipstream.services.worker.config import ALGORITHMS
 
 if TYPE_CHECKING:
     from slipstream.cli.demo_report import DemoRun
-    from slipstream.cli.mps import MpsDaemon
-    from slipstream.cli.service_command import ServiceCommand
+    from slipstream.cli.up.mps import MpsDaemon
+    from slipstream.cli.up.process import ServiceCommand
 
 PROMPT_STRIDE = 16
 """Takes one of so many of the bundled prompts, which makes four."""

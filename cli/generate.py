@@ -7,7 +7,7 @@ import sys
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from slipstream.cli.stop_signals import StopSignals
+from slipstream.cli.cancellation import StopSignals
 from slipstream.client import AsyncClient
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import UnavailableError

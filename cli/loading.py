@@ -11,7 +11,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.supervisor import ServiceState
+from slipstream.cli.up.supervisor import ServiceState
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status_watch_look import Watcher, read_server
 from slipstream.cli.status_watch_screen import frame
-from slipstream.cli.stop_signals import StopSignals
 from slipstream.common.errors import ConfigError
 
 if TYPE_CHECKING:

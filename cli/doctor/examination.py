@@ -12,7 +12,7 @@ from slipstream.cli.doctor.gpu import check_cuda, check_driver, check_gpu
 from slipstream.cli.doctor.host import check_descriptors, check_namespaces, check_port, check_shm, check_state_dir
 from slipstream.cli.doctor.models import check_models
 from slipstream.cli.doctor.sharing import check_sharing_on_cpu, check_sharing_on_gpu
-from slipstream.cli.mps import outside_mps
+from slipstream.cli.up.mps import outside_mps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

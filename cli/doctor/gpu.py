@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.doctor.finding import failed, note, ok
-from slipstream.cli.mps import has_nvidia_device
+from slipstream.cli.up.mps import has_nvidia_device
 
 if TYPE_CHECKING:
     from slipstream.cli.doctor.finding import Finding

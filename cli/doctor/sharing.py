@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.doctor.finding import failed, note, ok
 from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
-from slipstream.cli.mps import MpsMode, mps_daemon
+from slipstream.cli.up.mps import MpsMode, mps_daemon
 from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import SlipstreamError
 

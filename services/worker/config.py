@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - read at run time by the command line
+from pathlib import Path
+from typing import Any
 
-from slipstream.common.errors import ConfigError
+from slipstream.common.settings import Settings, setting
 
 STANDALONE = "standalone"
 EAGLE3 = "eagle3"
@@ -16,57 +17,71 @@ MAX_ACCEPT_LENGTH = 17
 """With as many draft tokens as a step may have."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
+_CHECKPOINT: dict[str, Any] = {"accepts": Path.is_dir, "accepted": "a directory with a checkpoint"}
+ONLY_DRAFT = ("algorithm", "target")
+ONLY_VERIFY = ("simulate_accept_length", "deterministic_width")
+"""Settings that the other of both services has no use for, and no option."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig:
-    """Checked when it is built; the command lines of draft and verify take their defaults from here."""
+class ComputeSettings(Settings):
+    """The workers' settings that `slipstream up` has, too, and passes on."""
 
-    model: Path
-    """A Hugging Face directory."""
-    algorithm: str = STANDALONE
-    """How a draft works; verify has no use for it."""
-    target: Path | None = None
-    """Directory of the target model, for what a draft head leaves to it: the embedding, the tokenizer."""
-    device: str = "auto"
-    """What to compute on: "auto", "cpu" or "cuda"."""
-    dtype: str = "auto"
-    """What to compute in, whatever the checkpoint holds; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    load_format: str = "auto"
-    """Where weights come from: the checkpoint ("auto"), or nowhere ("dummy": random, for measurements)."""
-    simulate_accept_length: float | None = None
-    """Accept draft tokens by chance, so that steps yield this many tokens on average: for measurements only."""
-    deterministic_width: int | None = None
-    """Verify on a GPU: every decode step computes all slots, with rows of so many tokens, and prompts are padded.
+    device: str = setting("auto", help="What computes.", choices=DEVICES)
+    dtype: str = setting(
+        "auto",
+        help="What is computed in, whatever the checkpoint holds; auto is bfloat16 on a GPU, float32 on a CPU.",
+        choices=DTYPES,
+    )
+    load_format: str = setting(
+        "auto", help="Measuring: dummy has random weights, for which config.json is enough.", choices=LOAD_FORMATS
+    )
+    threads: int | None = setting(
+        None,
+        help="Compute threads of a worker on a CPU.",
+        unit="N",
+        low=1,
+        high=1024,
+        unset="half the cores, since two workers share them",
+    )
+    simulate_accept_length: float | None = setting(
+        None,
+        help="Measuring: accept drafts by chance, X tokens a step on average; the output is no text.",
+        unit="X",
+        low=1,
+        high=MAX_ACCEPT_LENGTH,
+        accepted=f"1 to {MAX_ACCEPT_LENGTH}, the bonus token included",
+    )
 
-    Then products have one size, and a token is the same in any batch, with any draft of fewer tokens and without one.
-    """
-    threads: int | None = None
-    """Compute threads on a CPU; None is half the cores, since two workers share them."""
-    acknowledge_done: bool = False
-    """Acknowledge a step when its work is done instead of when it is enqueued: a policy to measure against."""
-    debug_sync: bool = False
-    """A wait of PyTorch's for the GPU while a step is enqueued is an error."""
-    access_log_dir: Path | None = None
-    """Log every access to shared memory there, for the happens-before checker."""
 
-    def __post_init__(self) -> None:
-        """Raises ConfigError naming the field."""
-        if not self.model.is_dir():
-            raise ConfigError("model", str(self.model), "a directory with a checkpoint")
-        if self.target is not None and not self.target.is_dir():
-            raise ConfigError("target", str(self.target), "a directory with a checkpoint")
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigError("algorithm", self.algorithm, ", ".join(ALGORITHMS))
-        if self.device not in DEVICES:
-            raise ConfigError("device", self.device, ", ".join(DEVICES))
-        if self.dtype not in DTYPES:
-            raise ConfigError("dtype", self.dtype, ", ".join(DTYPES))
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigError("load_format", self.load_format, ", ".join(LOAD_FORMATS))
-        if self.simulate_accept_length is not None and not 1 <= self.simulate_accept_length <= MAX_ACCEPT_LENGTH:
-            accepted = f"1 to {MAX_ACCEPT_LENGTH}, the bonus token included"
-            raise ConfigError("simulate_accept_length", self.simulate_accept_length, accepted)
-        if self.deterministic_width is not None and not 1 <= self.deterministic_width <= MAX_ACCEPT_LENGTH:
-            raise ConfigError("deterministic_width", self.deterministic_width, f"1 to {MAX_ACCEPT_LENGTH}")
-        if self.threads is not None and not 1 <= self.threads <= 1024:
-            raise ConfigError("threads", self.threads, "1 to 1024")
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ComputeSettings):
+    """Checked when it is built; the command lines of draft and verify take their options from here."""
+
+    model: Path = setting(help="Hugging Face directory of the model.", unit="DIR", **_CHECKPOINT)
+    algorithm: str = setting(STANDALONE, help="How drafts are made.", choices=ALGORITHMS)
+    target: Path | None = setting(
+        None,
+        help="The target's directory, for a head without embedding or tokenizer of its own.",
+        unit="DIR",
+        **_CHECKPOINT,
+    )
+    # Every decode step then computes all slots, with rows of so many tokens, and prompts are padded: products have one
+    # size, and a token is the same in any batch, with any draft of fewer tokens and without one.
+    deterministic_width: int | None = setting(
+        None,
+        help="On a GPU: tokens of a row in every step, at least one more than are drafted; the output then does not "
+        "depend on the batch or the draft.",
+        unit="N",
+        low=1,
+        high=MAX_ACCEPT_LENGTH,
+    )
+    acknowledge_done: bool = setting(
+        False, help="Measuring: acknowledge a step when its work is done, not when it is enqueued."
+    )
+    debug_sync: bool = setting(
+        False, help="Debugging: a wait of PyTorch for the GPU while a step is enqueued is an error."
+    )
+    access_log_dir: Path | None = setting(
+        None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"
+    )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import pytest
 
-from slipstream.cli import mps
-from slipstream.cli.service_command import ServiceCommand
+from slipstream.cli.up import mps
+from slipstream.cli.up.process import ServiceCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.cli import mps
-from slipstream.cli.mps import MpsMode, mps_daemon, outside_mps, placed
-from slipstream.cli.service_command import ServiceCommand
+from slipstream.cli.up import mps
+from slipstream.cli.up.commands import placed
+from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError
 from tests.harness.waiting import until
 

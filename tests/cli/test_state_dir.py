@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.state_dir import StateDir, server_of
+from slipstream.cli.up.state_dir import StateDir, server_of
 from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
 
 if TYPE_CHECKING:

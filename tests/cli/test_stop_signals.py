@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.stop_signals import StopSignals
+from slipstream.cli.cancellation import StopSignals
 
 pytestmark = pytest.mark.timeout(10)
 

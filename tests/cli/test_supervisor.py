@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.health import check
-from slipstream.cli.stop_signals import StopSignals
-from slipstream.cli.supervisor import ServiceState, Supervisor
+from slipstream.cli.up.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.waiting import until
 
@@ -284,8 +284,8 @@ def test_services_die_with_a_supervisor_that_is_killed(fake_service: MakeCommand
     command = fake_service("verify")
     script = textwrap.dedent(f"""
         import asyncio, pathlib
-        from slipstream.cli.service_command import ServiceCommand
-        from slipstream.cli.supervisor import Supervisor
+        from slipstream.cli.up.process import ServiceCommand
+        from slipstream.cli.up.supervisor import Supervisor
 
         async def main():
             async with Supervisor(ready_timeout_s=20, drain_timeout_s=5) as supervisor:

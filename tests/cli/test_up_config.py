@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slipstream.cli import up_config
 from slipstream.cli.model_choice import ModelChoice
-from slipstream.cli.mps import MpsMode
-from slipstream.cli.service_command import dialled, scheduler_command, worker_command
-from slipstream.cli.up_config import UpConfig
+from slipstream.cli.up import config as up_config
+from slipstream.cli.up.commands import dialled, scheduler_command, worker_command
+from slipstream.cli.up.config import UpConfig
+from slipstream.cli.up.mps import MpsMode
 from slipstream.common.errors import ConfigError
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
@@ -78,18 +78,21 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
-    assert f"--model /tmp --listen unix:{tmp_path}/sockets/draft.sock" in draft
-    assert "--algorithm standalone" in draft
-    assert f"--model /usr --listen unix:{tmp_path}/sockets/verify.sock" in verify
+    assert "--model /tmp" in draft
+    assert f"--listen unix:{tmp_path}/sockets/draft.sock" in draft
+    assert "--model /usr" in verify
+    assert f"--listen unix:{tmp_path}/sockets/verify.sock" in verify
     assert "--threads 2" in draft
     assert "--threads 2" in verify
+    assert f"--verify unix:{tmp_path}/sockets/verify.sock" in scheduler
     assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
     assert "--listen 0.0.0.0:1234" in scheduler
     assert "--slots 5" in scheduler
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
     assert all("--dtype float16 --load-format dummy" in worker for worker in (draft, verify))
-    assert "--simulate-accept-length 2.5 --deterministic-width 4" in verify
+    assert "--simulate-accept-length 2.5" in verify
+    assert "--deterministic-width 4" in verify
     assert "--simulate-accept-length" not in draft
     assert "--metrics-port 9500 " in scheduler
     assert "--metrics-port 9501 " in verify

@@ -6,27 +6,28 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
+from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.loading import LoadingDisplay
 from slipstream.cli.log_follower import LogFollower
-from slipstream.cli.mps import mps_daemon, placed
 from slipstream.cli.nonfailing_console import nonfailing_console
 from slipstream.cli.server_status import fetch_status
-from slipstream.cli.service_command import (
+from slipstream.cli.up.commands import (
     LOOPBACK,
     free_address,
+    placed,
     scheduler_command,
     worker_command,
 )
-from slipstream.cli.state_dir import StateDir
-from slipstream.cli.stop_signals import StopSignals
-from slipstream.cli.supervisor import Supervisor
+from slipstream.cli.up.mps import mps_daemon
+from slipstream.cli.up.state_dir import StateDir
+from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.rpc.address import TcpAddress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from slipstream.cli.service_command import ServiceCommand
-    from slipstream.cli.up_config import UpConfig
+    from slipstream.cli.up.config import UpConfig
+    from slipstream.cli.up.process import ServiceCommand
 
 
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:

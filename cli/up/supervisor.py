@@ -7,16 +7,16 @@ import enum
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from slipstream.cli.cancellation import shielded
 from slipstream.cli.health import wait_until_serving
-from slipstream.cli.service_process import ServiceProcess
-from slipstream.cli.shield import shielded
+from slipstream.cli.up.process import ServiceProcess
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
     from types import TracebackType
 
-    from slipstream.cli.service_command import ServiceCommand
+    from slipstream.cli.up.process import ServiceCommand
 
 T = TypeVar("T")
 

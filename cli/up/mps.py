@@ -13,18 +13,15 @@ import logging
 import os
 import shutil
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.process_group import ProcessGroup
-from slipstream.cli.shield import shielded
+from slipstream.cli.cancellation import shielded
+from slipstream.cli.up.process import ProcessGroup
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
-
-    from slipstream.cli.service_command import ServiceCommand
 
 logger = logging.getLogger(__name__)
 
@@ -109,13 +106,6 @@ def has_nvidia_device() -> bool:
 def outside_mps(directory: Path) -> Mapping[str, str]:
     """What keeps a process out of every MPS daemon, the host's own included: nobody answers there."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "outside")}
-
-
-def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
-    """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
-    if daemon is None or service.name == "scheduler":
-        return replace(service, environment=outside_mps(directory))
-    return replace(service, environment=daemon.environment)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Ctrl-C, and what else ends a command that has services to stop: once politely, twice at once."""
+"""What ends a command that has services to stop, and work that a cancellation does not cut short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def _nothing() -> None:
-    """For a signal that nothing else has to be done about."""
+    """Default of the callbacks."""
 
 
 class StopSignals:
@@ -27,11 +27,11 @@ class StopSignals:
 
     @property
     def exit_status(self) -> int:
-        """0 when the end was asked for politely, 128 and the signal's number when it was not waited for."""
+        """0 after at most one signal, 128 and the signal's number after more."""
         return 128 + self._received[-1] if len(self._received) > 1 else 0
 
     async def cancel(self, work: Coroutine[object, object, T]) -> T | None:
-        """Runs the work and gives its result, or None when a signal cancelled it. Has the main thread's signals."""
+        """Runs the work and gives its result, or None when a signal cancelled it. Takes the main thread's signals."""
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
         numbers = [signal.SIGINT, signal.SIGTERM]
@@ -56,3 +56,27 @@ class StopSignals:
             self._on_first()
         else:
             self._on_second()
+
+
+async def shielded(
+    work: Coroutine[object, object, None],
+    *,
+    during: BaseException | None = None,
+    on_cancel: Callable[[], None] = _nothing,
+) -> None:
+    """Does the work to its end, in a task of its own, and raises what it raises.
+
+    A cancellation meanwhile calls `on_cancel` and is raised at the end, unless there is an error on its way already,
+    `during`, which the caller lets go on.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+            on_cancel()
+    task.result()
+    if cancelled is not None and during is None:
+        raise cancelled

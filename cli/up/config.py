@@ -1,0 +1,135 @@
+"""The settings of `slipstream up`, and those of its services that follow from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
+from slipstream.cli.up.mps import MpsMode, has_nvidia_device
+from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
+from slipstream.common.rpc.service_options import LogSettings
+from slipstream.common.settings import setting, shared
+from slipstream.scheduler.config import SchedulerConfig, ServingSettings
+from slipstream.scheduler.main import LISTEN
+from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
+
+DEFAULT_SERVER = LISTEN
+"""Where `up` listens, and where `generate` and `status` look."""
+
+METRICS_PORT = 9401
+"""Where deploy/prometheus expects a scheduler's metrics."""
+_METRICS_PORTS = ("scheduler", "verify", "draft")
+"""Services in the order of their metrics ports, which follow each other."""
+_SOCKET_FOLDER = "sockets"
+
+
+def default_state_dir() -> Path:
+    """The user's own state directory, as in the XDG base directory specification."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "slipstream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(ServingSettings, ComputeSettings, LogSettings):
+    """The three services on one machine. Raises ConfigError naming the setting that is wrong."""
+
+    models: ModelChoice
+    """The target and the draft that are served."""
+    mps: str = setting(
+        MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
+    )
+    deterministic: bool = setting(False, help="On a GPU: the same tokens in any batch, with a draft and without.")
+    listen: str = setting(DEFAULT_SERVER, help="Address for clients; port 0 takes a free one.", unit="HOST:PORT")
+    metrics_port: int | None = setting(
+        None,
+        help="Prometheus port of the scheduler, on loopback; verify's and draft's are the next two; 0 takes free ones.",
+        unit="PORT",
+        low=0,
+        high=65536 - len(_METRICS_PORTS),
+        unset=f"{METRICS_PORT}, and free ones with port 0 in --listen",
+    )
+    state_dir: Path = setting(
+        default_factory=default_state_dir,
+        help="Directory for sockets and logs, made if it is not there; one `up` at a time.",
+        unit="DIR",
+    )
+    ready_timeout_s: float = setting(
+        300.0, name="ready_timeout", help="Time for the models to load.", unit="SECONDS", above=0, high=86400
+    )
+    drain_timeout_s: float = setting(
+        SchedulerConfig.grace_s,
+        name="drain_timeout",
+        help="Time for running requests to finish when stopped.",
+        unit="SECONDS",
+        above=0,
+        high=86400,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(parse_address(self.listen, field="listen"), TcpAddress):
+            raise ConfigError("listen", self.listen, "HOST:PORT")
+        parse_address(self.socket("verify"), field="state_dir")
+        if self.mps == MpsMode.ON and self.device == "cpu":
+            raise ConfigError("mps", self.mps, "auto or off on a CPU")
+        for worker in self.workers:
+            self.worker(worker)
+        _ = self.scheduler
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the services that hold a model."""
+        return ("verify",) if self.models.draft is None else ("verify", "draft")
+
+    def worker(self, name: str) -> WorkerConfig:
+        """Settings of the "verify" or the "draft" service."""
+        model = self.models.draft if name == "draft" else self.models.target
+        assert model is not None, "a draft service without a draft"
+        if name == "verify":
+            width = self.models.num_draft_tokens + 1 if self.deterministic else None
+            return shared(WorkerConfig, self, model=model, deterministic_width=width)
+        settings = shared(WorkerConfig, self, model=model, simulate_accept_length=None)
+        if self.models.algorithm == EAGLE3:
+            return replace(settings, algorithm=EAGLE3, target=self.models.target)
+        return settings
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """Settings of the scheduler."""
+        return shared(
+            SchedulerConfig,
+            self,
+            verify=self.socket("verify"),
+            draft=None if self.models.draft is None else self.socket("draft"),
+            num_draft_tokens=self.models.num_draft_tokens,
+            grace_s=self.drain_timeout_s,
+        )
+
+    @property
+    def mps_mode(self) -> MpsMode:
+        """Whether MPS is started on this host: OFF where the workers cannot be on a GPU."""
+        is_possible = self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
+        return MpsMode(self.mps) if is_possible else MpsMode.OFF
+
+    @property
+    def mps_dir(self) -> Path:
+        """Pipes and logs of the MPS daemon."""
+        return self.state_dir.absolute() / "mps"
+
+    def metrics_port_of(self, service: str) -> int:
+        """Port of a service's metrics; 0 for any free one."""
+        port = self.metrics_port
+        if port is None:
+            listen = parse_address(self.listen)
+            port = METRICS_PORT if isinstance(listen, TcpAddress) and listen.port else 0
+        return port and port + _METRICS_PORTS.index(service)
+
+    def socket(self, service: str) -> str:
+        """gRPC address of a worker, in a folder that only this user can open."""
+        return str(UnixAddress(self.state_dir.absolute() / _SOCKET_FOLDER / f"{service}.sock"))
+
+    def log_path(self, service: str) -> Path:
+        """Log file of a service."""
+        return self.state_dir.absolute() / f"{service}.log"

@@ -1,0 +1,164 @@
+"""Processes that `slipstream up` starts: bound to this one, in a session of their own, ended politely or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from slipstream.common.errors import AddressInUseError
+from slipstream.common.rpc.listener import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceCommand:
+    """One service to start."""
+
+    name: str
+    """Its name in messages and of its log: "draft", "verify", "scheduler"."""
+    argv: tuple[str, ...]
+    """The command line, beginning with an absolute path."""
+    address: str
+    """gRPC target at which its health is asked, `unix:PATH` or `HOST:PORT`."""
+    log_path: Path
+    """Takes its standard output and error."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has beside this process's own, or in their place."""
+
+
+def _start(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command without input that dies with this process (see `exec_with_parent.py`)."""
+    return subprocess.Popen(
+        (sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, **environment},
+        # Out of the terminal's process group: this process decides who ends on Ctrl-C, and in which order.
+        start_new_session=True,
+    )
+
+
+class ServiceProcess:
+    """A started service."""
+
+    def __init__(self, command: ServiceCommand) -> None:
+        """Starts the service with an empty log; the log of the run before is kept beside it as `.1`.
+
+        Must be called on the main thread, on whose event loop the process is then waited for.
+        """
+        self.command = command
+        if command.log_path.exists():
+            command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
+        with command.log_path.open("wb") as log:
+            self._process = _start(command.argv, log, command.environment)
+        self._ended = asyncio.Event()
+        # A thread of its own, for asyncio's child watcher (before Python 3.12) and a signal may race for the status.
+        threading.Thread(target=self._reap, args=(asyncio.get_running_loop(),), daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """The service's name."""
+        return self.command.name
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over, and reaped."""
+        return self._ended.is_set()
+
+    async def wait(self) -> None:
+        """Returns when it is over, and reaped."""
+        await self._ended.wait()
+
+    def terminate(self) -> None:
+        """Asks it to end: the first time to finish what it has begun, the second time at once."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends it without its consent."""
+        self._send(signal.SIGKILL)
+
+    def describe_end(self) -> str:
+        """Says how it ended: "was killed by SIGKILL", "ended with exit status 1"."""
+        status = self._process.returncode
+        if status is None:
+            return "is running"
+        if status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}"
+
+    def last_log_lines(self, count: int = 20) -> str:
+        """The end of its log, indented; says so when there is none."""
+        with self.command.log_path.open(encoding="utf-8", errors="replace") as log:
+            lines = deque(log, maxlen=count)
+        return "".join(f"  {line.rstrip()}\n" for line in lines).rstrip("\n") or "  (it logged nothing)"
+
+    def remove_socket(self) -> None:
+        """Removes the socket that a killed service left; one at which another process serves stays."""
+        address = self.command.address
+        if not address.startswith("unix:") or not Path(address.removeprefix("unix:")).exists():
+            return
+        with contextlib.suppress(AddressInUseError), Listener.claim(address):
+            pass  # leaving a claim removes the socket
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._process.wait()
+        loop.call_soon_threadsafe(self._ended.set)
+
+    def _send(self, number: signal.Signals) -> None:
+        if not self.has_ended:
+            self._process.send_signal(number)
+
+
+class ProcessGroup:
+    """A command that may start others, which are ended together with it.
+
+    The leader is reaped by `kill` and not before: until then no other process, and no other group, can get its id.
+    """
+
+    def __init__(self, *argv: str, output: BinaryIO, environment: Mapping[str, str]) -> None:
+        """Starts it on the main thread; its output goes to `output`."""
+        self._leader = _start(argv, output, environment)
+
+    @property
+    def status(self) -> int | None:
+        """How the leader ended: its exit status, or the signal's number below zero. None while it runs."""
+        if self._leader.returncode is not None:
+            return self._leader.returncode
+        ended = os.waitid(os.P_PID, self._leader.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    async def ends_within(self, timeout_s: float) -> bool:
+        """Returns whether the leader ends by itself in that time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.status is None:  # noqa: ASYNC110 - an end that is not reaped raises no event
+                    await asyncio.sleep(_POLL_S)
+        return self.status is not None
+
+    def kill(self) -> None:
+        """Ends every process of the group that still runs, and reaps the leader."""
+        if self._leader.returncode is None:
+            os.killpg(self._leader.pid, signal.SIGKILL)
+            self._leader.wait()

@@ -1,0 +1,60 @@
+"""The command line that every service has, and what it does before anything heavy is imported."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import typer
+
+from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
+from slipstream.common.settings import Settings, setting, shared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(Settings):
+    """What is logged, and how."""
+
+    log_level: str = setting("INFO", help="What is logged.", choices=LEVELS)
+    log_format: str = setting(CONSOLE, help="Lines for people, or a JSON object each.", choices=FORMATS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions(LogSettings):
+    """Where a service serves, and what it logs."""
+
+    listen: str = setting(help="unix:PATH, in a directory that only this user opens.", unit="ADDRESS")
+    metrics_port: int = setting(0, help="Prometheus port on loopback; 0 is any free one.", unit="PORT")
+
+
+def serve(
+    name: str, kind: type[T], values: Mapping[str, Any], run: Callable[[T, Listener, ServiceOptions], int]
+) -> NoReturn:
+    """Claims the address, then calls `run` with settings of `kind`, and exits with the status that it returns.
+
+    `values` has the settings and the options. An error of ours is one line, and status 2 if the settings are wrong.
+    """
+    try:
+        options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
+        configure_logging(name, options.log_level, options.log_format)
+        config = shared(kind, values)
+        with Listener.claim(options.listen, field="listen") as listener:
+            sys.exit(run(config, listener, options))
+    except SlipstreamError as error:
+        print(f"slipstream-{name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def run_command(command: Callable[..., None]) -> None:
+    """Runs a service's command line, with plain help."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    app()

@@ -1,0 +1,158 @@
+"""Settings, each declared once: from a field's metadata come its check, its command-line option and a child's argument.
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Settings):
+    slots: int = setting(16, help="Requests that run at the same time.", low=1, high=4096)
+
+@with_options(ServerConfig)
+def serve(**values): ...                  # a typer command with the option `--slots N`
+
+arguments(ServerConfig(slots=5))          # ["--slots", "5"]
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from slipstream.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator, Mapping
+
+T = TypeVar("T")
+
+_SPEC = "setting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spec:
+    help: str
+    unit: str | None
+    choices: tuple[str, ...]
+    name: str | None
+    unset: str | None
+    accepts: Callable[[Any], bool] | None
+    accepted: str
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and self.accepts is not None and not self.accepts(value):
+            raise ConfigError(self.name or name, str(value) if isinstance(value, Path) else value, self.accepted)
+
+
+def setting(
+    default: object = MISSING,
+    *,
+    help: str,
+    unit: str | None = None,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    accepts: Callable[[Any], bool] | None = None,
+    accepted: str = "",
+    name: str | None = None,
+    unset: str | None = None,
+    default_factory: Any = MISSING,
+) -> Any:
+    """A field of a `Settings` dataclass; without a default it must be given.
+
+    `unit` is the placeholder that the help shows for the value ("MS", "DIR"). A value is accepted from `low`, or only
+    `above` a bound, to `high`; or if it is one of `choices`; or if `accepts` says so, which `accepted` puts in words.
+    None, where it is the default, is always accepted; `unset` says what it stands for. `name` replaces the field's name
+    in the option and in errors.
+    """
+    if choices:
+        accepts, accepted = accepts or choices.__contains__, accepted or ", ".join(choices)
+        unit = "|".join(choices)
+    elif high is not None:
+        bound = above if low is None else low
+        assert bound is not None, "a range has two ends"
+        accepts = (lambda value: above < value <= high) if low is None else (lambda value: low <= value <= high)
+        accepted = accepted or (f"above {above}, to {high}" if low is None else f"{low} to {high}")
+    spec = _Spec(help=help, unit=unit, choices=choices, name=name, unset=unset, accepts=accepts, accepted=accepted)
+    return field(default=default, default_factory=default_factory, metadata={_SPEC: spec})
+
+
+class Settings:
+    """Base of frozen dataclasses whose fields are settings. Raises ConfigError, naming the field, when it is built."""
+
+    def __post_init__(self) -> None:
+        """Checks each setting by itself."""
+        for member, spec in _settings(type(self)):
+            spec.check(member.name, getattr(self, member.name))
+
+
+def _settings(kind: type) -> Iterator[tuple[Field[Any], _Spec]]:
+    """The fields that are settings, in the order of their declaration."""
+    for member in fields(kind):
+        if _SPEC in member.metadata:
+            yield member, member.metadata[_SPEC]
+
+
+def shared(kind: type[T], values: object, **more: Any) -> T:
+    """Builds settings of `kind`: those in `more`, and the others that `values`, a mapping or other settings, has."""
+    names = [member.name for member in fields(kind) if member.name not in more]  # type: ignore[arg-type]
+    given: Mapping[str, Any] = values if isinstance(values, dict) else vars(values)
+    return kind(**{name: given[name] for name in names if name in given}, **more)
+
+
+def checked(kind: type, values: Mapping[str, Any]) -> None:
+    """Checks some settings of `kind`, each by itself. Raises ConfigError."""
+    for member, spec in _settings(kind):
+        spec.check(member.name, values.get(member.name))
+
+
+def with_options(
+    *kinds: type, only: Container[str] | None = None, without: Container[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a typer command, in place of its `**values`, an option for each setting of `kinds`, or some of them."""
+
+    def is_wanted(name: str) -> bool:
+        return name not in without and (only is None or name in only)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        given = inspect.signature(command, eval_str=True).parameters.values()
+        own = [one.replace(kind=one.KEYWORD_ONLY) for one in given if one.kind is not one.VAR_KEYWORD]
+        made = {one.name: one for kind in kinds for one in _parameters(kind) if is_wanted(one.name)}
+        command.__signature__ = inspect.Signature([*own, *made.values()])  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in [*own, *made.values()]}
+        return command
+
+    return decorate
+
+
+def _parameters(kind: type) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind)
+    for member, spec in _settings(kind):
+        default = member.default_factory() if member.default_factory is not MISSING else member.default
+        option = typer.Option(
+            _option_name(member, spec),
+            metavar=None if hints[member.name] is bool else spec.unit,
+            help=f"{spec.help}  [default: {spec.unset}]" if spec.unset else spec.help,
+        )
+        default = inspect.Parameter.empty if default is MISSING else default
+        yield inspect.Parameter(
+            member.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[hints[member.name], option],
+        )
+
+
+def arguments(settings: object) -> list[str]:
+    """The words of a command line that say what differs from the defaults."""
+    words: list[str] = []
+    for member, spec in _settings(type(settings)):
+        value = getattr(settings, member.name)
+        if value != member.default:
+            words += [_option_name(member, spec)] if value is True else [_option_name(member, spec), str(value)]
+    return words
+
+
+def _option_name(member: Field[Any], spec: _Spec) -> str:
+    return "--" + (spec.name or member.name).replace("_", "-")

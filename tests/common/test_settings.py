@@ -1,0 +1,104 @@
+"""Settings: their checks, their command-line options, and the arguments for a child process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from slipstream.common.errors import ConfigError
+from slipstream.common.settings import Settings, arguments, checked, setting, shared, with_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basic(Settings):
+    """A base whose settings others have, too."""
+
+    slots: int = setting(16, help="Rows.", unit="N", low=1, high=64)
+    kind: str = setting("a", help="Which.", choices=("a", "b"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full(Basic):
+    """One of each sort."""
+
+    where: Path = setting(help="Folder.", unit="DIR", accepts=Path.is_dir, accepted="a directory")
+    limit_s: float | None = setting(
+        None, name="limit", help="Time.", unit="SECONDS", above=0, high=60, unset="for ever"
+    )
+    loud: bool = setting(False, help="Says more.")
+    texts: list[str] | None = setting(None, help="Texts.", unit="TEXT")
+    made: object = None
+
+
+def parsed(*words: str) -> tuple[Any, str]:
+    """What a command gets for these words, and its output."""
+    got: list[Full] = []
+    app = typer.Typer(rich_markup_mode=None)
+
+    @app.command()
+    @with_options(Full)
+    def command(own: int = 3, **values: Any) -> None:
+        got.append(Full(**values, made=own))
+
+    result = CliRunner().invoke(app, words)
+    return (got[0] if got else result.exception), result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("slots", {"slots": 0}),
+        ("slots", {"slots": 65}),
+        ("kind", {"kind": "c"}),
+        ("where", {"where": Path("/nothing")}),
+        ("limit", {"limit_s": 0}),
+        ("limit", {"limit_s": float("nan")}),
+        ("limit", {"limit_s": float("inf")}),
+    ],
+)
+def test_a_wrong_setting_is_named(name: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: got .*, accepted: "):
+        Full(**{"where": Path("/"), **values})
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        checked(Full, values)
+
+
+def test_options_become_settings_and_arguments_again() -> None:
+    words = ["--slots", "5", "--where", "/tmp", "--limit", "2.5", "--loud", "--own", "4"]
+    config, _ = parsed(*words)
+    assert config == Full(slots=5, where=Path("/tmp"), limit_s=2.5, loud=True, made=4)
+    assert arguments(config) == words[:-2]
+    assert parsed("--where", "/", "--texts", "a", "--texts", "b")[0] == Full(where=Path("/"), texts=["a", "b"], made=3)
+
+
+def test_help_has_units_and_defaults() -> None:
+    text = " ".join(parsed("--help")[1].split())
+    for part in (
+        "--slots N Rows. [default: 16]",
+        "--kind a|b Which. [default: a]",
+        "--where DIR Folder. [required]",
+        "--limit SECONDS Time. [default: for ever]",
+        "--loud Says more.",
+    ):
+        assert part in text
+    assert "made" not in text
+
+
+def test_some_options_only() -> None:
+    @with_options(Full, only=("slots", "kind"), without=("kind",))
+    def command(**values: Any) -> None:
+        """Has one option."""
+
+    app = typer.Typer()
+    app.command()(command)
+    assert [parameter.name for parameter in typer.main.get_command(app).params] == ["slots"]
+
+
+def test_shared_settings_are_passed_on() -> None:
+    assert shared(Full, Basic(slots=3), where=Path("/")) == Full(slots=3, where=Path("/"))
+    assert shared(Basic, {"slots": 2, "other": 1}) == Basic(slots=2)
