@@ -94,7 +94,7 @@ def test_some_options_only() -> None:
     def command(**values: Any) -> None:
         """Has one option."""
 
-    app = typer.Typer()
+    app = typer.Typer(add_completion=False)
     app.command()(command)
     assert [parameter.name for parameter in typer.main.get_command(app).params] == ["slots"]
 
