@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections import abc
     from collections.abc import Callable, Iterator
 
+    from slipstream.common.api.sequence import Outputs, SubmittedSequence
     from slipstream.common.device.interface import Device
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.batch import Delivery
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.telemetry.timings import StepTiming
@@ -94,9 +94,9 @@ class LocalServing:
             links=dict(links),
             queue=self._queue,
             metrics=self._metrics,
-            deliver=self._deliver,
+            sink=self,
         )
-        self._outputs: dict[Sequence, list[int]] = {}
+        self._outputs: dict[SubmittedSequence, list[int]] = {}
         self._waiting: deque[Sequence] = deque()
         self._num_open = 0
         self._failure: BaseException | None = None
@@ -122,7 +122,7 @@ class LocalServing:
             self._waiting = deque(jobs)
             self._num_open = len(jobs)
             first = [self._waiting.popleft() for _ in range(min(at_once, len(jobs)))]
-        self._queue.submit(*first)
+        self._queue.add(*first)
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._num_open == 0 or self._failure is not None, TIMEOUT_S)
         if self._failure is not None:
@@ -146,8 +146,8 @@ class LocalServing:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        for job, progress in deliveries:
+    def put(self, outputs: Outputs) -> None:
+        for job, progress in outputs:
             self._outputs[job] += progress.token_ids
             if progress.error is not None:
                 raise progress.error
@@ -158,7 +158,7 @@ class LocalServing:
                 following = self._waiting.popleft() if self._waiting else None
                 self._changed.notify_all()
             if following is not None:
-                self._queue.submit(following)
+                self._queue.add(following)
 
 
 class _RecordingMetrics(StepMetrics):

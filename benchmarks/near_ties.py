@@ -33,10 +33,11 @@ from slipstream.benchmarks.local_serving import LocalServices
 from slipstream.benchmarks.near_tie_scores import BOUND, Scores
 from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.choose import CPU, choose_device
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
 from slipstream.services.worker.factory import dtype_of, make_draft, make_verify
 

@@ -1,4 +1,4 @@
-"""Where clients' jobs are taken in, asked after and handed out: the event loop's side of the scheduler."""
+"""The jobs of all clients: creating, finding, following and cancelling them, and taking in their output."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import deque
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import AlreadyExistsError, InternalError, NotFoundError, SlipstreamError
-from slipstream.gateway.job import Job
-from slipstream.gateway.job_reader import JobReader
+from slipstream.common.api.job_info import JobPage
+from slipstream.common.errors import (
+    AlreadyExistsError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    SlipstreamError,
+)
+from slipstream.gateway.job import Job, JobReader
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections import abc
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 
-    from slipstream.common.api.job_info import JobPage
     from slipstream.common.api.output_chunk import OutputChunk
-    from slipstream.gateway.checked_request import CheckedRequest
+    from slipstream.common.api.sequence import Core, SequenceOutput, SubmittedSequence
     from slipstream.gateway.detokenizer import Detokenizer
-    from slipstream.gateway.job_store import JobStore
     from slipstream.gateway.request_metrics import RequestMetrics
     from slipstream.gateway.sample import Sample
-    from slipstream.scheduler.core.sequence import Sequence, SequenceOutput
-    from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.gateway.validation import CheckedRequest
 
 DEADLINE_SLACK_S = 0.05
-"""A client's clock for its call started earlier than ours, by the time that the call took to come."""
+"""A client's clock for its call started earlier than ours, by the time that the call took to arrive."""
+DEFAULT_PAGE_SIZE = 50
+MAX_PAGE_SIZE = 1000
 
 _BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 
@@ -37,59 +42,58 @@ logger = logging.getLogger(__name__)
 
 
 class JobManager:
-    """The jobs, by their ids. Belongs to the event loop.
+    """Jobs by their ids. Belongs to the event loop.
 
-    A job's output is kept with it, and everybody who follows the job reads from there: one path for the client that
-    waits for its job and for those who come back for it.
+    A job's output is kept with it and every reader reads it there: the client that waits for its job takes the same
+    path as one that comes back for it.
     """
 
-    def __init__(self, queue: WaitingQueue, store: JobStore, metrics: RequestMetrics) -> None:
-        """`queue` is where the scheduler's loop takes its jobs from."""
-        self._queue = queue
+    def __init__(self, core: Core, store: JobStore, metrics: RequestMetrics) -> None:
+        self._core = core
         self._store = store
         self._metrics = metrics
-        self._alive: dict[Sequence, tuple[Job, Sample]] = {}
+        self._alive: dict[SubmittedSequence, tuple[Job, Sample]] = {}
         self._numbers = itertools.count(1)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that wait or run, those whose client has gone included until the loop has let go of them."""
-        return len({kept for kept, _ in self._alive.values()})
+        """Jobs with a sequence in the core."""
+        return len({job for job, _ in self._alive.values()})
 
     async def wait_idle(self) -> None:
         """Returns when no job is alive."""
         await self._is_idle.wait()
 
     def find(self, job_id: str, digest: bytes) -> Job | None:
-        """The job that the same request made before; None if there is none, or it deserves another try.
+        """Finds the job that the same request made before; None if there is none, or if it may run again.
 
-        Raises AlreadyExistsError when another request made a job of this name.
+        Raises AlreadyExistsError if another request made the job of this id.
         """
-        kept = self._store.get(job_id)
-        if kept is None:
+        job = self._store.get(job_id)
+        if job is None:
             return None
-        if kept.digest != digest:
+        if job.digest != digest:
             raise AlreadyExistsError(f"there is a job {job_id!r}, and another request made it")
-        return None if kept.can_be_repeated else kept
+        return None if job.can_be_repeated else job
 
     def create(self, request: CheckedRequest, new_detokenizer: Callable[[], Detokenizer]) -> Job:
-        """The job of a request: a new one, unless `find` finds it. Raises what `find` and `submit` raise."""
-        kept = self.find(request.job_id, request.digest)
-        if kept is not None:
-            return kept
-        kept = Job(request, new_detokenizer, number=next(self._numbers))
+        """Makes the job of a request, unless `find` finds it. Raises the errors of `find` and of `Core.submit`."""
+        found = self.find(request.job_id, request.digest)
+        if found is not None:
+            return found
         with self.counting_refusals():
-            self._queue.submit(*kept.jobs)
-        self._alive |= {sample.job: (kept, sample) for sample in kept.samples if sample.job is not None}
-        self._store.add(kept)
+            sequences = self._core.submit(*request.samples)
+        job = Job(request, sequences, new_detokenizer, number=next(self._numbers))
+        self._alive |= {sequence: (job, sample) for sequence, sample in zip(sequences, job.samples, strict=True)}
+        self._store.add(job)
         self._is_idle.clear()
-        return kept
+        return job
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Counts a request that is let in no further for want of room, or of somebody to serve it."""
+        """Counts a request that is refused because the queue is full or closed."""
         try:
             yield
         except SlipstreamError:
@@ -97,90 +101,90 @@ class JobManager:
             raise
 
     def check_room(self) -> None:
-        """Raises what `create` would because the queue is full or closed, before anything is made of a request."""
+        """Raises the error that `create` would raise because the queue is full or closed."""
         with self.counting_refusals():
-            self._queue.check_room()
+            self._core.check_room()
 
     def get(self, job_id: str) -> Job:
-        """The job of this name. Raises NotFoundError."""
-        kept = self._store.get(job_id)
-        if kept is None:
+        """The job of this id. Raises NotFoundError."""
+        job = self._store.get(job_id)
+        if job is None:
             raise NotFoundError(f"there is no job {job_id!r}, or it ended too long ago")
-        return kept
+        return job
 
     def page(self, size: int, token: str) -> JobPage:
         """See `JobStore.page`."""
         return self._store.page(size, token)
 
     def cancel(self, job_id: str) -> None:
-        """Asks for the end of a job; its streams then end with the reason "abort". No effect on one that is over.
+        """Cancels a job; its streams then end with the reason "abort". No effect if it is over.
 
         Raises NotFoundError.
         """
-        self._end(self.get(job_id))
+        self._cancel_sequences(self.get(job_id))
 
     def watch(
         self,
-        kept: Job,
-        from_tokens: abc.Sequence[int] = (),
+        job: Job,
+        from_tokens: Sequence[int] = (),
         *,
         field: str = "from_token",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[OutputChunk, None]:
         """Yields a job's output from a token of each sample on, up to its end. See `JobReader`."""
-        return self._read(kept, JobReader(kept, from_tokens, field=field).chunks(timeout_s=timeout_s))
+        return self._read(job, JobReader(job, from_tokens, field=field).chunks(timeout_s=timeout_s))
 
-    def enter(self, kept: Job) -> None:
-        """A call begins that the job is for: with the last of them the job ends, unless it is detached."""
-        kept.num_callers += 1
+    def enter(self, job: Job) -> None:
+        """Called when a Generate call begins."""
+        job.num_callers += 1
 
-    def leave(self, kept: Job, time_left_s: float | None) -> None:
-        """Such a call is over, so long before its deadline. A job that failed ends without."""
-        kept.num_callers -= 1
-        if kept.is_over or kept.error is not None or kept.is_detached or kept.num_callers:
+    def leave(self, job: Job, time_left_s: float | None) -> None:
+        """Called when a Generate call ends, `time_left_s` before its deadline. Cancels the job if no caller remains."""
+        job.num_callers -= 1
+        if job.is_over or job.error is not None or job.is_detached or job.num_callers:
             return
         is_late = time_left_s is not None and time_left_s <= DEADLINE_SLACK_S
-        kept.left_as = DEADLINE if is_late else DISCONNECTED
-        self._end(kept)
+        job.left_as = DEADLINE if is_late else DISCONNECTED
+        self._cancel_sequences(job)
 
     def cut_off(self) -> None:
-        """A stream is given up because its client reads nothing."""
+        """Counts a stream that is given up because its client reads nothing."""
         self._metrics.cut_off()
 
-    def deliver(self, bundle: Mapping[Sequence, abc.Sequence[SequenceOutput]]) -> None:
-        """Takes in what steps brought, for all jobs."""
+    def deliver(self, bundle: Mapping[SubmittedSequence, Sequence[SequenceOutput]]) -> None:
+        """Takes in the output of steps, for all jobs."""
         changed: dict[Job, None] = {}
-        for job, steps in bundle.items():
-            if job in self._alive:
-                kept, sample = self._alive[job]
-                changed[kept] = None
-                self._add(kept, sample, job, steps)
+        for sequence, outputs in bundle.items():
+            if sequence in self._alive:
+                job, sample = self._alive[sequence]
+                changed[job] = None
+                self._add(job, sample, sequence, outputs)
                 if sample.usage is not None:
-                    del self._alive[job]
+                    del self._alive[sequence]
         num_tokens, now = 0, time.monotonic()
-        for kept in changed:
-            num_tokens += kept.settle(self._metrics, now)
-            if kept.is_over:
-                self._store.end(kept)
-                _log_end(kept)
+        for job in changed:
+            num_tokens += job.measure(self._metrics, now)
+            if job.is_over:
+                self._store.end(job)
+                _log_end(job)
         self._metrics.generated(num_tokens)
         if not self._alive:
             self._is_idle.set()
 
-    def _add(self, kept: Job, sample: Sample, job: Sequence, steps: abc.Sequence[SequenceOutput]) -> None:
+    def _add(self, job: Job, sample: Sample, sequence: SubmittedSequence, outputs: Sequence[SequenceOutput]) -> None:
         try:
-            if sample.add(steps):
-                self._queue.cancel(job)
+            if sample.add(outputs):
+                self._core.cancel(sequence)
             elif sample.error is not None:
                 # A job fails with any of its samples.
-                self._end(kept, but=job)
+                self._cancel_sequences(job, but=sequence)
         except Exception:
-            # A text that cannot be spelled costs its own job the rest, and no other.
-            logger.exception("what a step brought cannot be taken in", extra={"job": kept.job_id})
+            # Output that cannot be turned into text fails its own job, no other.
+            logger.exception("the output of a step cannot be taken in", extra={"job": job.job_id})
             sample.fail(InternalError(_BROKEN_OUTPUT))
-            self._end(kept)
+            self._cancel_sequences(job)
 
-    async def _read(self, kept: Job, chunks: AsyncGenerator[OutputChunk, None]) -> AsyncGenerator[OutputChunk, None]:
+    async def _read(self, job: Job, chunks: AsyncGenerator[OutputChunk, None]) -> AsyncGenerator[OutputChunk, None]:
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -188,22 +192,79 @@ class JobManager:
         except SlipstreamError:
             raise
         except Exception as error:
-            # Without stop strings, a text is spelled by the first who reads it.
-            if kept.error is None:
-                logger.exception("the output cannot be read", extra={"job": kept.job_id})
-                kept.fail(InternalError(_BROKEN_OUTPUT))
-                self._end(kept)
+            # Without stop strings, a text is spelled by its first reader.
+            if job.error is None:
+                logger.exception("the output cannot be read", extra={"job": job.job_id})
+                job.fail(InternalError(_BROKEN_OUTPUT))
+                self._cancel_sequences(job)
             raise InternalError(_BROKEN_OUTPUT) from error
 
-    def _end(self, kept: Job, but: Sequence | None = None) -> None:
-        for job in kept.jobs:
-            if job is not but:
-                self._queue.cancel(job)
+    def _cancel_sequences(self, job: Job, but: SubmittedSequence | None = None) -> None:
+        for sequence in job.sequences:
+            if sequence is not but:
+                self._core.cancel(sequence)
 
 
-def _log_end(kept: Job) -> None:
-    if kept.error is not None:
-        logger.warning("failed: %s", kept.error, extra={"job": kept.job_id})
+class JobStore:
+    """Jobs by their ids, in memory: those that are alive, and a bounded number of those that ended not long ago."""
+
+    def __init__(self, *, capacity: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Keeps `capacity` jobs at most after their end, each for `ttl_s` seconds of `clock`."""
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._jobs: dict[str, Job] = {}
+        self._ended: deque[tuple[float, Job]] = deque()
+
+    def add(self, job: Job) -> None:
+        """Adds a job that begins, in place of one of the same id."""
+        self._jobs.pop(job.job_id, None)
+        self._jobs[job.job_id] = job
+
+    def end(self, job: Job) -> None:
+        """Starts the time after which a job that is over is forgotten."""
+        self._ended.append((self._clock() + self._ttl_s, job))
+        self._forget()
+
+    def get(self, job_id: str) -> Job | None:
+        """The job of this id; None if there is none, or no more."""
+        self._forget()
+        return self._jobs.get(job_id)
+
+    def page(self, size: int, token: str) -> JobPage:
+        """The next jobs, the latest first. Raises InvalidArgumentError for an invalid size or token."""
+        if not 0 <= size <= MAX_PAGE_SIZE:
+            raise InvalidArgumentError("page_size", size, f"0 to {MAX_PAGE_SIZE}")
+        if token and not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise InvalidArgumentError("page_token", token, "next_page_token of an answer, or nothing")
+        self._forget()
+        size = size or DEFAULT_PAGE_SIZE
+        # Numbers only grow, so jobs that come or go between two calls move no other to another page.
+        before = int(token) if token else None
+        found: list[Job] = []
+        for job in reversed(self._jobs.values()):
+            if before is not None and job.number >= before:
+                continue
+            if len(found) == size:
+                return JobPage(jobs=tuple(job.info() for job in found), next_page_token=str(found[-1].number))
+            found.append(job)
+        return JobPage(jobs=tuple(job.info() for job in found))
+
+    def __len__(self) -> int:
+        self._forget()
+        return len(self._jobs)
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._ended and (len(self._ended) > self._capacity or self._ended[0][0] <= now):
+            _, job = self._ended.popleft()
+            if self._jobs.get(job.job_id) is job:
+                del self._jobs[job.job_id]
+
+
+def _log_end(job: Job) -> None:
+    if job.error is not None:
+        logger.warning("failed: %s", job.error, extra={"job": job.job_id})
     else:
-        how = kept.left_as or kept.finish_reason
-        logger.debug("ended with %d tokens: %s", kept.num_tokens, how, extra={"job": kept.job_id})
+        how = job.left_as or job.finish_reason
+        logger.debug("ended with %d tokens: %s", job.num_tokens, how, extra={"job": job.job_id})

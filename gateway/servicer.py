@@ -1,4 +1,4 @@
-"""The `Generation` service: decodes what clients say, asks the desk, encodes what it answers."""
+"""The `Generation` service: decodes requests, calls the job manager, encodes its answers."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from slipstream.common.rpc.unknown_fields import reject_unknown_fields
 from slipstream.gateway.detokenizer import Vocabulary
 from slipstream.gateway.prompt import check_num_messages
 from slipstream.gateway.validation import check_job_id, digest_of, parse_request
-from slipstream.gateway.write_watch import WriteWatch
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from concurrent.futures import Executor
+    from types import TracebackType
 
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.api.server_state import ServerState
-    from slipstream.gateway.checked_request import CheckedRequest
     from slipstream.gateway.job import Job
     from slipstream.gateway.manager import JobManager
     from slipstream.gateway.prompt import JobRequest
-    from slipstream.gateway.validation import RequestLimits
+    from slipstream.gateway.validation import CheckedRequest, RequestLimits
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 LONG_TEXT_CHARACTERS = 4096
-"""About a millisecond of tokenising, in which the event loop serves nobody else."""
+"""About a millisecond of tokenising, in which the event loop serves no other call."""
 
 
 class ServedModel:
-    """What a request is checked and its output is spelled with. Another model, another one of these."""
+    """The tokenizer, vocabulary and limits of the model that is served."""
 
     def __init__(self, tokenizer: Any, limits: RequestLimits) -> None:
         """`tokenizer`: as `load_tokenizer` returns it."""
@@ -43,22 +42,22 @@ class ServedModel:
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
-    """Serves clients. Errors are exceptions, which the interceptor turns into statuses."""
+    """Serves clients. The interceptor turns exceptions into statuses."""
 
     def __init__(
         self,
-        desk: JobManager,
+        jobs: JobManager,
         *,
         model: Callable[[], ServedModel],
         state: Callable[[], ServerState],
         executor: Executor,
         read_timeout_s: float,
     ) -> None:
-        """`model` and `state` tell what is so now, and may raise UnavailableError; `executor` tokenises long texts.
+        """`model` and `state` return the present ones, or raise UnavailableError; `executor` tokenises long texts.
 
         A stream is cut off when its client reads nothing for `read_timeout_s`.
         """
-        self._desk = desk
+        self._jobs = jobs
         self._model = model
         self._state = state
         self._executor = executor
@@ -66,31 +65,31 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
-        kept = await self._admit(request)
-        self._desk.enter(kept)
+        job = await self._admit(request)
+        self._jobs.enter(job)
         try:
-            await self._send(context, self._desk.watch(kept, timeout_s=context.time_remaining()))
+            await self._send(context, self._jobs.watch(job, timeout_s=context.time_remaining()))
         finally:
-            self._desk.leave(kept, context.time_remaining())
+            self._jobs.leave(job, context.time_remaining())
 
     async def CreateJob(
         self, request: generation_pb2.CreateJobRequest, context: Any
     ) -> generation_pb2.CreateJobResponse:
         """See generation.proto."""
-        kept = await self._admit(request)
-        kept.is_detached = True
-        return generation_pb2.CreateJobResponse(job=kept.info().to_pb())
+        job = await self._admit(request)
+        job.is_detached = True
+        return generation_pb2.CreateJobResponse(job=job.info().to_pb())
 
     async def WatchJob(self, request: generation_pb2.WatchJobRequest, context: Any) -> None:
         """See generation.proto."""
-        kept = self._named(request)
+        job = self._named(request)
         if request.from_token and request.from_tokens:
             given = f"{len(request.from_tokens)} numbers"
             raise InvalidArgumentError("from_tokens", given, "none where from_token is given")
         field, offsets = "from_token", [request.from_token]
         if request.from_tokens:
             field, offsets = "from_tokens", list(request.from_tokens)
-        await self._send(context, self._desk.watch(kept, offsets, field=field, timeout_s=context.time_remaining()))
+        await self._send(context, self._jobs.watch(job, offsets, field=field, timeout_s=context.time_remaining()))
 
     async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
         """See generation.proto."""
@@ -99,7 +98,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def ListJobs(self, request: generation_pb2.ListJobsRequest, context: Any) -> generation_pb2.ListJobsResponse:
         """See generation.proto."""
         reject_unknown_fields(request)
-        return self._desk.page(request.page_size, request.page_token).to_pb()
+        return self._jobs.page(request.page_size, request.page_token).to_pb()
 
     async def CancelJob(
         self, request: generation_pb2.CancelJobRequest, context: Any
@@ -107,7 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         """See generation.proto."""
         reject_unknown_fields(request)
         check_job_id(request.job_id)
-        self._desk.cancel(request.job_id)
+        self._jobs.cancel(request.job_id)
         return generation_pb2.CancelJobResponse()
 
     async def GetServerInfo(
@@ -120,37 +119,37 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     def _named(self, request: generation_pb2.WatchJobRequest | generation_pb2.GetJobRequest) -> Job:
         reject_unknown_fields(request)
         check_job_id(request.job_id)
-        return self._desk.get(request.job_id)
+        return self._jobs.get(request.job_id)
 
     async def _admit(self, request: JobRequest) -> Job:
         # A request that comes again needs no model, nor room in the queue.
         check_num_messages(request)
         reject_unknown_fields(request)
-        kept = self._desk.find(request.job_id, digest_of(request)) if request.job_id else None
-        if kept is not None:
-            return kept
+        job = self._jobs.find(request.job_id, digest_of(request)) if request.job_id else None
+        if job is not None:
+            return job
         while True:
             model = self._present_model()
             # Before the text is tokenised: under overload most requests come no further.
-            self._desk.check_room()
+            self._jobs.check_room()
             checked = await self._parse(request, model)
-            # Other workers may have come meanwhile, for which it may be too long, or its tokens mean something else.
+            # Other workers may have come meanwhile, with another context length or vocabulary.
             if self._present_model() is model:
-                return self._desk.create(checked, model.vocabulary.new_detokenizer)
+                return self._jobs.create(checked, model.vocabulary.new_detokenizer)
 
     def _present_model(self) -> ServedModel:
-        with self._desk.counting_refusals():
+        with self._jobs.counting_refusals():
             return self._model()
 
     async def _parse(self, request: JobRequest, model: ServedModel) -> CheckedRequest:
-        # What a model's chat template takes, nobody knows.
+        # The time that a chat template takes is unbounded.
         if len(request.text) <= LONG_TEXT_CHARACTERS and not request.HasField("messages"):
             return parse_request(request, model.limits, model.tokenizer)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, parse_request, request, model.limits, model.tokenizer)
 
     async def _send(self, context: Any, chunks: AsyncGenerator[OutputChunk, None]) -> None:
-        """Sends a stream, and gives up on a client that reads nothing: gRPC holds a few MiB of it by then."""
+        """Sends a stream. Gives up on a client that reads nothing: by then gRPC holds a few MiB of it."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout, aclosing(chunks):
@@ -162,6 +161,45 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         except TimeoutError:
             if not timeout.expired():
                 raise
-            self._desk.cut_off()
+            self._jobs.cut_off()
             message = f"the client read nothing for {self._read_timeout_s:g} s"
             raise ResourceExhaustedError(message, retry_after_ms=0) from None
+
+
+class WriteWatch:
+    """Lets a timeout expire when one of a stream's writes takes too long; a context manager.
+
+    It has one timer for all writes, because most end long before a timer of their own would be worth its price.
+    """
+
+    def __init__(self, timeout: asyncio.Timeout, timeout_s: float) -> None:
+        """`timeout` was entered before; it expires when a write has taken `timeout_s`."""
+        self._timeout = timeout
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._begun_at: float | None = None
+
+    def __enter__(self) -> WriteWatch:
+        self._timer = self._loop.call_later(self._timeout_s, self._look)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+
+    def begin(self) -> None:
+        """Called when a write begins."""
+        self._begun_at = self._loop.time()
+
+    def end(self) -> None:
+        """Called when it is done."""
+        self._begun_at = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        begun_at = now if self._begun_at is None else self._begun_at
+        if now - begun_at >= self._timeout_s:
+            self._timeout.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(begun_at + self._timeout_s, self._look)

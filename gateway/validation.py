@@ -1,4 +1,4 @@
-"""A client's request, checked: what leaves here can be honoured in full, and is not protobuf any more."""
+"""Checks a client's request and turns it from protobuf into plain data; all of the result can be honoured."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.api.sampling import MAX_LISTED_IDS, MAX_TOP_LOGPROBS, SamplingParams
+from slipstream.common.api.sampling import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.unknown_fields import reject_unknown_fields
-from slipstream.gateway.checked_request import CheckedRequest, samples_of
 from slipstream.gateway.prompt import check_ids, read_prompt
-from slipstream.scheduler.core.sequence import SequenceSpec
 
 if TYPE_CHECKING:
     from slipstream.gateway.prompt import JobRequest, Tokenizer
@@ -25,6 +24,9 @@ MAX_SAMPLES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 
+SEED_STEP = 0x9E3779B97F4A7C15
+"""2^64 over the golden ratio: neighbouring seeds give samples whose seeds are far apart."""
+
 _SAMPLING_FIELDS = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -33,7 +35,7 @@ _SAMPLING_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What the model and the server's settings allow."""
+    """Limits of the model and of the server's settings."""
 
     vocab_size: int
     """Token ids are below it."""
@@ -44,19 +46,33 @@ class RequestLimits:
     num_draft_tokens: int = 0
     """K; 0 when nothing drafts."""
     max_samples: int = MAX_SAMPLES
-    """Of one request; less where the queue has no room for as many."""
+    """Samples of one request; fewer if the queue has no room for as many."""
     default_max_new_tokens: int = 256
-    """For a request that does not say; less where the context has no room for as many."""
+    """For a request that names no number; fewer if the context has no room for as many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRequest:
+    """A request in which everything was checked: a sequence for each sample, and the gateway's own part."""
+
+    job_id: str
+    digest: bytes
+    """Hash of the request as it came, before a seed was drawn: the same request has the same digest."""
+    samples: tuple[SequenceSpec, ...]
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+    min_new_tokens: int = 0
+    """No stop string is completed by the text of the first so many tokens."""
 
 
 def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> CheckedRequest:
-    """Turns a request into jobs. Raises InvalidArgumentError naming the field that cannot be honoured.
+    """Checks a request. Raises InvalidArgumentError naming the field that cannot be honoured.
 
-    An unset job id or seed is drawn here, so that the job can be told, and repeated, from then on.
+    An unset job id or seed is drawn here, so that the job can be named, and repeated, from then on.
     """
     reject_unknown_fields(request)
     params = request.sampling_params
-    # What is cheap to check comes before the text is tokenised.
+    # Cheap checks come before the text is tokenised.
     sampling = _sampling(params, limits)
     stop_token_ids = _stop_token_ids(params, limits)
     stop = _stop(params)
@@ -89,12 +105,12 @@ def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokeniz
 
 
 def digest_of(request: JobRequest) -> bytes:
-    """The same for the same request, whichever of the two it came by: their fields have the same numbers."""
+    """Hash of a request, the same for GenerateRequest and CreateJobRequest: their fields have the same numbers."""
     return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
 
 
 def check_job_id(job_id: str) -> None:
-    """Raises InvalidArgumentError for a name that no job can have."""
+    """Raises InvalidArgumentError for an invalid job id."""
     if not JOB_ID.fullmatch(job_id):
         raise InvalidArgumentError("job_id", job_id, "1 to 128 characters of A-Z a-z 0-9 . _ : -")
 
@@ -110,7 +126,7 @@ def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> S
     # Defaults are those of SamplingParams, which also checks the ranges; NaN is in none.
     given: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS if params.HasField(name)}
     seed = params.seed if params.HasField("seed") else secrets.randbits(64)
-    # Before they are sorted: half a million fit into a request.
+    # Checked before sorting: half a million fit into a request.
     if len(params.logit_bias) > MAX_LISTED_IDS:
         given_ids = f"{len(params.logit_bias)} token ids"
         raise InvalidArgumentError("sampling_params.logit_bias", given_ids, f"at most {MAX_LISTED_IDS}")
@@ -127,7 +143,7 @@ def _stop_token_ids(params: generation_pb2.SamplingParams, limits: RequestLimits
     given = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         return given | limits.eos_token_ids
-    # To go on after a token and to stop at it: one of the two is a mistake, and we cannot tell which.
+    # Ignoring a token and stopping at it contradict each other.
     for index, token in enumerate(params.stop_token_ids):
         if token in limits.eos_token_ids:
             raise InvalidArgumentError(
@@ -200,3 +216,16 @@ def _min_new_tokens(
         accepted = f"0 where more than {most} tokens end the output, here {len(stop_token_ids)}"
         raise InvalidArgumentError(field, given, accepted)
     return given
+
+
+def samples_of(spec: SequenceSpec, n: int) -> tuple[SequenceSpec, ...]:
+    """`n` sequences that differ in their seeds; the first is `spec` itself."""
+    return tuple(
+        replace(spec, sampling=replace(spec.sampling, seed=sample_seed(spec.sampling.seed, index)))
+        for index in range(n)
+    )
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of a sample of a job: part of the contract with clients."""
+    return (seed + index * SEED_STEP) & MAX_SEED

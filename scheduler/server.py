@@ -1,4 +1,4 @@
-"""The scheduler as a process: the clients' event loop, and beside it the conductor's thread."""
+"""The scheduler process: the gateway on the event loop, and the worker session on a thread of its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
-from slipstream.gateway.job_store import JobStore
-from slipstream.gateway.manager import JobManager
+from slipstream.gateway.manager import JobManager, JobStore
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer, ServedModel
 from slipstream.gateway.throttle import OutputThrottle
@@ -42,12 +41,12 @@ from slipstream.scheduler.workers.session import WorkerSession
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from slipstream.common.api.sequence import Outputs, OutputSink
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import Role
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.batch import Delivery
     from slipstream.scheduler.workers.epoch import Epoch
     from slipstream.scheduler.workers.link import Link
 
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
 SWITCH_INTERVAL_S = 0.0001
-"""The step loop gives the interpreter away in each call of the driver, and must soon have it back from the clients."""
+"""The step loop releases the interpreter in each call of the driver and must soon get it back from the event loop."""
 
 
 async def run_scheduler(
@@ -68,8 +67,8 @@ async def run_scheduler(
 ) -> int:
     """Serves until a signal, or until the workers turn out not to fit; returns the exit status.
 
-    `device`: one that is there, in place of the one that the configuration asks for. `make_links`: to workers that are
-    not services at the addresses of the configuration.
+    `device` replaces the one that the configuration asks for. `make_links` makes links to workers other than the
+    services at the addresses of the configuration.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     device = device or choose_device(config.device, config.fence)
@@ -85,13 +84,13 @@ async def run_scheduler(
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
         serving = _Serving(config, server, queue, signals, metrics_port=port)
         ServerMetrics(registry, epoch=serving.epoch, queue=queue)
-        desk = JobManager(
+        jobs = JobManager(
             queue,
             JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s),
             RequestMetrics(registry, num_running=lambda: serving.num_running, num_waiting=lambda: len(queue)),
         )
         servicer = GenerationServicer(
-            desk,
+            jobs,
             model=serving.model,
             state=serving.state,
             executor=executor,
@@ -101,45 +100,53 @@ async def run_scheduler(
         server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))
         await server.start()
         collection = IdleCollection()
-        box = OutputThrottle(loop, config.stream_interval_ms / 1000, desk.deliver)
-
-        def deliver(deliveries: list[Delivery]) -> None:
-            collection.worked()
-            box.put(deliveries)
-
+        throttle = OutputThrottle(loop, config.stream_interval_ms / 1000, jobs.deliver)
         held.enter_context(collection.in_charge())
         held.callback(asyncio.create_task(collection.run()).cancel)
-        conductor = WorkerSession(
+        session = WorkerSession(
             config,
             device,
             queue,
             registry=registry,
-            audience=serving,
-            deliver=deliver,
+            listener=serving,
+            sink=_CollectingSink(throttle, collection),
             make_links=make_links,
         )
-        conductor.start()
+        session.start()
         await signals.wait()
-        await _finish(server, queue, desk, config.grace_s)
-        await loop.run_in_executor(None, conductor.join)
+        await _finish(server, queue, jobs, config.grace_s)
+        await loop.run_in_executor(None, session.join)
         await server.stop(STOP_GRACE_S)
     return 0 if serving.failure is None else serving.report()
 
 
-async def _finish(server: GrpcServer, queue: WaitingQueue, desk: JobManager, grace_s: float) -> None:
-    """Lets no job in any more and gives those that are there their time."""
+async def _finish(server: GrpcServer, queue: WaitingQueue, jobs: JobManager, grace_s: float) -> None:
+    """Refuses new jobs and gives the others time to end."""
     server.set_serving(False)
     queue.shut("the server is shutting down")
     try:
         async with asyncio.timeout(grace_s):
-            await desk.wait_idle()
+            await jobs.wait_idle()
     except TimeoutError:
-        logger.warning("%d jobs did not finish within %.0f s", desk.num_jobs, grace_s)
+        logger.warning("%d jobs did not finish within %.0f s", jobs.num_jobs, grace_s)
     queue.stop()
 
 
+class _CollectingSink:
+    """Implements `OutputSink`: passes output on, and tells the garbage collection that the process is at work."""
+
+    def __init__(self, sink: OutputSink, collection: IdleCollection) -> None:
+        self._sink = sink
+        self._collection = collection
+
+    def put(self, outputs: Outputs) -> None:
+        """See `OutputSink.put`."""
+        self._collection.worked()
+        self._sink.put(outputs)
+
+
 class _Serving:
-    """What is served now. The conductor's `SessionListener`: its calls come from the conductor's thread."""
+    """The model and the epoch that are served now. A `SessionListener`: called on the session's thread."""
 
     def __init__(
         self,
@@ -181,7 +188,7 @@ class _Serving:
         )
         self._model = ServedModel(load_tokenizer(verify.tokenizer_path), limits)
         self._epoch = epoch
-        # What is loaded by now stays: the collector need not look at it any more.
+        # All that is loaded by now stays: the collector need not look at it any more.
         gc.collect()
         gc.freeze()
         self._loop.call_soon_threadsafe(self._set_serving)
@@ -209,21 +216,21 @@ class _Serving:
         self._loop.call_soon_threadsafe(self._signals.request)
 
     def report(self) -> int:
-        """Says what failed; returns the exit status."""
+        """Prints the failure and returns the exit status."""
         print(f"slipstream-scheduler: {self.failure}", file=sys.stderr)
         return 2 if isinstance(self.failure, ConfigError) else 1
 
     def model(self) -> ServedModel:
-        """What requests are checked with.
+        """The model that requests are checked with.
 
-        Raises UnavailableError when there is nothing to serve, FailedPreconditionError when there never will be.
+        Raises UnavailableError if there is none now, FailedPreconditionError if there never will be one.
         """
         if self._model is None:
             raise self._absence()
         return self._model
 
     def state(self) -> ServerState:
-        """What the server runs. Raises as `model` does, before the first attachment."""
+        """The state of the server. Before the first attachment, raises the errors of `model`."""
         if self._epoch is None:
             raise self._absence()
         epoch, workers, sizes = self._epoch, self._epoch.workers, self._epoch.sizes

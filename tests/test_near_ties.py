@@ -10,9 +10,10 @@ import torch
 
 from slipstream.benchmarks.near_tie_scores import Scores
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_verify
 from tests.harness.checkpoints import write_checkpoint

@@ -1,4 +1,4 @@
-"""The scheduler's loop: what to run next, send it, take in what came of an earlier step."""
+"""The step loop: decide the next step, send it, take in the result of an earlier one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, in
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, RESULT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+    from slipstream.common.api.sequence import Outputs, OutputSink
     from slipstream.common.device.interface import Fence
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.step import FenceOps
-    from slipstream.scheduler.core.batch import Applied, Batch, Delivery, Step
-    from slipstream.scheduler.core.results import ResultReader, StepResult
+    from slipstream.scheduler.core.batch import Applied, Batch
+    from slipstream.scheduler.core.results import ResultReader
+    from slipstream.scheduler.core.step import Step, StepResult
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.recorder import StepRecorder
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.5
 LIVENESS_S = 0.1
-"""How often a wait for a worker looks whether it is still there."""
+"""Between two checks of the links during a wait for a worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """What does not change in an epoch."""
+    """Settings of one epoch."""
 
     epoch: int
     run_ahead: int
@@ -63,9 +63,8 @@ class StepLoop:
         recorder: StepRecorder,
         draft_done: Fence,
         log: AccessLog,
-        deliver: Callable[[list[Delivery]], None],
+        sink: OutputSink,
     ) -> None:
-        """`deliver` hands progress to the clients' side and returns at once."""
         self._settings = settings
         self._queue = queue
         self._batch = batch
@@ -77,13 +76,13 @@ class StepLoop:
         self._recorder = recorder
         self._draft_done = draft_done
         self._log = log
-        self._deliver = deliver
+        self._sink = sink
         self._plan = initial_state(settings.draft, settings.run_ahead)
         self._in_flight: deque[Step] = deque()
         self._sent_ns: deque[int] = deque()
         self._draft_steps: deque[int] = deque()
         self._taken_in: Applied | None = None
-        """What the last result came to, before anybody was told of it."""
+        """The outcome of the last result, not handed out yet."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
@@ -95,7 +94,7 @@ class StepLoop:
                 if step is not None:
                     self._send(step)
             finally:
-                # Behind the commands, which the workers wait for.
+                # After the commands, which the workers wait for.
                 self._hand_out(cancelled)
             if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
                 self._consume()
@@ -104,22 +103,22 @@ class StepLoop:
 
     @property
     def last_sent(self) -> int:
-        """The last step that was sent, or was about to be; 0 before the first."""
+        """The last step that was planned; 0 before the first."""
         return self._plan.step
 
     def finish(self) -> None:
-        """Takes in the steps that are still under way."""
+        """Takes in the results of the steps that are still under way."""
         self._hand_out()
         while self._in_flight:
             self._consume()
             self._hand_out()
 
-    def _hand_out(self, cancelled: Sequence[Delivery] = ()) -> None:
-        """What came of the last result, and the end of jobs since then."""
+    def _hand_out(self, cancelled: Outputs | None = None) -> None:
+        """Hands out the output of the last result, and the ends of cancelled sequences."""
         taken_in, self._taken_in = self._taken_in, None
-        deliveries = [*(() if taken_in is None else taken_in.deliveries), *cancelled]
-        if deliveries:
-            self._deliver(deliveries)
+        outputs = [*(() if taken_in is None else taken_in.outputs), *(cancelled or ())]
+        if outputs:
+            self._sink.put(outputs)
         if taken_in is not None:
             self._metrics.drafted(taken_in.drafts)
         self._timings.report()
@@ -131,7 +130,7 @@ class StepLoop:
         planned, self._plan = plan_step(self._plan, ordered)
         commands = [(Role.VERIFY, planned.verify)]
         if planned.draft is not None:
-            # The one that the other waits for goes first.
+            # The command that the other one waits for goes first.
             commands.insert(0 if step.kind is StepKind.DECODE else 1, (Role.DRAFT, planned.draft))
             self._draft_steps.append(step.number)
         if self._log.is_enabled:
@@ -140,7 +139,7 @@ class StepLoop:
         self._dispatch.send([(self._links[role], self._command(step, ops)) for role, ops in commands])
         sent_ns = time.monotonic_ns()
         self._recorder.sent(step, planned.verify, planned.draft, decided_ns, sent_ns)
-        # Behind the commands: what waits for them must not be in the way of whoever enqueues them in this process.
+        # After the commands: in one process their enqueueing must not wait for the copy, which waits for them.
         self._results.start(step)
         self._in_flight.append(step)
         self._sent_ns.append(sent_ns)
@@ -155,7 +154,7 @@ class StepLoop:
         self._recorder.add(Site.COPY, step.number, copy_ns, landed_ns)
         self._plan = consume(self._plan, step.number)
         if step.kind is StepKind.DECODE:
-            # Verify waited for draft in this step, so nobody needs to look whether it is as far.
+            # Verify waited for draft in this step: draft is done with all steps up to it.
             while self._draft_steps and self._draft_steps[0] <= step.number:
                 self._draft_steps.popleft()
         self._timings.came(step, result.stamps_before)

@@ -1,8 +1,7 @@
-"""The scheduler's end of the FutureMap: brings a step's lengths and tokens to the host."""
+"""The scheduler's end of the FutureMap: copies the results of a step to the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.output_chunk import TokenLogprobs
@@ -10,6 +9,7 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.scheduler.core.step import StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -17,23 +17,10 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import FutureMapShape
-    from slipstream.scheduler.core.batch import Step
-    from slipstream.scheduler.telemetry.timings import Interval
+    from slipstream.scheduler.core.step import Step
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step brought, on the host."""
-
-    tokens: list[list[int]]
-    """For each slot that the step yields tokens for, in the step's order: accepted draft tokens, then the target's."""
-    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
-    """Of these tokens, for each slot whose request asked for them, else none; empty for a step that asked for none."""
-    stamps_before: tuple[Interval, ...] = ()
-    """Of the step before, as they were when this one was published: verify's, and draft's if there is a draft."""
 
 
 class ResultReader:

@@ -1,123 +1,188 @@
-"""A job of the loop, a sample of a client's job: what it asks for, and what comes back for it."""
+"""A sequence while the core has it: its prompt, its slot and pages, and how far it is."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NoReturn
 
-from slipstream.common.api.output_chunk import Usage, mean_accept_length
-from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
-from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.sequence import SequenceOutput, SequenceStats
+from slipstream.common.errors import PendingLengthError
+from slipstream.common.worker.step import PrefillChunk, SlotUpdate
+from slipstream.scheduler.core.allocators import NO_SLOT
 
 if TYPE_CHECKING:
-    from collections import abc
-
-    from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-    from slipstream.common.api.sampling import SamplingParams
-    from slipstream.common.errors import SlipstreamError
+    from slipstream.common.api.output_chunk import TokenLogprobs
+    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.scheduler.core.allocators import SlotLease
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpec:
-    """What the loop must know of a checked request: everything in it can be honoured."""
+class PendingLength:
+    """A length that steps under way add to. It refuses to be used as a number; read its bounds or `exactly`."""
 
-    job_id: str
-    """Of the client's job, for all of its samples."""
-    prompt: tuple[int, ...]
-    """Token ids, at least one."""
-    max_new_tokens: int
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    """Every token that ends the output: the request's own and, unless ignored, the model's."""
-    top_logprobs: int | None = None
-    """How many of the most likely tokens come with each output token's own logprob; None is no logprobs at all."""
-    max_draft_tokens: int | None = None
-    """Draft tokens that may be accepted in a step; None is as many as are drafted, 0 is no speculation."""
+    __slots__ = ("known", "least_more", "most_more")
 
-    def __post_init__(self) -> None:
-        """Raises InvalidArgumentError."""
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise InvalidArgumentError("sampling_params.top_logprobs", self.top_logprobs, f"0 to {MAX_TOP_LOGPROBS}")
-        if self.max_draft_tokens is not None and not 0 <= self.max_draft_tokens < 2**32:
-            raise InvalidArgumentError("speculation.max_draft_tokens", self.max_draft_tokens, "0 to 4294967295")
-
-
-class SequenceOutput(NamedTuple):
-    """What one step brought a job. Made on the loop's thread, read on the event loop's."""
-
-    token_ids: abc.Sequence[int] = ()
-    num_draft: int = 0
-    """How many of the tokens, from the first on, the draft proposed."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """For each token; empty where the job asked for none."""
-    finish_reason: FinishReason | None = None
-    error: SlipstreamError | None = None
-    """Set when the job cannot go on; then it is over too."""
+    def __init__(self, known: int = 0) -> None:
+        self.known = known
+        """The length when the last result came in."""
+        self.least_more = 0
+        """Tokens that the steps under way add at least."""
+        self.most_more = 0
+        """Tokens that they add at most."""
 
     @property
-    def is_last(self) -> bool:
-        """Whether the job is over."""
-        return self.finish_reason is not None or self.error is not None
-
-
-@dataclass(slots=True)
-class SequenceStats:
-    """What a job took so far. Written by the loop's thread before the progress that it belongs to."""
-
-    num_output_tokens: int = 0
-    num_verify_steps: int = 0
-    """Drafts that the target checked; steps in which the job did not speculate are not counted."""
-    total_draft_tokens: int = 0
-    total_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    """[K]: drafts whose token at this place was accepted; empty until the job is admitted."""
-    admitted_at: float | None = None
-    """Seconds of `time.monotonic`, like all times here."""
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    finished_at: float | None = None
-
-    def add_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """The target has checked one more draft."""
-        self.num_verify_steps += 1
-        self.total_draft_tokens += num_drafted
-        self.total_accepted_tokens += num_accepted
-        for place in range(num_accepted):
-            self.accepted_per_position[place] += 1
+    def least(self) -> int:
+        """Lower bound once the steps under way are done."""
+        return self.known + self.least_more
 
     @property
-    def mean_accept_length(self) -> float:
-        """Tokens per verify step: 1 + accepted / steps; truncation at a stop is not counted."""
-        return mean_accept_length(self.total_accepted_tokens, self.num_verify_steps)
+    def most(self) -> int:
+        """Upper bound once the steps under way are done."""
+        return self.known + self.most_more
+
+    @property
+    def exactly(self) -> int:
+        """The length. Raises PendingLengthError while a step is under way."""
+        if self.most_more:
+            raise PendingLengthError(f"{self} is not known yet")
+        return self.known
+
+    def begin(self, least_more: int, most_more: int) -> None:
+        """Counts one more step under way that adds `least_more` to `most_more` tokens."""
+        self.least_more += least_more
+        self.most_more += most_more
+
+    def end(self, found: int, least_more: int, most_more: int) -> None:
+        """Ends the oldest step under way, begun with the same bounds: it added `found`. Raises PendingLengthError."""
+        if self.most_more < most_more:
+            raise PendingLengthError(f"a step added {found} to {self} that no step was to change")
+        if not least_more <= found <= most_more:
+            raise PendingLengthError(f"a step added {found}, not {least_more} to {most_more}")
+        self.known += found
+        self.least_more -= least_more
+        self.most_more -= most_more
+
+    def __repr__(self) -> str:
+        return f"PendingLength(known={self.known}, least_more={self.least_more}, most_more={self.most_more})"
+
+    def __int__(self) -> NoReturn:
+        raise PendingLengthError(f"{self} was used as a number")
+
+    __index__ = __float__ = __bool__ = __neg__ = __int__
+
+    def __add__(self, other: object) -> NoReturn:
+        raise PendingLengthError(f"{self} was used as a number")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __le__ = __gt__ = __ge__ = __add__
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __add__
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise PendingLengthError(f"{self} was compared with {other!r}")
+
+    __hash__ = object.__hash__
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A job on its way through the scheduler's loop, which delivers its progress."""
+    """A sequence from its submission to its end. Belongs to the loop's thread once it is submitted."""
 
     spec: SequenceSpec
     arrived_at: float = field(default_factory=time.monotonic)
-    counts: SequenceStats = field(default_factory=SequenceStats)
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    lease: SlotLease = NO_SLOT
+    """Its slot, from its admission on."""
+    pages: tuple[int, ...] = ()
+    num_drafted: int = 0
+    """How many of the tokens drafted in a step are for this sequence."""
+    num_prefilled: int = 0
+    """Tokens of the prompt that were sent to the workers."""
+    num_output: PendingLength = field(default_factory=PendingLength)
+    """Tokens generated, those of steps under way included as far as they are known."""
 
-    def usage(self, num_tokens: int, last_token_at: float | None) -> Usage:
-        """What the job took; for one that has come to its end, and whose client gets so many tokens."""
-        counts = self.counts
-        ended_at = time.monotonic() if counts.finished_at is None else counts.finished_at
-        admitted_at = ended_at if counts.admitted_at is None else counts.admitted_at
-        first_token_at = self.arrived_at if counts.first_token_at is None else counts.first_token_at
-        decoding_s = last_token_at - first_token_at if last_token_at is not None and num_tokens > 1 else 0.0
-        return Usage(
-            prompt_tokens=len(self.spec.prompt),
-            completion_tokens=num_tokens,
-            total_draft_tokens=counts.total_draft_tokens,
-            total_accepted_tokens=counts.total_accepted_tokens,
-            num_verify_steps=counts.num_verify_steps,
-            mean_accept_length=counts.mean_accept_length,
-            accepted_per_position=tuple(counts.accepted_per_position),
-            seed=self.spec.sampling.seed,
-            queue_seconds=admitted_at - self.arrived_at,
-            time_to_first_token_seconds=first_token_at - self.arrived_at,
-            end_to_end_seconds=ended_at - self.arrived_at,
-            mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
+    def admit(self, lease: SlotLease, pages: tuple[int, ...], num_draft_tokens: int) -> None:
+        """Gives it a slot and pages; `num_draft_tokens` is K."""
+        most = self.spec.max_draft_tokens
+        self.lease, self.pages = lease, pages
+        self.num_drafted = num_draft_tokens if most is None else min(num_draft_tokens, most)
+        self.stats.admitted_at = time.monotonic()
+        self.stats.accepted_per_position = [0] * num_draft_tokens
+
+    @property
+    def num_tokens_at_most(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return len(self.spec.prompt) + self.spec.max_new_tokens
+
+    @property
+    def is_over(self) -> bool:
+        """True if no more output comes."""
+        return self.stats.finished_at is not None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the whole prompt was sent."""
+        return self.num_prefilled == len(self.spec.prompt)
+
+    @property
+    def wants_decode(self) -> bool:
+        """True if another decode step may bring tokens."""
+        return self.is_prefilled and not self.is_sure_to_end
+
+    @property
+    def is_sure_to_end(self) -> bool:
+        """True if the steps under way reach the end in any case."""
+        return self.num_output.least >= self.spec.max_new_tokens
+
+    def slot_update(self) -> SlotUpdate:
+        """The parameters that the workers get before its first step."""
+        return SlotUpdate(
+            slot=self.lease.slot,
+            generation=self.lease.generation,
+            pages=self.pages,
+            limit_tokens=self.num_tokens_at_most,
+            sampling=self.spec.sampling,
+            max_draft_tokens=self.spec.max_draft_tokens,
         )
+
+    def next_chunk(self, max_tokens: int) -> PrefillChunk:
+        """Takes the next tokens of the prompt, `max_tokens` at most."""
+        start = self.num_prefilled
+        tokens = self.spec.prompt[start : start + max_tokens]
+        self.num_prefilled += len(tokens)
+        if self.is_prefilled:
+            self.begin_output(1)
+        return PrefillChunk(slot=self.lease.slot, start=start, tokens=tokens, is_last=self.is_prefilled)
+
+    def begin_output(self, most_more: int) -> None:
+        """Notes that a step was sent which brings 1 to `most_more` tokens."""
+        self.num_output.begin(1, most_more)
+
+    def end_output(
+        self, tokens: list[int], most_more: int, logprobs: tuple[TokenLogprobs, ...], now: float
+    ) -> SequenceOutput:
+        """Takes in the tokens of the oldest step under way, truncated where the output ends.
+
+        `logprobs`: one for each token, or empty. `now`: seconds of `time.monotonic`.
+        """
+        stats, spec = self.stats, self.spec
+        num_tokens = len(tokens)
+        self.num_output.end(num_tokens, 1, most_more)
+        # All but the last token of a step were the draft's; the last is the target's own.
+        num_draft = num_tokens - 1
+        room = spec.max_new_tokens - stats.num_output_tokens
+        reason = None
+        if num_tokens >= room:
+            tokens, num_tokens, reason = tokens[:room], room, FinishReason.LENGTH
+        if spec.stop_token_ids and not spec.stop_token_ids.isdisjoint(tokens):
+            num_tokens = next(number for number, token in enumerate(tokens, start=1) if token in spec.stop_token_ids)
+            tokens, reason = tokens[:num_tokens], FinishReason.STOP
+        if stats.first_token_at is None:
+            stats.first_token_at = now
+        stats.last_token_at = now
+        stats.num_output_tokens += num_tokens
+        if reason is not None:
+            stats.finished_at = now
+            num_draft = min(num_draft, num_tokens)
+        return SequenceOutput(tokens, num_draft, logprobs[:num_tokens] if logprobs else (), reason)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.worker.step import FenceOps, StepKind
-    from slipstream.scheduler.core.batch import Step
-    from slipstream.scheduler.telemetry.timings import Interval
+    from slipstream.scheduler.core.step import Interval, Step
 
 _KEPT_STEPS = MAX_STEPS + 64
 

@@ -26,16 +26,13 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import FutureMapShape
-    from slipstream.scheduler.core.batch import Step
+    from slipstream.scheduler.core.step import Interval, Step
     from slipstream.scheduler.telemetry.recorder import StepRecorder
 
 VERIFY_TO_DRAFT = "verify_to_draft"
 DRAFT_TO_VERIFY = "draft_to_verify"
 VERIFY_TO_VERIFY = "verify_to_verify"
 EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
-
-Interval = tuple[int, int]
-"""Start and end, in nanoseconds of the stamps' clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""An epoch: the workers attached to one arena, and all that the scheduler keeps for it."""
+"""An epoch: the workers attached to one arena, and the scheduler's state for it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from slipstream.scheduler.telemetry.timings import StepTimings
 from slipstream.scheduler.workers.dispatch import DispatchAcknowledged, DispatchTogether
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from slipstream.common.api.sequence import OutputSink
     from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.trace import HostRecords
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.batch import Delivery
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.workers.dispatch import Dispatch
@@ -52,24 +50,24 @@ class Epoch:
         links: dict[Role, Link],
         queue: WaitingQueue,
         metrics: StepMetrics,
-        deliver: Callable[[list[Delivery]], None],
+        sink: OutputSink,
     ) -> None:
-        """`links`: connected, and not attached to anything."""
+        """`links`: connected, not attached."""
         self.number = number
         self.sizes = sizes
         self.workers = workers
         self.batch = Batch(sizes.batch)
         self.fence_kind = device.fence_kind
         self.labels = metrics.labels
-        """Fence, MPS and algorithm, as the step metrics have them."""
+        """Fence, MPS and algorithm, the labels of the step metrics."""
         self.recorder = StepRecorder()
-        """What is known of the last steps."""
+        """Records of the last steps."""
         self._config = config
         self._device = device
         self._links = links
         self._queue = queue
         self._metrics = metrics
-        self._deliver = deliver
+        self._sink = sink
         self._shape = FutureMapShape(
             num_slots=sizes.batch.num_slots,
             run_ahead=config.run_ahead,
@@ -83,7 +81,7 @@ class Epoch:
 
     def open(self) -> StepLoop:
         """Lays out the arena and attaches the workers. Raises FailedPreconditionError (and its kinds), ConfigError."""
-        self._check_nobody_has_them()
+        self._check_free()
         verify, draft = self.workers.verify, self.workers.draft
         arena = self._device.create_arena(self._shape.specs(), list(FenceName))
         self._held.callback(arena.close)
@@ -99,12 +97,12 @@ class Epoch:
         peers = {Role.VERIFY: draft, Role.DRAFT: verify}
         for role, link in self._links.items():
             link.attach(replace(attachment, peer=peers[role]))
-        # From here on everybody who needs the memory has it.
+        # All processes that need the memory have mapped it by now.
         arena.seal()
         return self._loop(arena)
 
-    def _check_nobody_has_them(self) -> None:
-        """Before there is an arena: memory that a worker might have mapped is not free again at once."""
+    def _check_free(self) -> None:
+        """Checked before the arena is allocated: memory that a worker may have mapped is not free again at once."""
         for worker in self.workers.all:
             if worker.has_scheduler:
                 raise FailedPreconditionError(f"the {worker.role.value} service has another scheduler")
@@ -119,18 +117,18 @@ class Epoch:
         self._held.close()
 
     def read_records(self, role: Role, from_step: int) -> HostRecords | None:
-        """What a worker's host did in steps from this one on; None if it tells nothing. Called on any thread."""
+        """A worker's host records of steps from this one on; None if there are none. Called on any thread."""
         found = self._links[role].read_records(from_step)
         return found if found is not None and found.epoch == self.number else None
 
     def sample_clock(self) -> ClockSample:
-        """The clock of the stamps as this process reads it. Called on any thread. Raises DeadlineExceededError."""
+        """Samples the clock of the stamps. Called on any thread. Raises DeadlineExceededError."""
         return self._device.sample_clock()
 
     def _release_workers(self) -> None:
-        """Ends the workers' waits, which may be for somebody who is gone.
+        """Releases the workers' waits: the signal may never come.
 
-        They do it themselves too, but a thread of theirs may be held up by the stream that waits: on a GPU, by an
+        The workers do it themselves too, but their thread may be blocked by the waiting stream: on a GPU, in an
         allocation.
         """
         if self._running is None:
@@ -164,7 +162,7 @@ class Epoch:
             recorder=self.recorder,
             draft_done=arena.fence(FenceName.DRAFT_DONE),
             log=log,
-            deliver=self._deliver,
+            sink=self._sink,
         )
         self._running = (arena, loop, log)
         return loop

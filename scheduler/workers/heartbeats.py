@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.worker.step import Role
-    from slipstream.scheduler.workers.worker_link import LinkThread
+    from slipstream.scheduler.workers.link import LinkThread
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 1.0

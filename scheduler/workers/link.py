@@ -1,31 +1,59 @@
-"""What an epoch needs of the line to a worker, wherever the worker is."""
+"""The link from the scheduler to one worker: one long-lived stream of commands, and its acknowledgements.
+
+gRPC runs on an event loop and a thread of its own (`LinkThread`), apart from the clients' one: a step must not
+wait for the fan-out of the last step's tokens. The step loop calls from its own thread.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import asyncio
+import logging
+import threading
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import grpc
+import uvloop
+
+from slipstream.common.errors import CancelledError, SlipstreamError, UnavailableError
+from slipstream.common.rpc.keepalive import SAME_HOST
+from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.worker.trace import HostRecords
+from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
+from slipstream.protos import trace_pb2, trace_pb2_grpc
+from slipstream.protos import worker_pb2 as pb
+from slipstream.protos import worker_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from slipstream.common.errors import SlipstreamError
+    from collections.abc import Coroutine
+
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import Role, StepCommand
-    from slipstream.common.worker.trace import HostRecords
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 300.0
+"""Attaching allocates the KV pages and warms up."""
+CALL_TIMEOUT_S = 60.0
+RECORDS_TIMEOUT_S = 5.0
 
 
 class Link(Protocol):
-    """One worker, as its scheduler sees it. Called on the loop's thread."""
+    """The interface to one worker. Called on the loop's thread."""
 
     @property
     def role(self) -> Role:
-        """Which worker."""
+        """The role of the worker."""
         ...
 
     @property
     def failure(self) -> SlipstreamError | None:
-        """Why the worker is lost; set at any time."""
+        """The reason why the worker is lost; set at any time."""
         ...
 
     def describe(self) -> WorkerDescription:
-        """Asks what the worker is. Raises UnavailableError if it is not there."""
+        """Asks the worker for its description. Raises UnavailableError if it is not there."""
         ...
 
     def attach(self, attachment: Attachment) -> None:
@@ -41,9 +69,172 @@ class Link(Protocol):
         ...
 
     def read_records(self, from_step: int) -> HostRecords | None:
-        """What the worker recorded of steps from this one on; None if it tells nothing. Called on any thread."""
+        """Reads the worker's records of steps from this one on; None if it has none. Called on any thread."""
         ...
 
     def detach(self, *, drain: bool) -> None:
         """Ends the epoch; with `drain` the worker finishes what it was sent first."""
         ...
+
+
+class LinkThread:
+    """The event loop of all links."""
+
+    def __init__(self) -> None:
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[object, object, T]) -> T:
+        """Runs a coroutine there and blocks until it is done. Raises what it raises, gRPC's errors as ours."""
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        except grpc.RpcError as error:
+            raise _unavailable_if_cancelled(error_from_rpc(error)) from error
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class WorkerLink:
+    """Implements `Link` for a worker service at an address."""
+
+    def __init__(self, role: Role, address: str, thread: LinkThread) -> None:
+        self.role = role
+        self.address = address
+        self.failure: SlipstreamError | None = None
+        """See `Link.failure`."""
+        self._thread = thread
+        self._epoch = 0
+        self._acknowledged = 0
+        self._changed = threading.Condition()
+        self._outbox: asyncio.Queue[pb.StepCommand | None] = asyncio.Queue()
+        self._channel: grpc.aio.Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def describe(self) -> WorkerDescription:
+        """See `Link.describe`."""
+        return self._thread.call(self._describe())
+
+    def attach(self, attachment: Attachment) -> None:
+        """See `Link.attach`."""
+        self._thread.call(self._attach(attachment))
+
+    def send(self, command: StepCommand) -> None:
+        """See `Link.send`."""
+        if self.failure is not None:
+            raise self.failure
+        message = command_to_pb(command)
+        self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+
+    def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_acknowledgement`."""
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._acknowledged >= step or self.failure is not None, timeout_s)
+        if self.failure is not None:
+            raise self.failure
+        return arrived
+
+    def read_records(self, from_step: int) -> HostRecords | None:
+        """See `Link.read_records`."""
+        return self._thread.call(self._read_records(from_step))
+
+    def detach(self, *, drain: bool) -> None:
+        """See `Link.detach`."""
+        self._thread.call(self._detach(drain=drain))
+
+    async def _connect(self) -> pb_grpc.WorkerStub:
+        if self._channel is None:
+            # Watched by heartbeats of its own: a stopped peer shows in about two seconds.
+            self._channel = grpc.aio.insecure_channel(self.address, options=SAME_HOST.options())
+        return pb_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def _describe(self) -> WorkerDescription:
+        stub = await self._connect()
+        answer = await stub.Describe(pb.DescribeRequest(), timeout=CALL_TIMEOUT_S)
+        description = description_from_pb(answer)
+        if description.role is not self.role:
+            raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
+        return description
+
+    async def _attach(self, attachment: Attachment) -> None:
+        stub = await self._connect()
+        await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
+        self._epoch = attachment.epoch
+        self._outbox = asyncio.Queue()
+        call = stub.Execute()
+        await call.wait_for_connection()
+        self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+
+    async def _read_records(self, from_step: int) -> HostRecords | None:
+        if self._channel is None:
+            return None
+        stub = trace_pb2_grpc.RecorderStub(self._channel)  # type: ignore[no-untyped-call]
+        request = trace_pb2.ReadRecordsRequest(from_step=from_step)
+        try:
+            return HostRecords.from_pb(await stub.ReadRecords(request, timeout=RECORDS_TIMEOUT_S))
+        except grpc.RpcError as error:
+            # A drafter need not have any, and a trace without the records of one worker is worth having.
+            logger.info("no records of the %s service: %s", self.role.value, error_from_rpc(error))
+            return None
+        except asyncio.CancelledError:
+            # Raised as well if the channel is closed meanwhile.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return None
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
+        try:
+            while (message := await self._outbox.get()) is not None:
+                await call.write(message)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self._fail(error)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
+        try:
+            async for ack in call:
+                with self._changed:
+                    self._acknowledged = ack.step
+                    self._changed.notify_all()
+            self._fail(UnavailableError(f"the {self.role.value} service ended the stream"))
+        except grpc.RpcError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            if self.failure is None:
+                if isinstance(error, grpc.RpcError):
+                    error = error_from_rpc(error)
+                reason = str(error) or type(error).__name__
+                self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
+                self._changed.notify_all()
+
+    async def _detach(self, *, drain: bool) -> None:
+        if drain and self.failure is None and self._channel is not None:
+            await self._drain(pb_grpc.WorkerStub(self._channel))  # type: ignore[no-untyped-call]
+        self._outbox.put_nowait(None)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=1.0)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close(None)
+            self._channel = None
+
+    async def _drain(self, stub: pb_grpc.WorkerStub) -> None:
+        try:
+            await stub.Drain(pb.DrainRequest(epoch=self._epoch), timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            # The end of the stream ends the epoch in any case.
+            logger.warning("the %s service did not drain: %s", self.role.value, error_from_rpc(error))
+
+
+def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
+    # No call is cancelled here: a service that cancels one is on its way down.
+    return UnavailableError(str(error)) if isinstance(error, CancelledError) else error

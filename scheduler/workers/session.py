@@ -1,4 +1,4 @@
-"""The scheduler's own thread: attaches the workers, runs the loop, and starts over when a worker was lost."""
+"""The thread that attaches the workers, runs the step loop, and starts over when a worker was lost."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from slipstream.common.worker.step import Role
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
+from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from slipstream.scheduler.workers.sharing import check_sharing
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
-from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prometheus_client import CollectorRegistry
 
+    from slipstream.common.api.sequence import OutputSink
     from slipstream.common.device.interface import Device
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.batch import Delivery
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.link import Link
 
 logger = logging.getLogger(__name__)
 
 _FINAL = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
-"""What another try would only repeat."""
+"""Errors that a retry cannot fix."""
 RETRY_S = 0.2
-"""Between two looks whether the workers are there."""
+"""Between two tries to reach the workers."""
 
 
 class SessionListener(Protocol):
-    """Who is told what happens here. Called on the conductor's thread; must return at once."""
+    """Gets the events of a session, on the session's thread; must return at once."""
 
     def attached(self, epoch: Epoch) -> None:
-        """Jobs can run."""
+        """Called when sequences can run."""
         ...
 
     def detached(self, reason: str) -> None:
-        """They cannot, for now."""
+        """Called when a worker was lost."""
         ...
 
     def failed(self, error: SlipstreamError) -> None:
-        """They never will: the workers do not fit each other, or a setting is wrong."""
+        """Called for an error that a retry cannot fix: the workers do not fit each other, or a setting is wrong."""
         ...
 
 
@@ -69,19 +69,16 @@ class WorkerSession:
         queue: WaitingQueue,
         *,
         registry: CollectorRegistry,
-        audience: SessionListener,
-        deliver: Callable[[list[Delivery]], None],
+        listener: SessionListener,
+        sink: OutputSink,
         make_links: Callable[[], dict[Role, Link]] | None = None,
     ) -> None:
-        """`deliver` hands progress to the clients' side and returns at once.
-
-        `make_links`: to workers that are not services at the addresses of the configuration.
-        """
+        """`make_links`: makes links to workers other than the services at the addresses of the configuration."""
         self._config = config
         self._device = device
         self._queue = queue
-        self._audience = audience
-        self._deliver = deliver
+        self._listener = listener
+        self._sink = sink
         self._metric_families = StepMetricFamilies(registry)
         self._links = LinkThread()
         self._make_links = make_links or self._links_to_services
@@ -96,7 +93,7 @@ class WorkerSession:
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for its end, which a stopped queue brings about."""
+        """Waits for the end of the thread; stop the queue first."""
         self._thread.join()
         self._heartbeats.close()
         self._links.close()
@@ -105,13 +102,13 @@ class WorkerSession:
         name_this_thread(STEP_LOOP)
         try:
             while not self._queue.is_stopped:
-                self._conduct(self._make_links())
+                self._run_once(self._make_links())
         except SlipstreamError as error:
             logger.error("%s", error)
-            self._audience.failed(error)
+            self._listener.failed(error)
         except Exception as error:
             logger.exception("the loop failed")
-            self._audience.failed(SlipstreamError(f"the loop failed: {error!r}"))
+            self._listener.failed(SlipstreamError(f"the loop failed: {error!r}"))
 
     def _links_to_services(self) -> dict[Role, Link]:
         return {role: WorkerLink(role, address, self._links) for role, address in self._addresses().items()}
@@ -120,8 +117,8 @@ class WorkerSession:
         config = self._config
         return {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
 
-    def _conduct(self, links: dict[Role, Link]) -> None:
-        """One epoch, if the workers are there. Raises what no other try would change."""
+    def _run_once(self, links: dict[Role, Link]) -> None:
+        """Runs one epoch if the workers are there. Raises errors that a retry cannot fix."""
         try:
             epoch = self._epoch_with(links)
         except SlipstreamError as error:
@@ -164,32 +161,32 @@ class WorkerSession:
             links=links,
             queue=self._queue,
             metrics=StepMetrics(self._metric_families, **labels),
-            deliver=self._deliver,
+            sink=self._sink,
         )
 
     def _run_epoch(self, epoch: Epoch) -> None:
         loop = epoch.open()
         self._queue.open()
-        self._audience.attached(epoch)
+        self._listener.attached(epoch)
         loop.run()
         loop.finish()
 
     def _lose(self, epoch: Epoch, reason: str) -> None:
-        # The same trouble again and again is worth a line once.
+        # The same cause again and again is logged as an error once.
         cause = reason.partition(": ")[2]
         level = logging.DEBUG if cause == self._last_cause else logging.ERROR
         logger.log(level, "%s", reason, extra={"epoch": epoch.number, "step": epoch.batch.last_step})
         self._last_cause = cause
         self._queue.close(reason)
-        self._audience.detached(reason)
+        self._listener.detached(reason)
 
     def _end_jobs(self, epoch: Epoch, error: UnavailableError) -> None:
-        deliveries = epoch.batch.fail(error, waiting=self._queue.take_all())
-        if deliveries:
-            self._deliver(deliveries)
+        outputs = epoch.batch.fail(error, waiting=self._queue.take_all())
+        if outputs:
+            self._sink.put(outputs)
 
     def _next_epoch(self, workers: Workers) -> int:
-        """One more than any that the workers or this process have seen."""
+        """A number above every epoch that the workers or this process have seen."""
         seen = [worker.last_epoch for worker in (workers.verify, workers.draft) if worker is not None]
         self._last_epoch = max(self._last_epoch, *seen) + 1
         return self._last_epoch

@@ -18,11 +18,12 @@ from slipstream.bundled import target_dir
 from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import TraceRequest
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.timeline_server import timeline_server
@@ -149,7 +150,7 @@ async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
             jobs = [make_job(str(number), prompt, sampling, 96) for number, sampling in enumerate(samplings)]
             outputs.append(await serve(processes, jobs, has_draft=has_draft, kv_memory_mib=64, num_draft_tokens=4))
             if has_draft:
-                lengths = [job.counts.mean_accept_length for job in jobs]
+                lengths = [job.stats.mean_accept_length for job in jobs]
         assert outputs[0] == outputs[1]
         print("accept lengths", lengths)
         assert min(lengths) > 1.3
@@ -162,7 +163,7 @@ async def test_a_killed_drafter_is_lost_and_taken_back_like_any_other(processes:
         await client.attached.wait()
         jobs = make_jobs(3, max_new_tokens=400)
         running = [asyncio.create_task(client.run(job)) for job in jobs]
-        await until(lambda: jobs[0].counts.num_output_tokens > 10)
+        await until(lambda: jobs[0].stats.num_output_tokens > 10)
         processes.send_signal(Role.DRAFT, signal.SIGKILL)
         ends = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(end, UnavailableError) for end in ends), ends

@@ -18,14 +18,14 @@ from slipstream.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from slipstream.gateway.job_output import JobOutput
+from slipstream.gateway.sample import SampleOutput
 from tests.harness.fake_loop import TOKENS_PER_STEP
 from tests.harness.following import collect, state_of, tokens_of
 from tests.harness.generation_server import EOS_ID, TTL_S, generation_server
 from tests.harness.unspellable import spell_first_never
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.sequence import SequenceOutput
+    from slipstream.common.api.sequence import SequenceOutput
     from tests.harness.generation_server import GenerationServer
 
 
@@ -232,14 +232,14 @@ async def test_unknown_fields_are_refused(server: GenerationServer) -> None:
 async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
     server: GenerationServer, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = JobOutput.add
+    add = SampleOutput.add
 
-    def break_one(output: JobOutput, *steps: SequenceOutput) -> SequenceOutput | None:
+    def break_one(output: SampleOutput, *steps: SequenceOutput) -> SequenceOutput | None:
         if output.num_tokens and any(set(progress.token_ids) <= {5, 6} for progress in steps):
             raise OverflowError("no token has this number")
         return add(output, *steps)
 
-    monkeypatch.setattr(JobOutput, "add", break_one)
+    monkeypatch.setattr(SampleOutput, "add", break_one)
     server.loop.may_step.clear()
     await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
     await client.create_job([7, 8], job_id="whole", max_new_tokens=30)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceOutput, SequenceSpec
 from slipstream.common.errors import UnavailableError
-from slipstream.gateway.checked_request import CheckedRequest
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.job_output import JobOutput
-from slipstream.scheduler.core.sequence import SequenceOutput, SequenceSpec
+from slipstream.gateway.sample import SampleOutput
+from slipstream.gateway.validation import CheckedRequest
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MAX_ID = 345
 ENDS = (*FinishReason, None)
 
 
-def output_of(kind: str, stop: tuple[str, ...]) -> JobOutput:
+def output_of(kind: str, stop: tuple[str, ...]) -> SampleOutput:
     """Of a job with logprobs."""
     spec = SequenceSpec(
         job_id="a",
@@ -35,7 +35,7 @@ def output_of(kind: str, stop: tuple[str, ...]) -> JobOutput:
         top_logprobs=0,
     )
     request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=stop, min_new_tokens=2)
-    return JobOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
+    return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
 
 
 def steps_of(tokens: list[list[int]], end: FinishReason | None, *, ends_with_token: bool) -> list[SequenceOutput]:
@@ -48,7 +48,7 @@ def steps_of(tokens: list[list[int]], end: FinishReason | None, *, ends_with_tok
     return [*steps, ending]
 
 
-def read_all(output: JobOutput, chunks: list[OutputChunk]) -> None:
+def read_all(output: SampleOutput, chunks: list[OutputChunk]) -> None:
     """Adds what is new."""
     chunk = output.read(sum(len(chunk.token_ids) for chunk in chunks))
     if chunk is not None:

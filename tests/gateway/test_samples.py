@@ -16,7 +16,7 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from slipstream.gateway.checked_request import sample_seed
+from slipstream.gateway.validation import sample_seed
 from tests.harness.fake_loop import TOKENS_PER_STEP, logprobs_of
 from tests.harness.following import collect, state_of, text_of, tokens_of
 from tests.harness.generation_server import generation_server

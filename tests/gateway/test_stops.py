@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs, Usage
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceOutput, SequenceSpec
 from slipstream.common.errors import UnavailableError
-from slipstream.gateway.checked_request import CheckedRequest
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.job_output import JobOutput
-from slipstream.scheduler.core.sequence import SequenceOutput, SequenceSpec
+from slipstream.gateway.sample import SampleOutput
+from slipstream.gateway.validation import CheckedRequest
 from tests.harness.fake_loop import TOKENS_PER_STEP
 from tests.harness.following import collect, state_of, text_of, tokens_of
 from tests.harness.generation_server import EOS_ID
@@ -112,7 +112,7 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
     check()
 
 
-def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> JobOutput:
+def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> SampleOutput:
     """Of a job with stop strings."""
     spec = SequenceSpec(
         job_id="a",
@@ -123,7 +123,7 @@ def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> JobOut
         top_logprobs=0,
     )
     request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=tuple(stops), min_new_tokens=min_new_tokens)
-    return JobOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
+    return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
 
 
 def progress(ids: list[int], reason: FinishReason | None) -> SequenceOutput:

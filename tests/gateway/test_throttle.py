@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceOutput, SequenceSpec
 from slipstream.gateway.throttle import MESSAGE_S, PATIENCE, OutputThrottle
-from slipstream.scheduler.core.sequence import Sequence, SequenceOutput, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from tests.harness.hand_clock import HandClockLoop
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ class Case:
     def put(self, *jobs: Sequence, finish_reason: FinishReason | None = None) -> None:
         """A step brings each a token."""
         for job in jobs:
-            job.counts.num_output_tokens += 1
+            job.stats.num_output_tokens += 1
         self.box.put(
             [
-                (job, SequenceOutput(token_ids=(job.counts.num_output_tokens,), finish_reason=finish_reason))
+                (job, SequenceOutput(token_ids=(job.stats.num_output_tokens,), finish_reason=finish_reason))
                 for job in jobs
             ]
         )
@@ -155,8 +156,8 @@ def test_everything_comes_once_and_in_order(random: Random) -> None:
         if some:
             case.put(*some)
         loop.advance(random.choice([0.0001, 0.001, 0.004, 0.02]))
-    running = [job for job in jobs if job.counts.num_output_tokens]
-    num_tokens = {job: job.counts.num_output_tokens for job in running}
+    running = [job for job in jobs if job.stats.num_output_tokens]
+    num_tokens = {job: job.stats.num_output_tokens for job in running}
     for job in running[:3]:
         case.put(job, finish_reason=FinishReason.LENGTH)
         num_tokens[job] += 1
@@ -166,5 +167,5 @@ def test_everything_comes_once_and_in_order(random: Random) -> None:
         for job, tokens in bundle:
             got.setdefault(job, []).extend(tokens)
     assert got == {job: list(range(1, count + 1)) for job, count in num_tokens.items()}
-    assert set(case.box._told_at) == set(running[3:]), "of jobs that are over nothing is kept"
+    assert set(case.box._sent_at) == set(running[3:]), "of jobs that are over nothing is kept"
     loop.close()

@@ -13,7 +13,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import DeadlineExceededError, ResourceExhaustedError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.gateway.job_output import MAX_CHUNK_TOKENS
+from slipstream.gateway.sample import MAX_CHUNK_TOKENS
 from slipstream.gateway.validation import parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.fake_loop import TOKENS_PER_STEP

@@ -11,10 +11,11 @@ from transformers import AutoTokenizer
 from slipstream.benchmarks.near_tie_scores import Scores
 from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
@@ -137,7 +138,7 @@ def serve_ways(
         log.close()
     assert not [error for worker in workers for error in worker.failures]
     if draft != "none":
-        lengths = [job.counts.mean_accept_length for jobs in ways for job in jobs]
+        lengths = [job.stats.mean_accept_length for jobs in ways for job in jobs]
         assert sum(lengths) / len(lengths) > 2, "the draft is right now and then"
     return [[outputs[job] for job in jobs] for jobs in ways]
 

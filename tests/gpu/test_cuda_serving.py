@@ -12,9 +12,10 @@ import torch
 from slipstream.benchmarks.dummy_model import token_at
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, conducting
 
@@ -63,7 +64,7 @@ async def test_the_right_tokens(processes: WorkerProcesses, device_of_kind: Cuda
         await client.attached.wait()
         jobs = [make_job(length) for length in (1, 5, 16, 17, 40, 100)]
         assert await client.run(*jobs) == [expected(job) for job in jobs]
-        assert all(job.counts.mean_accept_length > 2.5 for job in jobs)
+        assert all(job.stats.mean_accept_length > 2.5 for job in jobs)
         assert client.epoch is not None
         assert client.epoch.fence_kind == device_of_kind.fence_kind
     assert not client.errors
@@ -85,7 +86,7 @@ async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(
         await client.attached.wait()
         jobs = [make_job(length, max_new_tokens=50_000) for length in (3, 30)]
         running = [asyncio.create_task(client.run(job)) for job in jobs]
-        await until(lambda: jobs[0].counts.num_output_tokens > 10)
+        await until(lambda: jobs[0].stats.num_output_tokens > 10)
         processes.send_signal(role, signal.SIGKILL)
         ends = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(end, UnavailableError) for end in ends), ends

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.scheduler.core.sequence import SequenceOutput
+from slipstream.common.api.sequence import SequenceOutput
 
 if TYPE_CHECKING:
     import asyncio
@@ -66,8 +66,8 @@ class FakeLoop:
                 if job in self.running:
                     self.running.remove(job)
             while job := self._queue.take_next(lambda _: len(self.running) < self.slots):
-                job.counts.admitted_at = time.monotonic()
-                job.counts.accepted_per_position = [0] * (TOKENS_PER_STEP - 1)
+                job.stats.admitted_at = time.monotonic()
+                job.stats.accepted_per_position = [0] * (TOKENS_PER_STEP - 1)
                 self.running.append(job)
             if self.may_step.is_set():
                 deliveries += [(job, self._step(job)) for job in tuple(self.running) if not self._is_paused(job)]
@@ -78,13 +78,13 @@ class FakeLoop:
                 self._queue.wait_for_change(0.002 if self.running else 0.5)
 
     def _is_paused(self, job: Sequence) -> bool:
-        return self.pause_tokens is not None and job.counts.num_output_tokens >= self.pause_tokens
+        return self.pause_tokens is not None and job.stats.num_output_tokens >= self.pause_tokens
 
     def _step(self, job: Sequence) -> SequenceOutput:
         if self.error is not None:
             self.running.remove(job)
             return SequenceOutput(error=self.error)
-        counts, spec = job.counts, job.spec
+        counts, spec = job.stats, job.spec
         start = counts.num_output_tokens
         tokens = [spec.prompt[(start + number) % len(spec.prompt)] for number in range(TOKENS_PER_STEP)]
         tokens = tokens[: spec.max_new_tokens - start]

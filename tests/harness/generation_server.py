@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.api.server_state import ServerState, ServiceState
-from slipstream.gateway.job_store import JobStore
-from slipstream.gateway.manager import JobManager
+from slipstream.gateway.manager import JobManager, JobStore
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer, ServedModel
 from slipstream.gateway.validation import RequestLimits

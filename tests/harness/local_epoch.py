@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.common.api.output_chunk import FinishReason
+    from slipstream.common.api.sequence import Outputs, SequenceOutput
     from slipstream.common.device.interface import Device
     from slipstream.scheduler.config import SchedulerConfig
-    from slipstream.scheduler.core.batch import Delivery
     from slipstream.scheduler.core.loop import StepLoop
-    from slipstream.scheduler.core.sequence import Sequence, SequenceOutput
+    from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.telemetry.timings import StepTiming
-    from slipstream.scheduler.workers.worker_link import WorkerLink
+    from slipstream.scheduler.workers.link import WorkerLink
     from tests.harness.workers import LocalWorker
 
 
@@ -71,7 +71,7 @@ class LocalEpoch:
             links=cast("dict[Role, WorkerLink]", links),
             queue=self.queue,
             metrics=self.metrics,
-            deliver=self._deliver,
+            sink=self,
         )
 
     @contextmanager
@@ -101,11 +101,11 @@ class LocalEpoch:
             return
         for job in self._to_come.pop(0):
             self.outputs[job] = []
-            self.queue.submit(job)
+            self.queue.add(job)
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        assert deliveries, "nobody is woken for nothing"
-        for job, progress in deliveries:
+    def put(self, outputs: Outputs) -> None:
+        assert outputs, "nothing is put without need"
+        for job, progress in outputs:
             assert job not in self.ends, "nothing comes after the end"
             self.outputs[job] += progress.token_ids
             if progress.is_last:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.common.api.sampling import SamplingParams
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 
 SEED = 11
 SAMPLINGS = (

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.batch import Batch, BatchSizes, Step
-from slipstream.scheduler.core.results import StepResult
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.batch import Batch, BatchSizes
+from slipstream.scheduler.core.sequence import Sequence
+from slipstream.scheduler.core.step import Step, StepResult
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
     from random import Random
 
-    from slipstream.scheduler.core.batch import Delivery
+    from slipstream.common.api.sequence import Outputs
     from slipstream.scheduler.core.draft_tally import DraftTally
 
 STOP = 7
@@ -157,7 +158,7 @@ class Run:
             self.take(deliveries)
         return step is not None or bool(self.in_flight)
 
-    def take(self, deliveries: list[Delivery]) -> None:
+    def take(self, deliveries: Outputs) -> None:
         """What the clients' side would get."""
         for job, progress in deliveries:
             assert job not in self.ends, "nothing comes after the end"

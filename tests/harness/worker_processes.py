@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from slipstream.common.api.sequence import Outputs, SequenceOutput
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.batch import Delivery
-    from slipstream.scheduler.core.sequence import Sequence, SequenceOutput
+    from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.workers.epoch import Epoch
 
 
@@ -97,18 +97,18 @@ class Client:
         self._inboxes: dict[Sequence, asyncio.Queue[SequenceOutput]] = {}
         self._loop = asyncio.get_running_loop()
 
-    def deliver(self, deliveries: list[Delivery]) -> None:
+    def put(self, outputs: Outputs) -> None:
         """Called on the loop's thread."""
-        self._loop.call_soon_threadsafe(self._take_in, deliveries)
+        self._loop.call_soon_threadsafe(self._take_in, outputs)
 
-    def audience(self) -> _Audience:
+    def listener(self) -> _Listener:
         """To be told what happens."""
-        return _Audience(self, self._loop)
+        return _Listener(self, self._loop)
 
     async def run(self, *jobs: Sequence) -> list[list[int]]:
         """The tokens of each. Raises the error that a job ends with."""
         for job in jobs:
-            self.queue.submit(job)
+            self.queue.add(job)
         return list(await asyncio.gather(*map(self.tokens, jobs)))
 
     async def tokens(self, job: Sequence) -> list[int]:
@@ -125,12 +125,12 @@ class Client:
     def _inbox(self, job: Sequence) -> asyncio.Queue[SequenceOutput]:
         return self._inboxes.setdefault(job, asyncio.Queue())
 
-    def _take_in(self, deliveries: list[Delivery]) -> None:
-        for job, progress in deliveries:
+    def _take_in(self, outputs: Outputs) -> None:
+        for job, progress in outputs:
             self._inbox(job).put_nowait(progress)
 
 
-class _Audience:
+class _Listener:
     """Implements `SessionListener` by handing over to the event loop."""
 
     def __init__(self, client: Client, loop: asyncio.AbstractEventLoop) -> None:
@@ -176,8 +176,8 @@ def conducting(
         device or HostDevice(),
         client.queue,
         registry=CollectorRegistry(),
-        audience=client.audience(),
-        deliver=client.deliver,
+        listener=client.listener(),
+        sink=client,
     )
     conductor.start()
     try:

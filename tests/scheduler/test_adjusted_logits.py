@@ -52,7 +52,7 @@ def test_penalties_bias_and_masks_are_exact_inside_what_is_accepted(
     together, alone = adjusted_jobs(plain), adjusted_jobs(plain)
     assert Served(models, way).run(together, *([job] for job in alone)) == adjusted_reference * 2
     if way.num_draft_tokens:
-        assert sum(job.counts.total_accepted_tokens for job in together) > 20
+        assert sum(job.stats.total_accepted_tokens for job in together) > 20
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
@@ -64,7 +64,7 @@ def test_a_draft_that_is_the_target_applies_them_as_well(
     assert Served(Models(models.verify, models.twin, models.twin), way).run(jobs) == adjusted_reference
     for job in jobs:
         bound = 4 if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
-        assert job.counts.total_draft_tokens - job.counts.total_accepted_tokens <= bound
+        assert job.stats.total_draft_tokens - job.stats.total_accepted_tokens <= bound
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])

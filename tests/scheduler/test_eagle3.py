@@ -9,9 +9,10 @@ import pytest
 
 from slipstream import bundled
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
@@ -50,7 +51,7 @@ def test_tokens_are_the_targets_and_nothing_collides(
     assert not report.stuck
     for one, other in zip(together, alone, strict=True):
         # A head's guesses depend on its keys and values alone: not on the batch or how its prompt was cut.
-        assert one.counts.total_accepted_tokens == other.counts.total_accepted_tokens
+        assert one.stats.total_accepted_tokens == other.stats.total_accepted_tokens
 
 
 def test_how_a_prompt_is_cut_changes_no_guess(verify: RoleEngine, tmp_path: Path, target: Path) -> None:
@@ -59,7 +60,7 @@ def test_how_a_prompt_is_cut_changes_no_guess(verify: RoleEngine, tmp_path: Path
     for chunk_tokens in (1, 3, 8, 64):
         jobs = make_jobs(10)
         Served(Models(verify, head, head), Way(num_draft_tokens=4, chunk_tokens=chunk_tokens)).run(jobs)
-        counts.append([(job.counts.num_verify_steps, job.counts.total_accepted_tokens) for job in jobs])
+        counts.append([(job.stats.num_verify_steps, job.stats.total_accepted_tokens) for job in jobs])
     assert counts[0] == counts[1] == counts[2] == counts[3]
 
 
@@ -77,7 +78,7 @@ def test_requests_with_penalties_masks_logprobs_and_bounds(
     logs.mkdir()
     way = Way(num_draft_tokens=3, run_ahead=run_ahead, slots=2)
     assert Served(Models(verify, head, head), way, log_dir=logs).run(jobs) == alone
-    assert sum(job.counts.total_accepted_tokens for job in jobs) > 0
+    assert sum(job.stats.total_accepted_tokens for job in jobs) > 0
     report = Replay(logs).report()
     assert not report.races
     assert not report.stuck
@@ -111,5 +112,5 @@ def test_the_bundled_head_is_right_more_often_than_not() -> None:
         for number in range(1, 5)
     ]
     Served(Models(verify, head, head), Way(num_draft_tokens=4, page_tokens=16)).run(jobs)
-    steps = sum(job.counts.num_verify_steps for job in jobs)
-    assert 1 + sum(job.counts.total_accepted_tokens for job in jobs) / steps > 2
+    steps = sum(job.stats.num_verify_steps for job in jobs)
+    assert 1 + sum(job.stats.total_accepted_tokens for job in jobs) / steps > 2

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint, write_guesser
@@ -78,6 +79,6 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]
     for worker in workers:
         worker.close()
         assert not worker.failures
-    accepted = sum(job.counts.total_accepted_tokens for job in jobs)
-    steps = sum(job.counts.num_verify_steps for job in jobs)
+    accepted = sum(job.stats.total_accepted_tokens for job in jobs)
+    steps = sum(job.stats.num_verify_steps for job in jobs)
     return [outputs[job] for job in jobs], 1 + accepted / max(1, steps)

@@ -122,8 +122,8 @@ def test_no_token_changes(
             assert not each.failures
         assert vandal.num_scribbles > 20
         assert [outputs[job] for job in jobs] == reference
-        accepted.append(sum(job.counts.total_accepted_tokens for job in jobs))
-        drafted.append(sum(job.counts.total_draft_tokens for job in jobs))
+        accepted.append(sum(job.stats.total_accepted_tokens for job in jobs))
+        drafted.append(sum(job.stats.total_draft_tokens for job in jobs))
 
     vandalise()
     assert sum(accepted) < sum(drafted), "what was scribbled was used"

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.verify import graphs as verify_graphs
@@ -131,7 +132,7 @@ def serve(
             log.close()
     assert not [error for worker in workers for error in worker.failures]
     if draft != "none":
-        assert sum(job.counts.total_accepted_tokens for job in jobs) > 0
+        assert sum(job.stats.total_accepted_tokens for job in jobs) > 0
     return [outputs[job] for job in jobs]
 
 

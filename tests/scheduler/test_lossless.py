@@ -28,7 +28,7 @@ def test_token_ids_are_the_same_however_they_are_served(models: Models, referenc
         served = Served(models, way)
         outputs = served.run(together, *([job] for job in alone))
         assert outputs == reference * 2
-        counts = [job.counts for job in (*together, *alone)]
+        counts = [job.stats for job in (*together, *alone)]
         if way.num_draft_tokens:
             lengths = [count.mean_accept_length for count in counts]
             assert 1.2 < sum(lengths) / len(lengths) < way.num_draft_tokens + 1, "some drafts are right, not all"
@@ -63,7 +63,7 @@ def test_cancels_change_nothing_for_the_others(models: Models, seed: int) -> Non
 
     def cancel_some(*_: object) -> None:
         for job, after in doomed.items():
-            if len(served.epoch.outputs[job]) >= after and job.counts.admitted_at is not None:
+            if len(served.epoch.outputs[job]) >= after and job.stats.admitted_at is not None:
                 served.epoch.queue.cancel(job)
 
     served.epoch.on_progress = cancel_some
@@ -86,9 +86,9 @@ def test_a_draft_that_is_the_target_is_always_right(models: Models, reference: l
         assert Served(Models(models.verify, models.twin, models.twin), way).run(jobs) == reference
         for job in jobs:
             # In a job's last step tokens past its end are drafted, for which there are no pages.
-            missed = num_draft_tokens * job.counts.num_verify_steps - job.counts.total_accepted_tokens
+            missed = num_draft_tokens * job.stats.num_verify_steps - job.stats.total_accepted_tokens
             assert missed <= num_draft_tokens
-            assert job.counts.num_verify_steps == -(-(job.spec.max_new_tokens - 1) // (num_draft_tokens + 1))
+            assert job.stats.num_verify_steps == -(-(job.spec.max_new_tokens - 1) // (num_draft_tokens + 1))
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -104,7 +104,7 @@ def test_speculation_that_is_bounded_or_off_changes_no_token(
     assert Served(Models(models.verify, models.twin, models.twin), way).run(jobs) == reference
     for job in jobs:
         bound = num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
-        counts = job.counts
+        counts = job.stats
         assert counts.total_draft_tokens == counts.num_verify_steps * bound
         assert counts.num_verify_steps == (-(-(job.spec.max_new_tokens - 1) // (bound + 1)) if bound else 0)
         assert counts.total_draft_tokens - counts.total_accepted_tokens <= bound

@@ -14,14 +14,14 @@ from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.errors import FutureMapError, PendingLengthError, UnavailableError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import BatchSizes
-from slipstream.scheduler.core.results import StepResult
-from slipstream.scheduler.core.sequence import Sequence, SequenceOutput
+from slipstream.scheduler.core.sequence import Sequence
+from slipstream.scheduler.core.step import StepResult
 from tests.harness.simulated_run import Run, make_job, reference
 
 if TYPE_CHECKING:
     from random import Random
 
-    from slipstream.scheduler.core.batch import Delivery
+    from slipstream.common.api.sequence import Outputs, SequenceOutput
 
 SIZES = st.builds(
     BatchSizes,
@@ -81,7 +81,7 @@ def test_every_job_gets_its_own_tokens(
         turns += 1
         assert turns < 5000, "the batch makes no progress"
         if to_submit and (random.random() < 0.4 or turns % 50 == 0):
-            run.queue.submit(to_submit.popleft())
+            run.queue.add(to_submit.popleft())
         if random.random() < cancel_rate and len(to_submit) < len(made):
             job = made[random.randrange(len(made) - len(to_submit))]
             run.queue.cancel(job)
@@ -94,16 +94,16 @@ def test_every_job_gets_its_own_tokens(
             assert output == expected[: len(output)]
         else:
             assert (output, run.ends[job]) == (expected, reason)
-        assert job.counts.num_output_tokens == len(output)
-        assert sum(job.counts.accepted_per_position) == job.counts.total_accepted_tokens
+        assert job.stats.num_output_tokens == len(output)
+        assert sum(job.stats.accepted_per_position) == job.stats.total_accepted_tokens
         bound = sizes.num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
-        assert job.counts.total_draft_tokens == job.counts.num_verify_steps * min(bound, sizes.num_draft_tokens)
-    assert sum(drafts.num_drafts for drafts in run.drafts) == sum(job.counts.num_verify_steps for job in made)
-    assert sum(drafts.num_draft_tokens for drafts in run.drafts) == sum(job.counts.total_draft_tokens for job in made)
+        assert job.stats.total_draft_tokens == job.stats.num_verify_steps * min(bound, sizes.num_draft_tokens)
+    assert sum(drafts.num_drafts for drafts in run.drafts) == sum(job.stats.num_verify_steps for job in made)
+    assert sum(drafts.num_draft_tokens for drafts in run.drafts) == sum(job.stats.total_draft_tokens for job in made)
     accepted = [drafts.accepted_per_position() for drafts in run.drafts]
-    assert sum(map(sum, accepted)) == sum(job.counts.total_accepted_tokens for job in made)
+    assert sum(map(sum, accepted)) == sum(job.stats.total_accepted_tokens for job in made)
     for position in range(sizes.num_draft_tokens):
-        counted = sum(job.counts.accepted_per_position[position] for job in made if job.counts.accepted_per_position)
+        counted = sum(job.stats.accepted_per_position[position] for job in made if job.stats.accepted_per_position)
         assert sum(counts[position] for counts in accepted) == counted
     assert run.batch.num_running == 0
     assert run.batch.pages.num_free == sizes.num_pages - 1
@@ -127,10 +127,10 @@ def _run(sizes: BatchSizes = SMALL) -> Run:
 
 def test_prompts_and_decoding_take_turns() -> None:
     run, kinds = _run(), []
-    run.queue.submit(make_job("decodes", (1,), 12))
+    run.queue.add(make_job("decodes", (1,), 12))
     for _ in range(3):
         run.turn()
-    run.queue.submit(make_job("prompt", tuple(range(24)), 4))
+    run.queue.add(make_job("prompt", tuple(range(24)), 4))
     steps = run.device.last_step
     while run.turn():
         if run.device.last_step > steps:
@@ -145,7 +145,7 @@ def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> N
     run, told = _run(sizes), list[tuple[tuple[int, ...], list[tuple[int, int]]]]()
     jobs = [make_job(name, (number,) * 6, 1) for number, name in enumerate("abcde")]
     *_, cancelled, last = jobs
-    run.queue.submit(*jobs)
+    run.queue.add(*jobs)
     while run.turn():
         if run.device.last_step > len(told):
             step, _ = run.in_flight[-1]
@@ -162,21 +162,21 @@ def test_a_job_that_is_sure_to_end_with_what_is_under_way_takes_part_in_no_more_
     """Two tokens: the prompt's end and one decode step bring them for sure."""
     run = _run()
     job = make_job("short", (1, 2), 2)
-    run.queue.submit(job)
+    run.queue.add(job)
     while run.turn():
         pass
     assert run.device.last_step == 2
-    assert job.counts.num_verify_steps == 1
+    assert job.stats.num_verify_steps == 1
 
 
 def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot() -> None:
     sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=2)
     run = _run(sizes)
     first, second = make_job("first", (1,), 20), make_job("second", (2,), 5)
-    run.queue.submit(first)
+    run.queue.add(first)
     for _ in range(4):
         run.turn()
-    run.queue.submit(second)
+    run.queue.add(second)
     run.queue.cancel(first)
     while run.turn():
         pass
@@ -189,17 +189,17 @@ def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot
 def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
     run = _run()
     job = make_job("job", (1, 2, 3), 7)
-    run.queue.submit(job)
+    run.queue.add(job)
     while run.turn():
         pass
     # 1 token from the prompt, 3 of each decode step.
-    assert job.counts.num_verify_steps == 2
-    assert job.counts.total_draft_tokens == 4
-    assert job.counts.total_accepted_tokens == 4
-    assert job.counts.accepted_per_position == [2, 2]
-    assert job.counts.mean_accept_length == 3.0
-    assert job.counts.first_token_at is not None
-    assert job.counts.finished_at is not None
+    assert job.stats.num_verify_steps == 2
+    assert job.stats.total_draft_tokens == 4
+    assert job.stats.total_accepted_tokens == 4
+    assert job.stats.accepted_per_position == [2, 2]
+    assert job.stats.mean_accept_length == 3.0
+    assert job.stats.first_token_at is not None
+    assert job.stats.finished_at is not None
 
 
 def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobody_does() -> None:
@@ -209,17 +209,17 @@ def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobod
     one = make_job("one", (2,), 5, max_draft_tokens=1)
     full = make_job("all", (3,), 5, max_draft_tokens=9)
     for job in (off, one, full):
-        run.queue.submit(job)
+        run.queue.add(job)
     while run.turn():
         if run.in_flight and (not kinds or kinds[-1] is not run.in_flight[-1][0].kind):
             kinds.append(run.in_flight[-1][0].kind)
     assert kinds == [StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN]
     for job in (off, one, full):
         assert run.outputs[job] == reference(job)[0]
-    counts = [(job.counts.num_verify_steps, job.counts.total_draft_tokens) for job in (off, one, full)]
+    counts = [(job.stats.num_verify_steps, job.stats.total_draft_tokens) for job in (off, one, full)]
     assert counts == [(0, 0), (2, 2), (1, 3)]
-    assert [job.counts.accepted_per_position for job in (off, one, full)] == [[0, 0, 0], [2, 0, 0], [1, 1, 1]]
-    assert off.counts.mean_accept_length == 1.0
+    assert [job.stats.accepted_per_position for job in (off, one, full)] == [[0, 0, 0], [2, 0, 0], [1, 1, 1]]
+    assert off.stats.mean_accept_length == 1.0
 
 
 def test_logprobs_end_where_the_output_does() -> None:
@@ -227,7 +227,7 @@ def test_logprobs_end_where_the_output_does() -> None:
     asked = make_job("asked", (1,), 5, top_logprobs=2)
     other = make_job("other", (2,), 5)
     for job in (asked, other):
-        run.queue.submit(job)
+        run.queue.add(job)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None:
         assert step.most_top_logprobs == 2
@@ -237,7 +237,7 @@ def test_logprobs_end_where_the_output_does() -> None:
             tuple(TokenLogprobs(-float(token)) for token in tokens) if asked is not None else ()
             for tokens, asked in zip(result.tokens, step.top_logprobs, strict=True)
         ]
-        for job, progress in run.batch.apply(step, StepResult(result.tokens, likely)).deliveries:
+        for job, progress in run.batch.apply(step, StepResult(result.tokens, likely)).outputs:
             if job is asked:
                 assert len(progress.logprobs) == len(progress.token_ids)
                 got += progress.logprobs
@@ -245,7 +245,7 @@ def test_logprobs_end_where_the_output_does() -> None:
                 assert progress.logprobs == ()
     assert [-logprob.logprob for logprob in got] == reference(asked)[0]
     plain = make_job("plain", (3,), 1)
-    run.queue.submit(plain)
+    run.queue.add(plain)
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None
@@ -255,9 +255,9 @@ def test_logprobs_end_where_the_output_does() -> None:
 def test_draft_tokens_are_told_from_the_targets_own() -> None:
     run, flags = _run(), list[bool]()
     job = make_job("job", (1,), 6)
-    run.queue.submit(job)
-    while (deliveries := _turn(run)) is not None:
-        flags += [flag for _, progress in deliveries for flag in _flags(progress)]
+    run.queue.add(job)
+    while (outputs := _turn(run)) is not None:
+        flags += [flag for _, progress in outputs for flag in _flags(progress)]
     assert flags == [False, True, True, False, True, True]
 
 
@@ -265,22 +265,22 @@ def _flags(progress: SequenceOutput) -> list[bool]:
     return [number < progress.num_draft for number in range(len(progress.token_ids))]
 
 
-def _turn(run: Run) -> list[Delivery] | None:
+def _turn(run: Run) -> Outputs | None:
     run.batch.admit(run.queue)
     step = run.batch.next_step()
-    return None if step is None else run.batch.apply(step, run.device.run(step)).deliveries
+    return None if step is None else run.batch.apply(step, run.device.run(step)).outputs
 
 
 def test_jobs_that_cannot_go_on_end_with_the_error_wherever_they_are() -> None:
     sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
     run, error = _run(sizes), UnavailableError("verify is lost")
     running, waiting = make_job("running", (1,), 20), make_job("waiting", (2,), 5)
-    run.queue.submit(running)
+    run.queue.add(running)
     run.turn()
-    run.queue.submit(waiting)
+    run.queue.add(waiting)
     run.queue.cancel(waiting)
-    deliveries = run.batch.fail(error, waiting=run.queue.take_all())
-    assert [(job, progress.error) for job, progress in deliveries] == [(running, error), (waiting, error)]
+    outputs = run.batch.fail(error, waiting=run.queue.take_all())
+    assert [(job, progress.error) for job, progress in outputs] == [(running, error), (waiting, error)]
     assert run.batch.pages.num_free == 8
     # A cancel that comes too late, as a client's handler sends one when its call ends.
     assert run.batch.cancel([running, waiting]) == []
@@ -291,7 +291,7 @@ def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
     run = _run(sizes)
     large, larger, small = make_job("a", (1,) * 30, 18), make_job("b", (2,) * 60, 12), make_job("c", (3,), 1)
     for job in (large, larger, small):
-        run.queue.submit(job)
+        run.queue.add(job)
     run.turn()
     assert (run.batch.num_running, len(run.queue)) == (1, 2)
     while run.turn():
@@ -303,10 +303,10 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
     """Whoever came to an end with such a step would never hear of it."""
     run = _run()
     short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
-    run.queue.submit(short, bounded)
+    run.queue.add(short, bounded)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None and step.kind is StepKind.PREFILL:
-        run.take(run.batch.apply(step, run.device.run(step)).deliveries)
+        run.take(run.batch.apply(step, run.device.run(step)).outputs)
     assert step is not None
     with pytest.raises(FutureMapError, match="2 tokens accepted of 1 at most"):
         run.batch.apply(step, StepResult([[1, 1], [1, 1, 1]]))
@@ -316,10 +316,10 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run = _run()
-    run.queue.submit(make_job("job", (1,), 5))
+    run.queue.add(make_job("job", (1,), 5))
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None
-    run.take(run.batch.apply(step, run.device.run(step)).deliveries)
+    run.take(run.batch.apply(step, run.device.run(step)).outputs)
     with pytest.raises(PendingLengthError, match="no step was to change"):
         run.batch.apply(step, StepResult([[1]]))

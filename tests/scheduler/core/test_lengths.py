@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.scheduler.core.lengths import PendingLength
+from slipstream.scheduler.core.sequence import PendingLength
 
 if TYPE_CHECKING:
     from collections.abc import Callable

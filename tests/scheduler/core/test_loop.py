@@ -11,11 +11,12 @@ from prometheus_client import generate_latest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
@@ -74,7 +75,7 @@ def test_a_worker_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
     with workers() as both:
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
-        epoch.queue.submit(job)
+        epoch.queue.add(job)
         both[0].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
         with pytest.raises(DeadlineExceededError, match=r"step 1 did not end within 0\.3 s: a worker hangs"):
@@ -91,7 +92,7 @@ def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkey
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
         epoch.outputs[job] = []
-        epoch.queue.submit(job)
+        epoch.queue.add(job)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
         with pytest.raises(DeadlineExceededError):
@@ -110,7 +111,7 @@ def test_a_draft_that_hangs_in_a_prefill_is_noticed_before_its_rows_are_used_aga
     go_on = threading.Event()
     with workers() as both:
         epoch = make_epoch(both, step_timeout_s=0.3, chunk_tokens=2)
-        epoch.queue.submit(make_job(prompt_tokens=100))
+        epoch.queue.add(make_job(prompt_tokens=100))
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
         with pytest.raises(DeadlineExceededError, match="step 1 did not end"):
@@ -159,7 +160,7 @@ def test_a_lost_worker_ends_the_loop(is_idle: bool) -> None:
             epoch.on_progress = lose
             job = make_job(max_new_tokens=100)
             epoch.outputs[job] = []
-            epoch.queue.submit(job)
+            epoch.queue.add(job)
         with pytest.raises(UnavailableError, match="draft service is lost"):
             loop.run()
         epoch.epoch.close(drain=False)
@@ -170,7 +171,7 @@ def test_stops_while_it_is_busy_and_takes_in_what_is_under_way() -> None:
         epoch = make_epoch(both, run_ahead=2)
         job = make_job(max_new_tokens=200)
         epoch.outputs[job] = []
-        epoch.queue.submit(job)
+        epoch.queue.add(job)
         epoch.on_progress = lambda job, progress: epoch.queue.stop() if len(epoch.outputs[job]) > 20 else None
         with epoch.loop() as loop:
             loop.run()
@@ -199,7 +200,7 @@ def test_drafts_of_requests_that_are_over_are_not_counted() -> None:
         jobs = [make_job(max_new_tokens=9, max_draft_tokens=most) for most in (None, 0, None, 1, None)]
         epoch.run(*([job] for job in jobs))
         assert len({tuple(epoch.outputs[job]) for job in jobs}) == 1
-        counts = [job.counts for job in jobs]
+        counts = [job.stats for job in jobs]
         drafts = metric(epoch, 'slipstream_drafts_total{algorithm="standalone"}')
         assert drafts == sum(count.num_verify_steps for count in counts)
         accepted = metric(epoch, 'slipstream_accepted_tokens_total{algorithm="standalone"}')

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import ResourceExhaustedError
-from slipstream.scheduler.core.pages import PADDING_PAGE, PageAllocator
-from slipstream.scheduler.core.slots import PADDING_SLOT, SlotAllocator, SlotLease
+from slipstream.scheduler.core.allocators import PADDING_PAGE, PADDING_SLOT, PageAllocator, SlotAllocator, SlotLease
 
 
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))
@@ -59,7 +58,7 @@ def test_a_lease_is_current_until_it_is_given_back_and_never_again(
 def test_a_slot_is_given_back_once_and_taken_only_when_there_is_one() -> None:
     slots = SlotAllocator(2)
     lease = slots.allocate()
-    with pytest.raises(AssertionError, match="whether one is free"):
+    with pytest.raises(AssertionError, match="a free slot was seen before"):
         slots.allocate()
     slots.release(lease)
     with pytest.raises(AssertionError, match="generation 1 is over"):

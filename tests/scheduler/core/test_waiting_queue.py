@@ -8,8 +8,9 @@ import time
 import pytest
 
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import ResourceExhaustedError, UnavailableError
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 
@@ -31,7 +32,7 @@ def open_queue(capacity: int = 2) -> WaitingQueue:
 def test_first_come_first_served_while_there_is_room() -> None:
     queue, jobs = open_queue(), [make_job("a"), make_job("b")]
     for job in jobs:
-        queue.submit(job)
+        queue.add(job)
     assert queue.take_next(lambda job: job is jobs[1]) is None
     assert queue.take_next(lambda _: True) is jobs[0]
     assert len(queue) == 1
@@ -41,38 +42,38 @@ def test_first_come_first_served_while_there_is_room() -> None:
 
 def test_a_full_queue_says_when_to_try_again() -> None:
     queue = open_queue(1)
-    queue.submit(make_job())
+    queue.add(make_job())
     with pytest.raises(ResourceExhaustedError, match="the queue is full: 1 jobs are waiting") as caught:
-        queue.submit(make_job())
+        queue.add(make_job())
     assert caught.value.retry_after_ms > 0
 
 
 def test_all_of_several_jobs_come_in_or_none() -> None:
     queue, jobs = open_queue(3), [make_job(name) for name in "abcd"]
-    queue.submit(*jobs[:2])
+    queue.add(*jobs[:2])
     with pytest.raises(ResourceExhaustedError, match="too full for 2 more: 2 jobs are waiting, of at most 3"):
-        queue.submit(*jobs[2:])
-    queue.submit(jobs[2])
+        queue.add(*jobs[2:])
+    queue.add(jobs[2])
     assert queue.take_all() == jobs[:3]
 
 
 def test_a_closed_queue_says_why() -> None:
     queue = WaitingQueue(2)
     with pytest.raises(UnavailableError, match="has not started yet"):
-        queue.submit(make_job())
+        queue.add(make_job())
     queue.open()
     waiting = make_job()
-    queue.submit(waiting)
+    queue.add(waiting)
     queue.close("verify is lost")
     with pytest.raises(UnavailableError, match="verify is lost"):
-        queue.submit(make_job())
+        queue.add(make_job())
     assert queue.take_all() == [waiting]
 
 
 def test_a_cancelled_job_waits_no_more() -> None:
     queue, first, second = open_queue(), make_job("a"), make_job("b")
-    queue.submit(first)
-    queue.submit(second)
+    queue.add(first)
+    queue.add(second)
     queue.cancel(first)
     running = make_job("runs")
     queue.cancel(running)
@@ -84,7 +85,7 @@ def test_a_cancelled_job_waits_no_more() -> None:
 @pytest.mark.parametrize("change", ["submit", "cancel", "stop"])
 def test_every_change_wakes_the_loop(change: str) -> None:
     queue, job = open_queue(), make_job()
-    changes = {"submit": lambda: queue.submit(job), "cancel": lambda: queue.cancel(job), "stop": queue.stop}
+    changes = {"submit": lambda: queue.add(job), "cancel": lambda: queue.cancel(job), "stop": queue.stop}
     waiter = threading.Thread(target=queue.wait_for_change, args=(30.0,))
     waiter.start()
     changes[change]()
@@ -94,7 +95,7 @@ def test_every_change_wakes_the_loop(change: str) -> None:
 
 def test_only_the_end_wakes_who_waits_for_it() -> None:
     queue = open_queue()
-    queue.submit(make_job())
+    queue.add(make_job())
     started = time.monotonic()
     queue.wait_for_stop(0.02)
     assert time.monotonic() - started >= 0.02
@@ -111,4 +112,4 @@ def test_workers_that_come_back_do_not_open_a_queue_that_was_shut() -> None:
     queue.open()
     assert queue.is_shut
     with pytest.raises(UnavailableError, match="shutting down"):
-        queue.submit(make_job())
+        queue.add(make_job())

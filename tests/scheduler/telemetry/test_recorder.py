@@ -8,8 +8,8 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.recorder import FlightRecorder, Record, Site
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, TracedStep
-from slipstream.scheduler.core.batch import Step
-from slipstream.scheduler.core.slots import SlotLease
+from slipstream.scheduler.core.allocators import SlotLease
+from slipstream.scheduler.core.step import Step
 from slipstream.scheduler.telemetry.recorder import StepRecorder
 
 WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())

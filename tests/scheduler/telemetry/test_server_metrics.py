@@ -10,9 +10,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
 from slipstream.scheduler.workers.sizing import Workers

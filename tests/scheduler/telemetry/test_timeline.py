@@ -17,6 +17,7 @@ from slipstream.cli.trace import fetch_trace
 from slipstream.cli.trace_events import trace_json
 from slipstream.cli.trace_timeline import FENCES
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from slipstream.common.worker.recorder import Record, Site
@@ -24,8 +25,8 @@ from slipstream.common.worker.step import Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
-from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
+from slipstream.scheduler.core.sequence import Sequence
+from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from slipstream.services.worker.recorder_servicer import SERVICE_NAME as RECORDER
 from slipstream.services.worker.recorder_servicer import RecorderServicer
 from slipstream.services.worker.servicer import WorkerServicer

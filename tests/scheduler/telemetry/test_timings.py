@@ -12,15 +12,16 @@ import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.batch import Step
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
-from slipstream.scheduler.core.slots import SlotLease
+from slipstream.scheduler.core.allocators import SlotLease
+from slipstream.scheduler.core.sequence import Sequence
+from slipstream.scheduler.core.step import Step
 from slipstream.scheduler.telemetry.recorder import StepRecorder
 from slipstream.scheduler.telemetry.timings import (
     DRAFT_TO_VERIFY,

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.workers.heartbeats import Heartbeats
-from slipstream.scheduler.workers.worker_link import LinkThread
+from slipstream.scheduler.workers.link import LinkThread
 from tests.harness.grpc_server import running_server
 from tests.harness.waiting import until
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.core.sequence import Sequence, SequenceSpec
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.leaks import nothing_left
@@ -104,7 +105,7 @@ async def test_the_same_tokens_in_the_right_order(models: dict[Role, Path], tmp_
         with_draft, jobs, more_jobs = (make_jobs(6) for _ in range(3))
         outputs = await serve(processes, with_draft, log_dir=logs)
         assert all(len(set(output)) > 10 for output in outputs)
-        assert sum(job.counts.total_accepted_tokens for job in with_draft) > 20
+        assert sum(job.stats.total_accepted_tokens for job in with_draft) > 20
         with nothing_left(with_descriptors=False):
             assert await serve(processes, jobs, has_draft=False, run_ahead=2, log_dir=logs) == outputs
             blocking = serve(processes, more_jobs, run_ahead=0, dispatch="acknowledged", log_dir=logs)
@@ -123,7 +124,7 @@ async def test_cancelled_jobs_end_and_the_others_go_on(processes: WorkerProcesse
         await client.attached.wait()
         jobs = make_jobs(5)
         running = asyncio.gather(*(client.run(job) for job in jobs))
-        await until(lambda: jobs[0].counts.num_output_tokens > 4)
+        await until(lambda: jobs[0].stats.num_output_tokens > 4)
         for job in (jobs[0], jobs[1], jobs[4]):
             client.queue.cancel(job)
         outputs = [output for (output,) in await running]
@@ -139,14 +140,14 @@ async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(processes: Wo
         await client.attached.wait()
         jobs = make_jobs(5, max_new_tokens=400)
         running = [asyncio.create_task(client.run(job)) for job in jobs]
-        await until(lambda: jobs[0].counts.num_output_tokens > 10)
+        await until(lambda: jobs[0].stats.num_output_tokens > 10)
         processes.send_signal(role, signal.SIGKILL)
         ends = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(end, UnavailableError) for end in ends), ends
         assert role.value in str(ends[0])
         await until(lambda: bool(client.reasons))
         with pytest.raises(UnavailableError, match="is over"):
-            client.queue.submit(make_jobs(1)[0])
+            client.queue.add(make_jobs(1)[0])
         assert processes.wait(role) == -signal.SIGKILL
         processes.start(role)
         await client.attached.wait()
@@ -186,7 +187,7 @@ async def test_settings_that_no_worker_fits_end_it_with_the_reason(processes: Wo
         assert isinstance(client.errors[0], ConfigError)
         assert "context_tokens: got 513, accepted: at most 512" in str(client.errors[0])
         with pytest.raises(UnavailableError):
-            client.queue.submit(make_jobs(1)[0])
+            client.queue.add(make_jobs(1)[0])
 
 
 async def test_a_stopped_worker_is_noticed_and_taken_back_when_it_goes_on(processes: WorkerProcesses) -> None:
@@ -194,7 +195,7 @@ async def test_a_stopped_worker_is_noticed_and_taken_back_when_it_goes_on(proces
         await client.attached.wait()
         (job,) = make_jobs(1, max_new_tokens=400)
         running = asyncio.create_task(client.run(job))
-        await until(lambda: job.counts.num_output_tokens > 10)
+        await until(lambda: job.stats.num_output_tokens > 10)
         processes.send_signal(Role.VERIFY, signal.SIGSTOP)
         stopped_at = time.monotonic()
         with pytest.raises(UnavailableError, match="verify"):

@@ -15,7 +15,7 @@ import pytest
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.workers.worker_link import LinkThread, WorkerLink
+from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from slipstream.services.worker.future_map import POISON
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.worker_processes import WorkerProcesses
