@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from typing import TYPE_CHECKING
+
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.draft_tally import DraftTally
 from slipstream.scheduler.telemetry.step_metrics import RESULT, StepMetricFamilies, StepMetrics
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client import Metric
 
 LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
 MS = 1_000_000
@@ -19,7 +28,8 @@ class Measured:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.metrics = StepMetrics(StepMetricFamilies(self.registry), **LABELS)
+        self.families = StepMetricFamilies(self.registry)
+        self.metrics = StepMetrics(self.families, **LABELS)
 
     def value(self, name: str, **labels: str) -> float | None:
         """Of a sample; None if it is not there."""
@@ -28,6 +38,17 @@ class Measured:
     def drafting(self, name: str, **labels: str) -> float | None:
         """The same of a metric that has the algorithm as its only label for what it was measured with."""
         return self.registry.get_sample_value(f"slipstream_{name}", {"algorithm": "standalone"} | labels)
+
+    def scrape(self) -> dict[tuple[str, str], float]:
+        """The values of decode steps in one scrape, by name and by edge, service or phase."""
+        return {
+            (sample.name.removeprefix("slipstream_"), labels.get("edge") or labels.get("service") or labels["phase"]): (
+                sample.value
+            )
+            for family in text_string_to_metric_families(generate_latest(self.registry).decode())
+            for sample in family.samples
+            if (labels := sample.labels).get("phase") == "decode" and "le" not in labels
+        }
 
 
 @pytest.fixture
@@ -70,7 +91,7 @@ def test_drafts_by_position(measured: Measured) -> None:
     assert measured.drafting("draft_tokens_total") == 7
     assert measured.drafting("accepted_tokens_total") == 3
     at = [measured.drafting("accepted_tokens_per_position_total", position=str(place)) for place in range(1, 5)]
-    # Nobody ever drafted a fourth token.
+    # No draft had a fourth token.
     assert at == [2, 1, 0, None]
 
 
@@ -78,3 +99,35 @@ def test_stalls_add_up(measured: Measured) -> None:
     measured.metrics.host_stalled(RESULT, 0.25)
     measured.metrics.host_stalled(RESULT, 0.5)
     assert measured.value("host_stall_seconds_total", service="scheduler", site=RESULT) == 0.75
+
+
+def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is counted while a scrape is under way is in none of its metrics: the next scrape has it in all."""
+    bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
+    timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
+    counting = threading.Thread(target=measured.metrics.observe, args=(timing,))
+    busy_seconds = measured.families.busy_seconds
+    collect = busy_seconds.collect
+
+    def count_and_collect() -> Iterable[Metric]:
+        """Called in the middle of the first scrape."""
+        if counting.ident is None:
+            counting.start()
+            counting.join(timeout=0.2)
+        return collect()
+
+    measured.metrics.observe(timing)
+    monkeypatch.setattr(busy_seconds, "collect", count_and_collect)
+    for num_steps in (1, 2):
+        assert measured.scrape() == pytest.approx(
+            {
+                ("step_seconds_count", "decode"): num_steps,
+                ("step_seconds_sum", "decode"): 0.016 * num_steps,
+                ("busy_seconds_total", "draft"): 0.003 * num_steps,
+                ("busy_seconds_total", "verify"): 0.010 * num_steps,
+                ("bubble_seconds_total", VERIFY_TO_DRAFT): 0.001 * num_steps,
+                ("bubble_seconds_total", DRAFT_TO_VERIFY): 0.002 * num_steps,
+                ("bubble_seconds_total", VERIFY_TO_VERIFY): 0,
+            }
+        )
+        counting.join()
