@@ -71,12 +71,7 @@ class AsyncClient:
         await self._channel.close(None)
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        job_id: str = "",
-        timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, *, job_id: str = "", timeout_s: float | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[OutputChunk, None]:
         """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 

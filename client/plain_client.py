@@ -59,12 +59,7 @@ class Client:
         self._channel.close()
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        job_id: str = "",
-        timeout_s: float | None = None,
-        **options: Unpack[RequestOptions],
+        self, prompt: Prompt, *, job_id: str = "", timeout_s: float | None = None, **options: Unpack[RequestOptions]
     ) -> Generator[OutputChunk, None, None]:
         """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 

@@ -132,7 +132,6 @@ class BulkHistogram(Collector):
         return [self._family()]
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """See `Collector.collect`."""
         with self._lock:
             counts, total = list(accumulate(self._counts)), self._sum
         family = self._family()

@@ -92,7 +92,6 @@ class HostArena:
             os.close(descriptor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """See `Arena.tensor`."""
         placed = self._places.get(name)
         if placed is None:
             raise ManifestError(f"the arena has no buffer {name}")
@@ -101,7 +100,6 @@ class HostArena:
         return flat.view(spec.shape)
 
     def fence(self, name: FenceName) -> HostFence:
-        """See `Arena.fence`."""
         fence = self._fences.get(name)
         if fence is None:
             raise ManifestError(f"the arena has no fence {name.name}")
@@ -113,7 +111,7 @@ class HostArena:
             os.unlink(self.manifest.path)
 
     def close(self) -> None:
-        """See `Arena.close`. The mapping itself goes with its last view."""
+        """The mapping itself goes with its last view."""
         if self._is_owner:
             self.seal()
         self._fences.clear()

@@ -33,15 +33,12 @@ class HostDevice:
         self.torch_device = torch.device("cpu")
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> HostStream:
-        """See `Device.create_stream`."""
         return HostStream(name, on_failure)
 
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
-        """See `Device.create_arena`."""
         return HostArena.create(specs, fences)
 
     def open_arena(self, manifest: Manifest) -> HostArena:
-        """See `Device.open_arena`."""
         return HostArena.open(manifest)
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
@@ -50,7 +47,6 @@ class HostDevice:
         stream.enqueue(lambda: _write_time(word, target))
 
     def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
-        """See `Device.stamp_row`."""
         stream.enqueue(lambda: _write_row(targets, row))
 
     def sample_clock(self) -> ClockSample:
@@ -59,7 +55,6 @@ class HostDevice:
         return ClockSample(now, now)
 
     def fetch(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Device.fetch`."""
         target.copy_(source)
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,7 +77,6 @@ class PlainCopy:
         """Nothing to do ahead of time."""
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
-        """See `HostCopy.finish`."""
         if not self._fence.wait_on_host(value, timeout_s):
             return None
         return [source[row].clone() for source in self._sources]

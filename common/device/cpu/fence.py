@@ -83,23 +83,18 @@ class HostFence:
         self._word = word
 
     def signal(self, stream: Stream, value: int) -> None:
-        """See `Fence.signal`."""
         stream.enqueue(lambda: self._word.store(value))
 
     def wait(self, stream: Stream, value: int) -> None:
-        """See `Fence.wait`."""
         stream.enqueue(lambda: self._sleep_until(value))
 
     def poll(self) -> int:
-        """See `Fence.poll`."""
         return self._word.load()
 
     def wait_on_host(self, value: int, timeout_s: float) -> bool:
-        """See `Fence.wait_on_host`."""
         return self._word.wait(value, timeout_s)
 
     def release(self, value: int) -> None:
-        """See `Fence.release`."""
         if self._word.load() < value:
             self._word.store(value)
 

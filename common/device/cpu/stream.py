@@ -29,11 +29,9 @@ class HostStream:
         self._thread.start()
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """See `Stream.enqueue`."""
         self._work.put(work)
 
     def synchronize(self, timeout_s: float) -> None:
-        """See `Stream.synchronize`."""
         reached = threading.Event()
         self._work.put(reached.set)
         while not reached.wait(min(timeout_s, 0.05)):
@@ -47,13 +45,11 @@ class HostStream:
         """There is nothing to bind: tensors are computed where they are touched."""
 
     def fail(self, error: BaseException) -> None:
-        """See `Stream.fail`."""
         if self.failure is None:
             self.failure = error
             self._on_failure(error)
 
     def close(self) -> None:
-        """See `Stream.close`."""
         self._work.put(None)
         self._thread.join(None if self.failure is None else CLOSE_TIMEOUT_S)
 

@@ -83,14 +83,12 @@ class CudaArena:
         return cls(manifest, memory, rings, gpu)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """See `Arena.tensor`."""
         placed = self._places.get(name)
         if placed is None or self.memory is None:
             raise ManifestError(f"the arena has no buffer {name}")
         return self.memory.view(placed.spec, placed.offset)
 
     def fence(self, name: FenceName) -> TimelineFence | EventFence:
-        """See `Arena.fence`."""
         fence = self._fences.get(name)
         if fence is None:
             raise ManifestError(f"the arena has no fence {name.name}")
@@ -100,7 +98,6 @@ class CudaArena:
         """Nothing to do: CUDA keeps no name, and whoever has the handle can open it while the memory lives."""
 
     def close(self) -> None:
-        """See `Arena.close`."""
         self._fences.clear()
         self._rings.clear()
         self.memory = None

@@ -52,7 +52,6 @@ class CudaDevice:
 
     @cached_property
     def under_mps(self) -> bool:
-        """See `Device.under_mps`."""
         return bool(self.driver.call(cu.cuDeviceGetAttribute, _MPS_ENABLED, self.driver.gpu))
 
     @cached_property
@@ -61,18 +60,17 @@ class CudaDevice:
         return has_timelines(self.driver, self.side)
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> CudaStream:
-        """See `Device.create_stream`."""
         return CudaStream(name, self.driver, self.torch_device, on_failure)
 
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> OwnedArena:
-        """See `Device.create_arena`. Raises OutOfMemoryError, ConfigError where there is no CUDA IPC."""
+        """Raises OutOfMemoryError, ConfigError where there is no CUDA IPC."""
         arena = CudaArena.create(specs, fences, self.fence_kind, self)
         assert arena.memory is not None, "it is open"
         self._own[arena.manifest.handle] = arena.memory
         return OwnedArena(arena, self._retired)
 
     def open_arena(self, manifest: Manifest) -> CudaArena:
-        """See `Device.open_arena`. A process cannot map its own allocation twice: then it is just used."""
+        """A process cannot map its own allocation twice: then it is just used."""
         return CudaArena.open(manifest, self, own=self._own.get(manifest.handle))
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
@@ -81,28 +79,24 @@ class CudaDevice:
         stream.enqueue(lambda: self.kernels.stamp(handle, address))
 
     def stamp_row(self, stream: Stream, targets: torch.Tensor, row: torch.Tensor) -> None:
-        """See `Device.stamp_row`."""
         handle, stride = handle_of(stream), targets.stride(0) * targets.element_size()
         stream.enqueue(lambda: self.kernels.stamp_row(handle, targets.data_ptr(), stride, row.data_ptr()))
 
     def fetch(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See `Device.fetch`."""
         num_words = source.nbytes // WORD_BYTES
         self.kernels.fetch(handle_of(stream), target.data_ptr(), source.data_ptr(), num_words)
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
-        """See `Device.host_copy`."""
         if isinstance(fence, TimelineFence):
             return PinnedCopy(self.driver, fence, sources)
         assert isinstance(fence, WordFence), "fences of a device are its own"
         return LatePinnedCopy(self.side, fence, sources)
 
     def sample_clock(self) -> ClockSample:
-        """See `Device.sample_clock`. About 10 us a look, more while another process has the GPU to itself."""
+        """About 10 us a look, more while another process has the GPU to itself."""
         return self.side.sample_clock()
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Device.to_host`."""
         return self.side.to_host(tensors)
 
     def _fence_kind(self, wanted: str) -> str:
@@ -127,11 +121,9 @@ class OwnedArena:
         self._retired = retired
 
     def tensor(self, name: str) -> torch.Tensor:
-        """See `Arena.tensor`."""
         return self._open_arena.tensor(name)
 
     def fence(self, name: FenceName) -> Fence:
-        """See `Arena.fence`."""
         return self._open_arena.fence(name)
 
     def seal(self) -> None:
@@ -139,7 +131,6 @@ class OwnedArena:
         self._retired.clear()
 
     def close(self) -> None:
-        """See `Arena.close`."""
         if self._arena is not None:
             self._retired.append(self._arena)
             self._arena = None

@@ -42,11 +42,10 @@ class WordFence:
         self._memory = memory
 
     def poll(self) -> int:
-        """See `Fence.poll`. Copies the word from the device, which takes about 10 us."""
+        """Copies the word from the device, which takes about 10 us."""
         return self._side.read_word(self.address)
 
     def wait_on_host(self, value: int, timeout_s: float) -> bool:
-        """See `Fence.wait_on_host`."""
         deadline = time.monotonic() + timeout_s
         backoff = PollBackoff()
         while self.poll() < value:
@@ -56,7 +55,7 @@ class WordFence:
         return True
 
     def release(self, value: int) -> None:
-        """See `Fence.release`. Written from a stream that never waits."""
+        """Written from a stream that never waits."""
         if self.poll() < value:
             self._side.write_word(self.address, value)
 
@@ -67,11 +66,9 @@ class TimelineFence(WordFence):
     is_releasable = True
 
     def signal(self, stream: Stream, value: int) -> None:
-        """See `Fence.signal`."""
         stream.enqueue(lambda: self._driver.streams.write(handle_of(stream), self.address, value))
 
     def wait(self, stream: Stream, value: int) -> None:
-        """See `Fence.wait`."""
         stream.enqueue(lambda: self.wait_on_stream(handle_of(stream), value))
 
     def wait_on_stream(self, handle: int, value: int) -> None:
@@ -156,7 +153,6 @@ class EventFence(WordFence):
         self._kernels = kernels
 
     def signal(self, stream: Stream, value: int) -> None:
-        """See `Fence.signal`."""
         stream.enqueue(lambda: self._record(handle_of(stream), value))
 
     def wait(self, stream: Stream, value: int) -> None:

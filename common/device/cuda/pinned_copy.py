@@ -91,7 +91,6 @@ class PinnedCopy:
         self._predictor = CompletionPredictor()
 
     def start(self, value: int, row: int) -> None:
-        """See `HostCopy.start`."""
         self._started = value
         self._fence.wait_on_stream(self._stream, value)
         streams = self._driver.streams
@@ -100,14 +99,13 @@ class PinnedCopy:
         streams.write(self._stream, self._landed_address, value)
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
-        """See `HostCopy.finish`. The rows are those of the mirror: they stay until the row's next copy."""
+        """The rows are those of the mirror: they stay until the row's next copy."""
         if not self._wait(value, timeout_s):
             return None
         self._predictor.completed(time.monotonic())
         return self._rows[row].mirrors
 
     def close(self) -> None:
-        """See `HostCopy.close`."""
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         backoff = PollBackoff()
         # Repeated: a producer that is late may set the word back.
@@ -146,7 +144,6 @@ class LatePinnedCopy:
         """Nothing to do ahead of time."""
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
-        """See `HostCopy.finish`."""
         if not self._fence.wait_on_host(value, timeout_s):
             return None
         self._side.copy_all(self._rows[row].copies)

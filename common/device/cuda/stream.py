@@ -34,7 +34,7 @@ class CudaStream:
         self._torch_stream = torch.cuda.ExternalStream(self.handle, device=device)  # type: ignore[no-untyped-call]
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """See `Stream.enqueue`. After work has raised, the rest is dropped."""
+        """After work has raised, the rest is dropped."""
         if self.failure is not None:
             return
         try:
@@ -46,11 +46,10 @@ class CudaStream:
             self.fail(error)
 
     def bind_thread(self) -> None:
-        """See `Stream.bind_thread`."""
         torch.cuda.set_stream(self._torch_stream)
 
     def synchronize(self, timeout_s: float) -> None:
-        """See `Stream.synchronize`. Looks again and again: the driver's own wait has no end if a peer is gone."""
+        """Looks again and again: the driver's own wait has no end if a peer is gone."""
         is_idle = self._wait(timeout_s)
         if self.failure is not None:
             raise self.failure
@@ -58,13 +57,12 @@ class CudaStream:
             raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
 
     def fail(self, error: BaseException) -> None:
-        """See `Stream.fail`."""
         if self.failure is None:
             self.failure = error
             self._on_failure(error)
 
     def close(self) -> None:
-        """See `Stream.close`. The handle lives as long as the process: PyTorch's memory is kept by stream."""
+        """The handle lives as long as the process: PyTorch's memory is kept by stream."""
         self._wait(CLOSE_TIMEOUT_S)
 
     def _wait(self, timeout_s: float) -> bool:
