@@ -19,7 +19,7 @@ from slipstream.common.worker.step import FenceName
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from slipstream.common.device.cuda.device import OwnedArena
+    from slipstream.common.device.cuda.arena import CudaArena
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.interface import Fence
     from slipstream.common.device.manifest import BufferSpec
@@ -37,7 +37,7 @@ class PolicyDevice(CudaDevice):
         self._policy = policy
         self._stash: TimelineFence | None = None
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> OwnedArena:
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> CudaArena:
         """See `Device.create_arena`."""
         arena = super().create_arena(specs, fences)
         stash = arena.fence(FenceName.VERIFY_STASH)

@@ -1,4 +1,4 @@
-"""Which device a process works on: the only place that decides it, and the only one that may import CUDA."""
+"""Chooses the device of a process; the only module outside `cuda/` that may import it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 DEVICES = (AUTO, CPU, CUDA)
 FENCES = (AUTO, "timeline", "event")
-"""Of a GPU; a CPU has one kind."""
+"""Settings of a GPU's fence; a CPU has one kind."""
 
 
 def choose_device(device: str, fence: str = AUTO) -> Device:
-    """ "auto" is a GPU where there is one that can be used. Raises ConfigError, DeviceError."""
+    """Makes the device; "auto" takes a GPU if one can be used. Raises ConfigError, DeviceError."""
     if device not in DEVICES:
         raise ConfigError("device", device, ", ".join(DEVICES))
     if fence not in FENCES:
@@ -46,7 +46,7 @@ def choose_device(device: str, fence: str = AUTO) -> Device:
 
 
 def cuda_obstacle() -> str | None:
-    """Why a GPU cannot be used here, with the remedy; None if it can."""
+    """Returns why a GPU cannot be used here, with the remedy; None if it can."""
     if torch.version.cuda is None:
         return "this PyTorch was built without CUDA; install a build for your driver"
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""The layout of the arena: which buffer lies where, and who writes it.
+"""The layout of the arena: the place and the writer of each buffer.
 
-The scheduler makes it, sends it as plain data, and every process checks it before it maps anything.
+The scheduler makes it and sends it as plain data; every process checks it before it maps anything.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ALIGNMENT_BYTES = 256
 FENCE_BYTES = 64
 MAX_DIMENSIONS = 8
 HANDLE_BYTES = 64
-"""Of CUDA's IPC handles, of memory and of events."""
+"""Size of CUDA's IPC handles, of memory and of events."""
 EVENTS = 16
-"""Of an "event" fence: at least run-ahead + 2, so that an event is recorded again only when nobody waits for it."""
+"""Events of an "event" fence: at least run-ahead + 2, so that none is recorded again while a stream waits for it."""
 FEWEST_EVENTS, MOST_EVENTS = 2, 256
-"""That another process is believed."""
+"""Numbers of events that another process's fence may have."""
 
 HOST, TIMELINE, EVENT = "host", "timeline", "event"
 """The kinds of fences."""
@@ -44,7 +44,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """A buffer that the arena shall have."""
+    """A buffer to be placed in the arena."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class BufferSpec:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A buffer and where it is."""
+    """A buffer and its place."""
 
     spec: BufferSpec
     offset: int
@@ -68,30 +68,30 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """Offset of the first byte behind it."""
         return self.offset + self.spec.size
 
 
 @dataclass(frozen=True, slots=True)
 class FenceWord:
-    """A fence and where its counter is."""
+    """A fence and the place of its counter."""
 
     fence: FenceName
     kind: str
     """"host" on a CPU, "timeline" or "event" on a GPU."""
     offset: int
     events: tuple[bytes, ...] = ()
-    """Of an "event" fence: the IPC handles of its ring."""
+    """IPC handles of an "event" fence's ring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An arena as another process finds it."""
+    """All that another process needs to map an arena."""
 
     kind: str
     """"file" on a CPU, "cuda_ipc" on a GPU."""
     path: str
-    """Of the file."""
+    """Path of the file on a CPU."""
     size: int
     buffers: tuple[Placed, ...]
     fences: tuple[FenceWord, ...]
@@ -101,7 +101,7 @@ class Manifest:
     def check(self) -> None:
         """Raises ManifestError unless every buffer and fence lies within the arena, aligned and apart.
 
-        Handles have their length; whether they mean anything shows when they are opened.
+        Checks the length of handles only: opening them shows whether they are valid.
         """
         if self.size < 1:
             raise ManifestError(f"an arena of {self.size} bytes")
@@ -109,9 +109,8 @@ class Manifest:
         for placed in self.buffers:
             spec = placed.spec
             if not 0 < len(spec.shape) <= MAX_DIMENSIONS or any(side < 1 for side in spec.shape):
-                raise ManifestError(
-                    f"buffer {spec.name}: shape {spec.shape} is not one to {MAX_DIMENSIONS} sizes above 0"
-                )
+                accepted = f"one to {MAX_DIMENSIONS} sizes above 0"
+                raise ManifestError(f"buffer {spec.name}: shape {spec.shape} is not {accepted}")
             ranges.append(self._range(f"buffer {spec.name}", placed.offset, placed.end, ALIGNMENT_BYTES))
         for word in self.fences:
             end = word.offset + FENCE_BYTES
@@ -149,7 +148,7 @@ class Manifest:
 def lay_out(
     specs: Iterable[BufferSpec], fences: Iterable[FenceName], fence_kind: str
 ) -> tuple[tuple[Placed, ...], tuple[FenceWord, ...], int]:
-    """Places fences and buffers one behind the other; returns them and the size of the arena in bytes."""
+    """Places fences and buffers one after the other; returns them and the size of the arena in bytes."""
     words = tuple(FenceWord(fence, fence_kind, index * FENCE_BYTES) for index, fence in enumerate(fences))
     offset = _aligned(len(words) * FENCE_BYTES)
     places = []

@@ -15,7 +15,8 @@ from tests.harness.gpu_other_process import OtherProcess
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.arena import CudaArena
+    from slipstream.common.device.cuda.device import CudaDevice
 
 SPECS = (
     BufferSpec("lengths", (3, 4), torch.int64, "verify"),
@@ -69,7 +70,7 @@ def other(pair: tuple[OtherProcess, OtherProcess]) -> OtherProcess:
 
 
 @pytest.fixture
-def arena(device: CudaDevice) -> Iterator[OwnedArena]:
+def arena(device: CudaDevice) -> Iterator[CudaArena]:
     """An arena that this process owns."""
     from slipstream.common.worker.step import FenceName
 
@@ -79,7 +80,7 @@ def arena(device: CudaDevice) -> Iterator[OwnedArena]:
 
 
 @pytest.fixture
-def arena_of_kind(device_of_kind: CudaDevice) -> Iterator[OwnedArena]:
+def arena_of_kind(device_of_kind: CudaDevice) -> Iterator[CudaArena]:
     """An arena with fences of either kind."""
     from slipstream.common.worker.step import FenceName
 

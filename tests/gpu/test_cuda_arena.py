@@ -15,17 +15,18 @@ from slipstream.common.worker.step import FenceName
 from tests.gpu.conftest import SPECS
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.arena import CudaArena
+    from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.manifest import FenceWord
     from tests.harness.gpu_other_process import OtherProcess
 
 
-def with_fences(arena: OwnedArena, **changes: Any) -> tuple[FenceWord, ...]:
+def with_fences(arena: CudaArena, **changes: Any) -> tuple[FenceWord, ...]:
     """The fences of an arena, changed."""
     return tuple(replace(word, **changes) for word in arena.manifest.fences)
 
 
-def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: OwnedArena, other: OtherProcess) -> None:
+def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: CudaArena, other: OtherProcess) -> None:
     assert other.open(arena.manifest) == "opened"
     for number, spec in enumerate(SPECS, start=1):
         tensor = arena.tensor(spec.name)
@@ -42,12 +43,12 @@ def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: OwnedArena, ot
     assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 0]
 
 
-def test_what_is_not_there_is_named(arena: OwnedArena) -> None:
+def test_what_is_not_there_is_named(arena: CudaArena) -> None:
     with pytest.raises(ManifestError, match="no buffer seq_lens"):
         arena.tensor("seq_lens")
 
 
-def test_views_keep_the_memory_mapped(arena: OwnedArena, other: OtherProcess) -> None:
+def test_views_keep_the_memory_mapped(arena: CudaArena, other: OtherProcess) -> None:
     assert other.open(arena.manifest) == "opened"
     arena.tensor("tokens").fill_(7)
     torch.cuda.synchronize()
@@ -56,18 +57,18 @@ def test_views_keep_the_memory_mapped(arena: OwnedArena, other: OtherProcess) ->
     assert other.read("kept") == [7, 7, 7, 7]
 
 
-def test_a_handle_that_means_nothing_is_refused(arena: OwnedArena, other: OtherProcess) -> None:
+def test_a_handle_that_means_nothing_is_refused(arena: CudaArena, other: OtherProcess) -> None:
     for handle in (bytes(64), bytes(range(64)), b"\xff" * 64, arena.manifest.handle[::-1]):
         assert "the memory handle cannot be opened" in other.open(replace(arena.manifest, handle=handle))
     assert other.open(arena.manifest) == "opened"
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 4096])
-def test_a_handle_of_another_length_is_refused(arena: OwnedArena, other: OtherProcess, length: int) -> None:
+def test_a_handle_of_another_length_is_refused(arena: CudaArena, other: OtherProcess, length: int) -> None:
     assert f"a memory handle of {length} bytes" in other.open(replace(arena.manifest, handle=bytes(length)))
 
 
-def test_a_range_beyond_the_allocation_is_refused(arena: OwnedArena, other: OtherProcess) -> None:
+def test_a_range_beyond_the_allocation_is_refused(arena: CudaArena, other: OtherProcess) -> None:
     answer = other.open(replace(arena.manifest, size=1 << 30))
     assert answer.startswith("ManifestError: the memory handle is of 2097152 bytes, and the arena of 1073741824")
     answer = other.open(replace(arena.manifest, size=arena.manifest.size - 256))
@@ -82,7 +83,7 @@ def test_a_range_beyond_the_allocation_is_refused(arena: OwnedArena, other: Othe
         ({"size": 2**63}, "and the arena of"),
     ],
 )
-def test_another_kind_is_refused(arena: OwnedArena, other: OtherProcess, changes: dict[str, Any], message: str) -> None:
+def test_another_kind_is_refused(arena: CudaArena, other: OtherProcess, changes: dict[str, Any], message: str) -> None:
     assert message in other.open(replace(arena.manifest, **changes))
 
 
@@ -101,7 +102,7 @@ def test_another_kind_is_refused(arena: OwnedArena, other: OtherProcess, changes
     ],
 )
 def test_fences_that_contradict_themselves_are_refused(
-    arena: OwnedArena, other: OtherProcess, changes: dict[str, Any], message: str
+    arena: CudaArena, other: OtherProcess, changes: dict[str, Any], message: str
 ) -> None:
     answer = other.open(replace(arena.manifest, fences=with_fences(arena, **changes)))
     assert answer.startswith("ManifestError")
@@ -141,7 +142,7 @@ def test_memory_is_kept_until_everybody_has_attached_to_the_next(device: CudaDev
     second.close()
 
 
-def test_the_owner_itself_can_open_it(device: CudaDevice, arena: OwnedArena) -> None:
+def test_the_owner_itself_can_open_it(device: CudaDevice, arena: CudaArena) -> None:
     again = device.open_arena(arena.manifest)
     again.tensor("tokens").fill_(5)
     assert (arena.tensor("tokens") == 5).all()

@@ -13,20 +13,21 @@ from tests.gpu.conftest import SPECS
 from tests.harness.gpu_other_process import OtherProcess, attached
 
 if TYPE_CHECKING:
-    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.arena import CudaArena
+    from slipstream.common.device.cuda.device import CudaDevice
     from tests.harness.gpu_other_process import Pair
 
 DONE, PUBLISH, STASH = (int(name) for name in FenceName)
 
 
-def seen(arena: OwnedArena, device: CudaDevice, count: int) -> list[int]:
+def seen(arena: CudaArena, device: CudaDevice, count: int) -> list[int]:
     """The first elements of what was copied."""
     values: list[int] = device.to_host([arena.tensor("seen")])[0].tolist()
     return values[:count]
 
 
 def test_a_stream_waits_for_work_of_another_process(
-    device_of_kind: CudaDevice, arena_of_kind: OwnedArena, pair: Pair
+    device_of_kind: CudaDevice, arena_of_kind: CudaArena, pair: Pair
 ) -> None:
     """More values than an event fence has events, and each seen with what was written before it."""
     rounds = 3 * EVENTS + 1
@@ -40,7 +41,7 @@ def test_a_stream_waits_for_work_of_another_process(
     assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0]
 
 
-def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, arena: OwnedArena, pair: Pair) -> None:
+def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, arena: CudaArena, pair: Pair) -> None:
     rounds = 200
     producer, consumer = attached(pair, arena)
     consumer.do(f"many {rounds} wait {DONE} {{}}; copy lengths {{}}; signal {PUBLISH} {{}}")
@@ -50,7 +51,7 @@ def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, are
     assert seen(arena, device, rounds + 1) == list(range(rounds + 1))
 
 
-def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: OwnedArena, pair: Pair) -> None:
+def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: CudaArena, pair: Pair) -> None:
     """The clock is one for all processes."""
     one, two = attached(pair, arena)
     for number in range(50):
@@ -64,7 +65,7 @@ def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: OwnedAren
     assert all(end - start >= 20_000 for start, end in zip(stamps[::2], stamps[1::2], strict=True))
 
 
-def test_the_host_waits_no_longer_than_it_is_told_to(arena_of_kind: OwnedArena, pair: Pair) -> None:
+def test_the_host_waits_no_longer_than_it_is_told_to(arena_of_kind: CudaArena, pair: Pair) -> None:
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
     started = time.monotonic()
     assert not fence.wait_on_host(1, 0.05)
@@ -75,14 +76,14 @@ def test_the_host_waits_no_longer_than_it_is_told_to(arena_of_kind: OwnedArena, 
     assert fence.poll() == 3
 
 
-def test_a_release_never_sets_a_counter_back(arena_of_kind: OwnedArena) -> None:
+def test_a_release_never_sets_a_counter_back(arena_of_kind: CudaArena) -> None:
     fence = arena_of_kind.fence(FenceName.VERIFY_STASH)
     for released, counter in ((5, 5), (3, 5), (2**40, 2**40)):
         fence.release(released)
         assert fence.poll() == counter
 
 
-def test_who_waits_for_a_producer_that_was_killed_is_released(device: CudaDevice, arena: OwnedArena) -> None:
+def test_who_waits_for_a_producer_that_was_killed_is_released(device: CudaDevice, arena: CudaArena) -> None:
     """With work in flight: the owner's write ends the wait, and the stream goes on."""
     with OtherProcess.running(arena) as producer, OtherProcess.running(arena) as consumer:
         producer.do("spin 60000000", f"signal {DONE} 1")
@@ -98,7 +99,7 @@ def test_who_waits_for_a_producer_that_was_killed_is_released(device: CudaDevice
         assert seen(arena, device, 3) == [0, 4, 5]
 
 
-def test_a_process_may_release_its_own_stream(arena: OwnedArena, pair: Pair) -> None:
+def test_a_process_may_release_its_own_stream(arena: CudaArena, pair: Pair) -> None:
     """A worker that lost its scheduler does: from a stream of its own that never waits."""
     consumer, _ = attached(pair, arena)
     consumer.do(f"wait {DONE} 7", f"release {DONE} 7")
@@ -107,7 +108,7 @@ def test_a_process_may_release_its_own_stream(arena: OwnedArena, pair: Pair) -> 
 
 @pytest.mark.parametrize("device_of_kind", ["event"], indirect=True)
 def test_who_waits_for_an_event_of_a_killed_producer_can_only_be_killed(
-    arena_of_kind: OwnedArena, device_of_kind: CudaDevice
+    arena_of_kind: CudaArena, device_of_kind: CudaDevice
 ) -> None:
     """What `timeline` is for. The owner is not held up, its memory is intact, and another takes the consumer's place.
 

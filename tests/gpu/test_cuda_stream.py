@@ -15,7 +15,8 @@ from tests.harness.gpu_other_process import OtherProcess, attached
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.device.cuda.device import CudaDevice, OwnedArena
+    from slipstream.common.device.cuda.arena import CudaArena
+    from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.cuda.stream import CudaStream
     from tests.harness.gpu_other_process import Pair
 
@@ -74,7 +75,7 @@ def test_work_that_raises_breaks_the_stream(stream: CudaStream, failures: Failur
         stream.synchronize(10.0)
 
 
-def test_synchronize_has_an_end(stream: CudaStream, arena: OwnedArena) -> None:
+def test_synchronize_has_an_end(stream: CudaStream, arena: CudaArena) -> None:
     fence = arena.fence(FenceName.DRAFT_DONE)
     fence.wait(stream, 1)
     with pytest.raises(DeadlineExceededError, match="stream test did not finish"):
@@ -83,7 +84,7 @@ def test_synchronize_has_an_end(stream: CudaStream, arena: OwnedArena) -> None:
     stream.synchronize(10.0)
 
 
-def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: OwnedArena, device: CudaDevice) -> None:
+def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: CudaArena, device: CudaDevice) -> None:
     """What it does with tensors stands behind what the stream waits for."""
     fence, tensor = arena.fence(FenceName.DRAFT_DONE), arena.tensor("tokens")
     # CUDA loads a kernel when it is first used, and that waits for every stream: not for one that waits for us.
@@ -105,7 +106,7 @@ def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: O
 
 
 def test_results_come_to_the_host_past_everything_else(
-    device_of_kind: CudaDevice, arena_of_kind: OwnedArena, arena: OwnedArena, pair: Pair
+    device_of_kind: CudaDevice, arena_of_kind: CudaArena, arena: CudaArena, pair: Pair
 ) -> None:
     """The producer goes on working, and a stream of this process has work that never ends by itself."""
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
@@ -140,7 +141,7 @@ def test_results_come_to_the_host_past_everything_else(
     busy.close()
 
 
-def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDevice, arena_of_kind: OwnedArena) -> None:
+def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDevice, arena_of_kind: CudaArena) -> None:
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
     copy = device_of_kind.host_copy(fence, [arena_of_kind.tensor("lengths").unbind()])
     with OtherProcess.running(arena_of_kind) as producer:
@@ -159,7 +160,7 @@ def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDev
     fresh.close()
 
 
-def test_stamps_can_be_captured(device: CudaDevice, arena: OwnedArena) -> None:
+def test_stamps_can_be_captured(device: CudaDevice, arena: CudaArena) -> None:
     stamps, capturing = arena.tensor("stamps"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=capturing):

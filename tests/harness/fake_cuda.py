@@ -20,7 +20,6 @@ PREFIX = "slipstream.common.device"
 OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.pinned_copy")
 MODULES = (
     "cuda.driver",
-    "cuda.memory",
     "cuda.stream",
     "cuda.arena",
     "cuda.fences",

@@ -33,7 +33,7 @@ PREFIX = "slipstream-"
 class HostArena:
     """Implements `Arena` on a mapped file.
 
-    Whoever made the file holds a lock on it for as long as it maps it: a file without one was left behind.
+    The process that made the file locks it for as long as it maps it: a file without a lock was left behind.
     """
 
     def __init__(self, manifest: Manifest, memory: mmap.mmap, *, is_owner: bool) -> None:
@@ -47,9 +47,9 @@ class HostArena:
 
     @classmethod
     def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
-        """A new file of the size that this takes, all zero, that only this user can open.
+        """Makes a file, all zero, that only this user can open.
 
-        Removes files that owners who were killed left behind before they could seal them.
+        Removes files of processes that were killed before they could seal them.
         """
         buffers, words, size = lay_out(specs, fences, FENCE_KIND)
         path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
@@ -106,24 +106,24 @@ class HostArena:
         return fence
 
     def seal(self) -> None:
-        """Removes the name: the memory lives as long as somebody maps it, and nothing is left behind a crash."""
+        """Removes the file's name: the memory lives as long as it is mapped, and a crash leaves nothing behind."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.manifest.path)
 
     def close(self) -> None:
-        """The mapping itself goes with its last view."""
+        """The mapping goes with its last view."""
         if self._is_owner:
             self.seal()
         self._fences.clear()
 
 
 def _create_locked(path: Path) -> int:
-    """A new, empty file, locked; returns its descriptor."""
+    """Makes a new, empty, locked file and returns its descriptor."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Another process may have taken it for a leftover before it was locked.
+            # Another process may have removed it as a leftover before it was locked.
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BaseException:
@@ -134,7 +134,7 @@ def _create_locked(path: Path) -> int:
 
 def _remove_leftovers() -> None:
     for path in DIRECTORY.glob(f"{PREFIX}*"):
-        # Whatever belongs to somebody else, or is locked, or is gone by now, is none of ours.
+        # Files of other users, locked files and those that are gone by now stay.
         with contextlib.suppress(OSError):
             _remove_if_left(path)
 

@@ -42,7 +42,7 @@ class HostDevice:
         return HostArena.open(manifest)
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
-        """CLOCK_MONOTONIC, which all processes of a host share."""
+        """Writes CLOCK_MONOTONIC, which all processes of a host share."""
         word = ctypes.c_int64.from_address(target.data_ptr())
         stream.enqueue(lambda: _write_time(word, target))
 
@@ -50,7 +50,7 @@ class HostDevice:
         stream.enqueue(lambda: _write_row(targets, row))
 
     def sample_clock(self) -> ClockSample:
-        """They are the same clock."""
+        """Returns the same time twice: both are the same clock."""
         now = time.monotonic_ns()
         return ClockSample(now, now)
 
@@ -58,23 +58,22 @@ class HostDevice:
         target.copy_(source)
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """They are there already."""
+        """Returns the tensors themselves."""
         return tensors
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> PlainCopy:
-        """The rows are in host memory already: what is left is to wait for them."""
         return PlainCopy(fence, sources)
 
 
 class PlainCopy:
-    """Implements `HostCopy` where the arena is host memory."""
+    """Implements `HostCopy` where the arena is host memory: only the wait is left."""
 
     def __init__(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
         self._fence = fence
         self._sources = sources
 
     def start(self, value: int, row: int) -> None:
-        """Nothing to do ahead of time."""
+        """Does nothing: `finish` copies."""
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
         if not self._fence.wait_on_host(value, timeout_s):
@@ -82,11 +81,11 @@ class PlainCopy:
         return [source[row].clone() for source in self._sources]
 
     def close(self) -> None:
-        """There is no stream to end."""
+        """Does nothing: there is no stream."""
 
 
 def worker_threads() -> int:
-    """Compute threads for one of two workers: with more than half the cores each they wait for each other."""
+    """Returns the compute threads of a worker: with more than half the cores each, two workers wait for each other."""
     return max(1, len(os.sched_getaffinity(0)) // 2)
 
 

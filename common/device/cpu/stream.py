@@ -42,7 +42,7 @@ class HostStream:
                 raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
 
     def bind_thread(self) -> None:
-        """There is nothing to bind: tensors are computed where they are touched."""
+        """Does nothing: a thread computes the tensors that it touches itself."""
 
     def fail(self, error: BaseException) -> None:
         if self.failure is None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import weakref
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+from cuda.bindings import driver as cu
+
 from slipstream.common.device.cuda.fences import EventFence, EventRing, TimelineFence
-from slipstream.common.device.cuda.memory import CudaMemory
-from slipstream.common.device.manifest import EVENT, FEWEST_EVENTS, TIMELINE, FenceWord, Manifest, lay_out
-from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError
+from slipstream.common.device.manifest import EVENT, FEWEST_EVENTS, HANDLE_BYTES, TIMELINE, FenceWord, Manifest, lay_out
+from slipstream.common.errors import ConfigError, DeviceError, ManifestError, MismatchError, OutOfMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
+    from collections.abc import Callable, Iterable
 
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
@@ -21,40 +24,138 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import FenceName
 
 KIND = "cuda_ipc"
+GRANULE = 2 << 20
+"""The driver shares whole pieces of this size: a smaller allocation would share its neighbours in the piece too."""
+_TYPES = {
+    torch.int32: "<i4",
+    torch.int64: "<i8",
+    torch.float32: "<f4",
+    torch.float16: "<f2",
+    torch.bfloat16: "<i2",  # the interface has no such type: seen as int16 first
+}
+
+
+class CudaMemory:
+    """Device memory of this process or of another one. Lives as long as a tensor made by `view` does."""
+
+    def __init__(self, address: int, give_back: Callable[[], object]) -> None:
+        """Use `allocate` or `open`."""
+        self.address = address
+        # At the end of the process the driver gives everything back, and may be gone before this is called.
+        weakref.finalize(self, _ignoring_errors, give_back).atexit = False
+
+    @classmethod
+    def allocate(cls, driver: CudaDriver, size: int) -> CudaMemory:
+        """Allocates outside PyTorch's allocator, whose memory cannot always be shared. Raises OutOfMemoryError."""
+        size = -(-size // GRANULE) * GRANULE
+        try:
+            pointer = driver.call(cu.cuMemAlloc, size)
+        except DeviceError as error:
+            free, total = driver.call_many(cu.cuMemGetInfo)
+            needed = f"{size >> 20} MiB of shared buffers; {free >> 20} of {total >> 20} MiB of the GPU are free"
+            raise OutOfMemoryError(f"{needed}: take fewer slots or shorter chunks ({error})") from error
+        return cls(int(pointer), lambda: driver.call(cu.cuMemFree, pointer))
+
+    @classmethod
+    def open(cls, driver: CudaDriver, handle: bytes, size: int) -> CudaMemory:
+        """Maps another process's allocation of at least `size` bytes. Raises ManifestError, DeviceError."""
+        raw = cu.CUipcMemHandle()
+        raw.reserved = handle
+        flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        try:
+            pointer = driver.call(cu.cuIpcOpenMemHandle, raw, flags)
+        except DeviceError as error:
+            if error.is_lasting:
+                raise
+            remedy = "its owner is gone, or cannot be seen from here: containers need the same PID namespace"
+            raise ManifestError(f"the memory handle cannot be opened ({error}): {remedy}") from error
+        memory = cls(int(pointer), lambda: driver.call(cu.cuIpcCloseMemHandle, pointer))
+        base, length = driver.call_many(cu.cuMemGetAddressRange, pointer)
+        if int(base) != int(pointer) or length < size:
+            raise ManifestError(f"the memory handle is of {length} bytes, and the arena of {size}")
+        return memory
+
+    def export(self, driver: CudaDriver) -> bytes:
+        """Returns the IPC handle, 64 bytes. Raises ConfigError where there is no CUDA IPC."""
+        try:
+            handle = bytes(driver.call(cu.cuIpcGetMemHandle, self.address).reserved)
+        except DeviceError as error:
+            if error.is_lasting:
+                raise
+            accepted = f"cpu here: this driver cannot share memory between processes ({error})"
+            raise ConfigError("device", "cuda", accepted) from error
+        assert len(handle) == HANDLE_BYTES, "as the driver defines it"
+        return handle
+
+    def view(self, spec: BufferSpec, offset: int) -> torch.Tensor:
+        """Returns a buffer as a tensor."""
+        tensor = torch.as_tensor(_Range(self, self.address + offset, spec), device="cuda")
+        assert tensor.data_ptr() == self.address + offset, "a view, not a copy"
+        return tensor.view(spec.dtype)
+
+
+def _ignoring_errors(give_back: Callable[[], object]) -> None:
+    # A GPU that failed takes nothing back; the next call reports it.
+    with contextlib.suppress(DeviceError):
+        give_back()
+
+
+class _Range:
+    """Device memory that PyTorch can make a tensor of without a copy."""
+
+    def __init__(self, memory: CudaMemory, address: int, spec: BufferSpec) -> None:
+        assert math.prod(spec.shape), "PyTorch takes the address of an empty range for none"
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": spec.shape,
+            "typestr": _TYPES[spec.dtype],
+            "strides": None,
+            "version": 3,
+        }
 
 
 class Gpu(Protocol):
-    """What an arena needs of its device."""
+    """The parts of a device that an arena needs."""
 
-    @property
-    def driver(self) -> CudaDriver: ...
-
-    @property
-    def kernels(self) -> CudaKernels: ...
-
-    @property
-    def side(self) -> SideStream: ...
+    driver: CudaDriver
+    kernels: CudaKernels
+    side: SideStream
 
     @property
     def has_timelines(self) -> bool:
         """Whether streams can wait for words."""
-        ...
 
 
 class CudaArena:
-    """Implements `Arena`. Tensors keep the memory; fences keep it too."""
+    """Implements `Arena`. Its tensors and fences keep the memory mapped.
 
-    def __init__(self, manifest: Manifest, memory: CudaMemory, rings: dict[FenceName, EventRing], gpu: Gpu) -> None:
-        """Use `create` or `open`."""
+    Memory that another process still maps must not be freed. A lost worker may still be on its way down, so the owner
+    keeps a closed arena in `retired` until the next one is sealed: all processes have attached to that one then, and
+    have left this one.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        memory: CudaMemory,
+        rings: dict[FenceName, EventRing],
+        gpu: Gpu,
+        retired: list[object] | None = None,
+    ) -> None:
+        """Use `create` or `open`. `retired`: the owner's closed arenas; None for another process's arena."""
         self.manifest = manifest
         self.memory: CudaMemory | None = memory
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
         self._rings = rings
+        self._retired = retired
         self._fences = {word.fence: self._make_fence(word, memory, gpu) for word in manifest.fences}
 
     @classmethod
-    def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName], fence_kind: str, gpu: Gpu) -> CudaArena:
-        """A new arena, all zero. Raises OutOfMemoryError, or ConfigError where there is no CUDA IPC."""
+    def create(
+        cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName], fence_kind: str, gpu: Gpu, retired: list[object]
+    ) -> CudaArena:
+        """Makes an arena, all zero. Raises OutOfMemoryError, or ConfigError where there is no CUDA IPC."""
         buffers, words, size = lay_out(specs, fences, fence_kind)
         memory = CudaMemory.allocate(gpu.driver, size)
         gpu.side.zero(memory.address, size)
@@ -64,22 +165,19 @@ class CudaArena:
             words = tuple(FenceWord(w.fence, w.kind, w.offset, _exported(rings[w.fence])) for w in words)
         manifest = Manifest(KIND, "", size, buffers, words, memory.export(gpu.driver))
         manifest.check()
-        return cls(manifest, memory, rings, gpu)
+        return cls(manifest, memory, rings, gpu, retired)
 
     @classmethod
     def open(cls, manifest: Manifest, gpu: Gpu, *, own: CudaMemory | None = None) -> CudaArena:
-        """Maps another process's arena; `own` is its memory if it is this one's after all.
+        """Maps another process's arena; `own` is its memory if this process allocated it after all.
 
-        Raises ManifestError if it is not what the manifest says, MismatchError for a fence that this GPU has not.
+        Raises ManifestError if it is not what the manifest says, MismatchError for a fence that this GPU does not have.
         """
         _check(manifest)
         if any(word.kind == TIMELINE for word in manifest.fences) and not gpu.has_timelines:
             raise MismatchError(["fence: scheduler has 'timeline', this worker can do 'event' alone (--fence event)"])
         memory = own or CudaMemory.open(gpu.driver, manifest.handle, manifest.size)
-        rings: dict[FenceName, EventRing] = {}
-        for word in manifest.fences:
-            if word.events:
-                rings[word.fence] = _open_ring(word, gpu.driver)
+        rings = {word.fence: _open_ring(word, gpu.driver) for word in manifest.fences if word.events}
         return cls(manifest, memory, rings, gpu)
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -95,11 +193,15 @@ class CudaArena:
         return fence
 
     def seal(self) -> None:
-        """Nothing to do: CUDA keeps no name, and whoever has the handle can open it while the memory lives."""
+        """Frees earlier arenas. This one can still be opened by a process that has the handle: CUDA keeps no name."""
+        if self._retired is not None:
+            self._retired.clear()
 
     def close(self) -> None:
+        if self._retired is not None and self.memory is not None:
+            self._retired.append((self.memory, self._rings))
         self._fences.clear()
-        self._rings.clear()
+        self._rings = {}
         self.memory = None
 
     def _make_fence(self, word: FenceWord, memory: CudaMemory, gpu: Gpu) -> TimelineFence | EventFence:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from slipstream.common.device.clock import ClockSample
-    from slipstream.common.device.cuda.memory import CudaMemory
+    from slipstream.common.device.cuda.arena import CudaMemory
     from slipstream.common.device.interface import Fence, HostCopy, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.worker.step import FenceName
@@ -40,7 +40,7 @@ class CudaDevice:
     has_stream_threads = False
 
     def __init__(self, fence: str = AUTO) -> None:
-        """`fence`: "timeline", "event", or "auto", the first of both that works. Raises DeviceError, ConfigError."""
+        """`fence`: "timeline", "event" or "auto", the first of these that works. Raises DeviceError, ConfigError."""
         self.torch_device = torch.device("cuda", ORDINAL)
         self.driver = CudaDriver(ORDINAL)
         self.kernels = CudaKernels(self.driver)
@@ -48,7 +48,7 @@ class CudaDevice:
         self.identity = f"GPU-{torch.cuda.get_device_properties(ORDINAL).uuid}"
         self.fence_kind = self._fence_kind(fence)
         self._own: weakref.WeakValueDictionary[bytes, CudaMemory] = weakref.WeakValueDictionary()
-        self._retired: list[CudaArena] = []
+        self._retired: list[object] = []
 
     @cached_property
     def under_mps(self) -> bool:
@@ -62,19 +62,19 @@ class CudaDevice:
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> CudaStream:
         return CudaStream(name, self.driver, self.torch_device, on_failure)
 
-    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> OwnedArena:
+    def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> CudaArena:
         """Raises OutOfMemoryError, ConfigError where there is no CUDA IPC."""
-        arena = CudaArena.create(specs, fences, self.fence_kind, self)
+        arena = CudaArena.create(specs, fences, self.fence_kind, self, self._retired)
         assert arena.memory is not None, "it is open"
         self._own[arena.manifest.handle] = arena.memory
-        return OwnedArena(arena, self._retired)
+        return arena
 
     def open_arena(self, manifest: Manifest) -> CudaArena:
-        """A process cannot map its own allocation twice: then it is just used."""
+        """An allocation of this process is used as it is: it cannot be mapped twice."""
         return CudaArena.open(manifest, self, own=self._own.get(manifest.handle))
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
-        """%globaltimer, which all processes on the GPU share."""
+        """Writes %globaltimer, which all processes on the GPU share."""
         handle, address = handle_of(stream), target.data_ptr()
         stream.enqueue(lambda: self.kernels.stamp(handle, address))
 
@@ -93,7 +93,7 @@ class CudaDevice:
         return LatePinnedCopy(self.side, fence, sources)
 
     def sample_clock(self) -> ClockSample:
-        """About 10 us a look, more while another process has the GPU to itself."""
+        """Takes about 10 us a reading, more while another process has the GPU to itself."""
         return self.side.sample_clock()
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -105,37 +105,3 @@ class CudaDevice:
         if wanted == TIMELINE and not self.has_timelines:
             raise ConfigError("fence", wanted, "event: this GPU or driver has no 64-bit stream memory operations")
         return wanted
-
-
-class OwnedArena:
-    """The arena of the process that allocated it.
-
-    Memory that another process still maps must not be freed. A worker that was lost may be on its way down, or be
-    drained by itself: that everybody has attached to the next arena proves that they have left this one.
-    """
-
-    def __init__(self, arena: CudaArena, retired: list[CudaArena]) -> None:
-        """`retired`: earlier arenas, kept until then."""
-        self.manifest = arena.manifest
-        self._arena: CudaArena | None = arena
-        self._retired = retired
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._open_arena.tensor(name)
-
-    def fence(self, name: FenceName) -> Fence:
-        return self._open_arena.fence(name)
-
-    def seal(self) -> None:
-        """See `Arena.seal`: whoever has the handle can still open it, but earlier arenas are nobody's now."""
-        self._retired.clear()
-
-    def close(self) -> None:
-        if self._arena is not None:
-            self._retired.append(self._arena)
-            self._arena = None
-
-    @property
-    def _open_arena(self) -> CudaArena:
-        assert self._arena is not None, "it is open"
-        return self._arena

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +16,8 @@ if TYPE_CHECKING:
 
 _SUCCESS = cu.CUresult.CUDA_SUCCESS
 _NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
-_AT_LEAST = 0
-"""CU_STREAM_WAIT_VALUE_GEQ."""
-_PLAIN = 0
-"""CU_STREAM_WRITE_VALUE_DEFAULT."""
+_WAIT_VALUE_GEQ = 0
+_WRITE_VALUE_DEFAULT = 0
 _ADDRESS, _STREAM, _WORD = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64
 
 
@@ -31,10 +28,8 @@ class StreamCalls:
     longer than getting the interpreter back from other threads would, so here it is kept.
     """
 
-    def __init__(self, check: Callable[[str, int], None]) -> None:
-        """`check` takes a function's name and status, and raises for a status that is an error."""
+    def __init__(self) -> None:
         library = ctypes.PyDLL("libcuda.so.1")
-        self._check = check
         self._wait_value = library.cuStreamWaitValue64_v2
         self._wait_value.argtypes = (_STREAM, _ADDRESS, _WORD, ctypes.c_uint)
         self._write_value = library.cuStreamWriteValue64_v2
@@ -46,37 +41,29 @@ class StreamCalls:
         self._launch.argtypes = (ctypes.c_void_p, *sizes, _STREAM, ctypes.c_void_p, ctypes.c_void_p)
 
     def wait_at_least(self, stream: int, address: int, value: int) -> None:
-        """The stream waits until the 64 bits at an address of the device are `value` or more."""
-        status = self._wait_value(stream, address, value, _AT_LEAST)
-        if status:
-            self._check("cuStreamWaitValue64", status)
+        """Makes the stream wait until the 64 bits at an address of the device are `value` or more."""
+        _check("cuStreamWaitValue64", self._wait_value(stream, address, value, _WAIT_VALUE_GEQ))
 
     def write(self, stream: int, address: int, value: int) -> None:
-        """The stream sets 64 bits when it gets there: of the device, or of pinned host memory."""
-        status = self._write_value(stream, address, value, _PLAIN)
-        if status:
-            self._check("cuStreamWriteValue64", status)
+        """Writes 64 bits, of the device or of pinned host memory, when the stream gets there."""
+        _check("cuStreamWriteValue64", self._write_value(stream, address, value, _WRITE_VALUE_DEFAULT))
 
     def copy_to_host(self, stream: int, target: int, source: int, size: int) -> None:
-        """The stream copies `size` bytes from the device to pinned host memory."""
-        status = self._copy_to_host(target, source, size, stream)
-        if status:
-            self._check("cuMemcpyDtoHAsync", status)
+        """Copies `size` bytes from the device to pinned host memory."""
+        _check("cuMemcpyDtoHAsync", self._copy_to_host(target, source, size, stream))
 
     def launch(self, stream: int, function: int, blocks: int, threads: int, arguments: int) -> None:
-        """The stream runs a kernel: `blocks` of `threads`. `arguments` is where the pointers to its arguments lie."""
-        status = self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None)
-        if status:
-            self._check("cuLaunchKernel", status)
+        """Runs a kernel: `blocks` of `threads`. `arguments`: the address of the pointers to its arguments."""
+        _check("cuLaunchKernel", self._launch(function, blocks, 1, 1, threads, 1, 1, 0, stream, arguments, None))
 
 
 class CudaDriver:
-    """One GPU, in the context that PyTorch uses too. Any thread may call."""
+    """One GPU, in PyTorch's context. Any thread may call."""
 
     def __init__(self, ordinal: int) -> None:
         """`ordinal`: the GPU's number, as PyTorch has it. Raises DeviceError."""
         try:
-            # PyTorch makes the context: its allocator and libraries come with it.
+            # PyTorch makes the context, with its allocator and libraries.
             torch.zeros(1, device=torch.device("cuda", ordinal))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -84,16 +71,13 @@ class CudaDriver:
         self.gpu = _value(cu.cuDeviceGet, cu.cuDeviceGet(ordinal))
         self._context = _value(cu.cuDevicePrimaryCtxRetain, cu.cuDevicePrimaryCtxRetain(self.gpu))
         self._bound = threading.local()
+        self._stream_calls = StreamCalls()
 
     @property
     def streams(self) -> StreamCalls:
         """The calls that every step makes, with the context current on this thread."""
         self._bind()
         return self._stream_calls
-
-    @cached_property
-    def _stream_calls(self) -> StreamCalls:
-        return StreamCalls(_check)
 
     def call(self, function: Callable[..., tuple[Any, ...]], *arguments: object) -> Any:
         """Calls a function of the driver and returns its value. Raises DeviceError."""
@@ -134,11 +118,12 @@ def _value(function: Callable[..., object], answer: tuple[Any, ...]) -> Any:
 
 def _check(name: str, status: int) -> None:
     """Raises DeviceError unless the function succeeded."""
+    if not status:
+        return
     try:
         result = cu.CUresult(status)
     except ValueError:
         raise DeviceError(f"{name}: status {status}, which these bindings do not know") from None
-    if result != _SUCCESS:
-        _, text = cu.cuGetErrorString(result)
-        message = f"{name}: {result.name}: {text.decode() if text else 'unknown to the driver'}"
-        raise DeviceError(message, result.name)
+    _, text = cu.cuGetErrorString(result)
+    message = f"{name}: {result.name}: {text.decode() if text else 'unknown to the driver'}"
+    raise DeviceError(message, result.name)

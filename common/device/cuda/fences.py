@@ -46,13 +46,7 @@ class WordFence:
         return self._side.read_word(self.address)
 
     def wait_on_host(self, value: int, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        backoff = PollBackoff()
-        while self.poll() < value:
-            if time.monotonic() >= deadline:
-                return False
-            backoff.sleep(deadline)
-        return True
+        return PollBackoff().wait(lambda: self.poll() >= value, time.monotonic() + timeout_s)
 
     def release(self, value: int) -> None:
         """Written from a stream that never waits."""

@@ -1,4 +1,4 @@
-"""Kernels of a few instructions, as PTX: the driver makes code of them, so that no compiler need be there."""
+"""Kernels of a few instructions, as PTX, which the driver compiles: no compiler need be installed."""
 
 from __future__ import annotations
 
@@ -100,14 +100,12 @@ class CudaKernels:
     """Launches on streams given by their handles; addresses are the device's. They may be captured in graphs."""
 
     def __init__(self, driver: CudaDriver) -> None:
-        """Loads and runs each once: loading while a stream waits for another process could wait for that, too."""
+        """Loads and runs each kernel once: loading one later might wait for a stream that waits for another process."""
         self._driver = driver
         module = driver.call(cu.cuModuleLoadData, _PTX)
-        self._stamp = self._function(module, b"stamp")
-        self._stamp_row = self._function(module, b"stamp_row")
-        self._store = self._function(module, b"store")
-        self._spin_until = self._function(module, b"spin_until")
-        self._fetch = self._function(module, b"fetch")
+        names = (b"stamp", b"stamp_row", b"store", b"spin_until", b"fetch")
+        functions = [int(driver.call(cu.cuModuleGetFunction, module, name)) for name in names]
+        self._stamp, self._stamp_row, self._store, self._spin_until, self._fetch = functions
         self._warm_up()
 
     def stamp(self, stream: int, target: int) -> None:
@@ -115,7 +113,7 @@ class CudaKernels:
         self._launch(self._stamp, stream, _arguments(target))
 
     def stamp_row(self, stream: int, targets: int, stride_bytes: int, row: int) -> None:
-        """As `stamp`, into the target whose number is in the 64 bits at `row`."""
+        """As `stamp`, into the target whose index is in the 64 bits at `row`."""
         self._launch(self._stamp_row, stream, _arguments(targets, stride_bytes, row))
 
     def store(self, stream: int, target: int, value: int) -> None:
@@ -135,24 +133,21 @@ class CudaKernels:
     def _launch(self, function: int, stream: int, arguments: _Arguments) -> None:
         self._driver.call(cu.cuLaunchKernel, function, 1, 1, 1, 1, 1, 1, 0, stream, arguments.address, 0)
 
-    def _function(self, module: object, name: bytes) -> int:
-        return int(self._driver.call(cu.cuModuleGetFunction, module, name))
-
     def _warm_up(self) -> None:
-        scratch = self._driver.call(cu.cuMemAlloc, 8)
+        scratch = int(self._driver.call(cu.cuMemAlloc, 8))
         stream = self._driver.create_stream()
-        self.store(stream, int(scratch), 0)
-        self.stamp_row(stream, int(scratch), 8, int(scratch))
-        self.stamp(stream, int(scratch))
-        self.spin_until(stream, int(scratch), 0)
-        self.fetch(stream, int(scratch), int(scratch), 1)
+        self.store(stream, scratch, 0)
+        self.stamp_row(stream, scratch, 8, scratch)
+        self.stamp(stream, scratch)
+        self.spin_until(stream, scratch, 0)
+        self.fetch(stream, scratch, scratch, 1)
         self._driver.call(cu.cuStreamSynchronize, stream)
         self._driver.call(cu.cuStreamDestroy, stream)
         self._driver.call(cu.cuMemFree, scratch)
 
 
 class _Arguments:
-    """A kernel's arguments, 64 bits each, as the driver takes them. They are copied at the launch."""
+    """A kernel's arguments, 64 bits each, as the driver takes them. A launch copies them."""
 
     __slots__ = ("_pointers", "_values", "address")
 
@@ -165,5 +160,5 @@ class _Arguments:
 
 @lru_cache(maxsize=256)
 def _arguments(*values: int) -> _Arguments:
-    """The same for arguments that come again and again."""
+    """Returns the same object for arguments that repeat."""
     return _Arguments(*values)

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 MAX_GAP_BYTES = 32 << 10
-"""What lies between two rows and is copied with them, at most: takes less than a copy more."""
+"""Rows at most this far apart are copied in one go, with what lies between: it costs less than one more copy."""
 _ALIGNMENT_BYTES = 16
 _given_up: list[PinnedCopy] = []
-"""They may still be written to."""
+"""Copies whose stream did not end: their memory may still be written to."""
 
 
 class PinnedRow:
@@ -36,21 +36,20 @@ class PinnedRow:
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         """`sources`: contiguous, of one allocation on the device."""
         spans = _spans(sources)
-        # What lies between the sources comes along, and nobody looks at it.
         pinned = [torch.zeros(end - begin, dtype=torch.uint8, pin_memory=True) for begin, end in spans]
         self.copies = [
             MemoryCopy(begin, block.data_ptr(), end - begin) for (begin, end), block in zip(spans, pinned, strict=True)
         ]
-        """What brings the row to its mirrors."""
+        """The copies that fill the mirrors."""
         self.mirrors = [_mirror(source, spans, pinned) for source in sources]
-        """In the order of `sources`."""
+        """The host's tensors, in the order of `sources`."""
 
 
 def _spans(sources: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Addresses from and up to which to copy, so that all sources are in it: neighbours in one go."""
+    """Returns the address ranges to copy that contain all sources; neighbours share one."""
     spans: list[tuple[int, int]] = []
     addresses = [(source.data_ptr(), source.data_ptr() + source.nbytes) for source in sources]
-    # From where whatever follows is aligned in the mirror as it is here.
+    # Begins are rounded down, so that tensors are aligned in the mirror as they are here.
     for begin, end in sorted((begin - begin % _ALIGNMENT_BYTES, end) for begin, end in addresses):
         if spans and begin - spans[-1][1] <= MAX_GAP_BYTES:
             spans[-1] = (spans[-1][0], max(spans[-1][1], end))
@@ -67,19 +66,18 @@ def _mirror(source: torch.Tensor, spans: list[tuple[int, int]], pinned: list[tor
 
 
 def _pinned_rows(sources: Sequence[Sequence[torch.Tensor]]) -> list[PinnedRow]:
-    """`sources`: the rows of each buffer."""
     return [PinnedRow(row) for row in zip(*sources, strict=True)]
 
 
 class PinnedCopy:
     """Implements `HostCopy` behind a timeline fence.
 
-    The stream waits for the fence, copies, and then says so in a word of pinned memory, which the host looks at when
-    the steps so far let it be expected: an interrupt would come later.
+    The stream waits for the fence, copies, and then writes a word of pinned memory. The host begins to poll that word
+    shortly before the next result is predicted: an interrupt would come later.
     """
 
     def __init__(self, driver: CudaDriver, fence: TimelineFence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
-        """`sources`: the rows of each buffer, contiguous, of the device."""
+        """`sources`: for each buffer its rows, contiguous, on the device."""
         self._driver = driver
         self._fence = fence
         self._stream = driver.create_stream()
@@ -99,7 +97,7 @@ class PinnedCopy:
         streams.write(self._stream, self._landed_address, value)
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
-        """The rows are those of the mirror: they stay until the row's next copy."""
+        """The rows are those of the mirror, valid until the row's next copy."""
         if not self._wait(value, timeout_s):
             return None
         self._predictor.completed(time.monotonic())
@@ -108,7 +106,7 @@ class PinnedCopy:
     def close(self) -> None:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         backoff = PollBackoff()
-        # Repeated: a producer that is late may set the word back.
+        # Repeated, because a late producer may set the word back.
         while self._landed.value < self._started:
             if time.monotonic() > deadline:
                 logger.warning("the copy stream does not come to its end: it is given up")
@@ -124,16 +122,11 @@ class PinnedCopy:
         now = time.monotonic()
         deadline = now + timeout_s
         sleep_precisely(min(self._predictor.earliest(now), deadline) - now)
-        backoff = self._predictor.backoff()
-        while self._landed.value < value:
-            if time.monotonic() >= deadline:
-                return False
-            backoff.sleep(deadline)
-        return True
+        return self._predictor.backoff().wait(lambda: self._landed.value >= value, deadline)
 
 
 class LatePinnedCopy:
-    """Implements `HostCopy` behind an event fence: no stream waits for it, so that a dead producer holds up none."""
+    """Implements `HostCopy` behind an event fence. No stream waits, so that a dead producer holds up none."""
 
     def __init__(self, side: SideStream, fence: WordFence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
         self._side = side
@@ -141,7 +134,7 @@ class LatePinnedCopy:
         self._rows = _pinned_rows(sources)
 
     def start(self, value: int, row: int) -> None:
-        """Nothing to do ahead of time."""
+        """Does nothing: `finish` copies."""
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
         if not self._fence.wait_on_host(value, timeout_s):
@@ -150,4 +143,4 @@ class LatePinnedCopy:
         return self._rows[row].mirrors
 
     def close(self) -> None:
-        """Nothing is under way between two calls."""
+        """Does nothing: no copy is under way between two calls."""

@@ -50,16 +50,28 @@ class PollBackoff:
         sleep: Callable[[float], None] = sleep_precisely,
         *,
         min_sleep_s: float = MIN_SLEEP_S,
+        spin_s: float = 0.0,
     ) -> None:
+        """`min_sleep_s`: length of the first sleep; before `spin_s` has passed there is none."""
         self._clock = clock
         self._sleep = sleep
         self.min_sleep_s = min_sleep_s
-        """Length of the first sleep."""
+        self._spin_s = spin_s
         self._started = clock()
+
+    def wait(self, is_done: Callable[[], bool], deadline: float) -> bool:
+        """Sleeps between calls of `is_done` until it returns True. Returns False at `deadline` of the clock."""
+        while not is_done():
+            if self._clock() >= deadline:
+                return False
+            self.sleep(deadline)
+        return True
 
     def sleep(self, deadline: float) -> None:
         """Sleeps once, at most until `deadline` of the clock."""
         now = self._clock()
+        if now - self._started < self._spin_s:
+            return
         seconds = min(MAX_SLEEP_S, self.min_sleep_s + GROWTH * (now - self._started))
         self._sleep(max(0.0, min(seconds, deadline - now)))
 

@@ -1,4 +1,4 @@
-"""Small reads and writes of a GPU's memory beside whatever is queued: on a stream that never waits for anybody."""
+"""Small reads and writes of a GPU's memory at once: on a stream that never waits for another process."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from slipstream.common.device.cuda.poll_backoff import PollBackoff
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
 
 TIMEOUT_S = 10.0
-"""Far more than a copy takes; only a GPU that is lost needs longer."""
+"""Far more than a copy takes; only a lost GPU needs longer."""
 STAGING_BYTES = 1 << 20
 SPIN_S = 0.00003
 """A copy of a few bytes takes 7 us: less than a sleep."""
-CLOCK_LOOKS = 32
+CLOCK_READINGS = 32
 CLOCK_S = 0.1
-"""For all looks together; a GPU that others have to themselves for a time slice answers late."""
+"""For all readings together: the GPU may answer late while another process has it to itself for a time slice."""
 
 
 class MemoryCopy(NamedTuple):
@@ -41,28 +41,28 @@ class MemoryCopy(NamedTuple):
 
 
 class SideStream:
-    """Any thread may call; each call is over when its copy or write is."""
+    """A stream for small copies and writes. Any thread may call; each call returns when its work is done."""
 
     def __init__(self, driver: CudaDriver, kernels: CudaKernels) -> None:
         self.handle = driver.create_stream()
         self._driver = driver
         self._kernels = kernels
         self._lock = threading.Lock()
-        # Pinned once: an allocation waits for all streams, and one of them may wait for somebody who is gone.
+        # Pinned once: an allocation waits for all streams, and one of them may wait for a process that is gone.
         self._pinned = torch.zeros(8 + STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
         self._word = self._pinned.data_ptr()
         self._word_value = ctypes.c_uint64.from_address(self._word)
         self._staging = self._word + 8
 
     def read_word(self, address: int) -> int:
-        """The 64 bits at an address of the device."""
+        """Reads 64 bits of the device."""
         with self._lock:
             self._driver.call(cu.cuMemcpyDtoHAsync, self._word, address, 8, self.handle)
             self._finish()
             return self._word_value.value
 
     def write_word(self, address: int, value: int) -> None:
-        """Sets 64 bits at once."""
+        """Writes 64 bits of the device."""
         with self._lock:
             self._kernels.store(self.handle, address, value)
             self._finish()
@@ -74,10 +74,10 @@ class SideStream:
             self._finish()
 
     def to_host(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of contiguous tensors, in host memory; all of them together at most `STAGING_BYTES`."""
+        """Copies contiguous tensors, at most `STAGING_BYTES` together, to host memory."""
         copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu") for source in sources]
         offsets = list(accumulate((source.nbytes for source in sources), initial=self._staging))
-        assert offsets[-1] <= self._staging + STAGING_BYTES, "only small tensors are read so"
+        assert offsets[-1] <= self._staging + STAGING_BYTES, "the tensors are small"
         with self._lock:
             for source, offset in zip(sources, offsets, strict=False):
                 self._driver.call(cu.cuMemcpyDtoHAsync, offset, source.data_ptr(), source.nbytes, self.handle)
@@ -87,19 +87,19 @@ class SideStream:
         return copies
 
     def copy_all(self, copies: Sequence[MemoryCopy]) -> None:
-        """From the device to pinned memory."""
+        """Copies from the device to pinned memory."""
         with self._lock:
             for copy in copies:
                 self._driver.call(cu.cuMemcpyDtoHAsync, copy.target, copy.source, copy.size, self.handle)
             self._finish()
 
     def sample_clock(self) -> ClockSample:
-        """%globaltimer against CLOCK_MONOTONIC, by several looks. Raises DeadlineExceededError."""
+        """Compares %globaltimer with CLOCK_MONOTONIC by several readings. Raises DeadlineExceededError."""
         bounds = ClockBounds()
         started = time.monotonic()
-        for _ in range(CLOCK_LOOKS):
+        for _ in range(CLOCK_READINGS):
             with self._lock:
-                bounds.add(*self._look_at_clock())
+                bounds.add(*self._read_clocks())
             if time.monotonic() - started > CLOCK_S:
                 break
         return bounds.sample()
@@ -109,29 +109,20 @@ class SideStream:
         with self._lock:
             self._finish(timeout_s)
 
-    def _look_at_clock(self) -> tuple[int, int, int]:
-        """The host's clock, the GPU's, and the host's: the stamp is seen as soon as it lands in pinned memory."""
+    def _read_clocks(self) -> tuple[int, int, int]:
+        """Returns the host's time before, the GPU's, and the host's after, once the stamp is in pinned memory."""
         self._word_value.value = 0
-        backoff: PollBackoff | None = None
         before_ns = time.monotonic_ns()
         self._kernels.stamp(self.handle, self._word)
-        while not (device_ns := self._word_value.value):
-            waited = 1e-9 * (time.monotonic_ns() - before_ns)
-            if waited > TIMEOUT_S:
-                raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
-            if waited > SPIN_S:
-                backoff = backoff or PollBackoff()
-                backoff.sleep(time.monotonic() + TIMEOUT_S - waited)
+        self._wait(lambda: self._word_value.value != 0, TIMEOUT_S)
         after_ns = time.monotonic_ns()
+        device_ns = self._word_value.value
         self._finish()
         return before_ns, device_ns, after_ns
 
     def _finish(self, timeout_s: float = TIMEOUT_S) -> None:
-        started = time.monotonic()
-        backoff = PollBackoff()
-        while not self._driver.is_idle(self.handle):
-            waited = time.monotonic() - started
-            if waited > timeout_s:
-                raise DeadlineExceededError(f"the GPU did not answer within {waited:.1f} s")
-            if waited > SPIN_S:
-                backoff.sleep(started + timeout_s)
+        self._wait(lambda: self._driver.is_idle(self.handle), timeout_s)
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        if not PollBackoff(spin_s=SPIN_S).wait(is_done, time.monotonic() + timeout_s):
+            raise DeadlineExceededError(f"the GPU did not answer within {timeout_s:.1f} s")

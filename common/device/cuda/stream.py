@@ -1,4 +1,4 @@
-"""The stream of a GPU: work runs at once on the calling thread, and its kernels are what is enqueued."""
+"""The stream of a GPU: work runs at once on the calling thread, and enqueues its kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class CudaStream:
         self.name = name
         self.failure: BaseException | None = None
         self.handle = driver.create_stream()
-        """The driver's."""
         self._driver = driver
         self._on_failure = on_failure
         self._torch_stream = torch.cuda.ExternalStream(self.handle, device=device)  # type: ignore[no-untyped-call]
@@ -38,7 +37,7 @@ class CudaStream:
         if self.failure is not None:
             return
         try:
-            # Not `torch.cuda.stream`, which takes ten times as long: nobody here has another stream to go back to.
+            # Not `torch.cuda.stream`, which takes ten times as long: there is no other stream to go back to.
             torch.cuda.set_stream(self._torch_stream)
             with torch.inference_mode():
                 work()
@@ -49,8 +48,8 @@ class CudaStream:
         torch.cuda.set_stream(self._torch_stream)
 
     def synchronize(self, timeout_s: float) -> None:
-        """Looks again and again: the driver's own wait has no end if a peer is gone."""
-        is_idle = self._wait(timeout_s)
+        """Polls, because the driver's own wait has no end if a peer is gone."""
+        is_idle = PollBackoff().wait(self._is_idle, time.monotonic() + timeout_s)
         if self.failure is not None:
             raise self.failure
         if not is_idle:
@@ -62,18 +61,8 @@ class CudaStream:
             self._on_failure(error)
 
     def close(self) -> None:
-        """The handle lives as long as the process: PyTorch's memory is kept by stream."""
-        self._wait(CLOSE_TIMEOUT_S)
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Whether it came to its end in this time."""
-        deadline = time.monotonic() + timeout_s
-        backoff = PollBackoff()
-        while not self._is_idle():
-            if time.monotonic() >= deadline:
-                return False
-            backoff.sleep(deadline)
-        return True
+        """The handle lives as long as the process: PyTorch keeps its memory by stream."""
+        PollBackoff().wait(self._is_idle, time.monotonic() + CLOSE_TIMEOUT_S)
 
     def _is_idle(self) -> bool:
         try:
@@ -84,6 +73,6 @@ class CudaStream:
 
 
 def handle_of(stream: Stream) -> int:
-    """The driver's handle of a stream."""
+    """Returns the driver's handle of a stream."""
     assert isinstance(stream, CudaStream), "streams of a device are its own"
     return stream.handle

@@ -80,7 +80,7 @@ def test_looks_that_others_hold_up_do_not_make_it_worse(side_module: Any) -> Non
 
 def test_it_is_asked_no_longer_than_it_may_take(side_module: Any) -> None:
     side_module.CLOCK_S = 0.05
-    gpu = Gpu([0.02] * side_module.CLOCK_LOOKS)
+    gpu = Gpu([0.02] * side_module.CLOCK_READINGS)
     sample(side_module, gpu)
     assert len(gpu.threads) <= 4
 

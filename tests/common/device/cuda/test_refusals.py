@@ -63,7 +63,7 @@ def manifest(kind: str, **events: Any) -> Manifest:
 
 def create(kind: str) -> Any:
     """An arena of this process."""
-    return fake_cuda.module("cuda.arena").CudaArena.create(SPECS, list(FenceName), kind, gpu())
+    return fake_cuda.module("cuda.arena").CudaArena.create(SPECS, list(FenceName), kind, gpu(), [])
 
 
 def open_arena(found: Manifest, **kind: bool) -> Any:
