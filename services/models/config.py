@@ -1,4 +1,7 @@
-"""What a decoder is, as read from a checkpoint's `config.json` and `generation_config.json`."""
+"""The shape of a decoder, as read from a checkpoint's `config.json` and `generation_config.json`.
+
+transformers is not imported, as that takes a second: `families.py` has the default values of its configurations.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,65 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config_fields import ConfigFields
 from slipstream.services.models.families import FAMILIES, Windows
-
-ARCHITECTURES = tuple(FAMILIES)
-"""Names in `architectures` of `config.json` that the decoder can run."""
 
 RopeType = Literal["default", "linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
+_DEFAULT_THETA = 10000.0
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class ConfigFields:
+    """Reads fields of a JSON object of a `config.json`; errors name the one at fault."""
+
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
+        """`path` is the checkpoint's directory, `prefix` what errors put before a field's name."""
+        self.path = path
+        self._values = values
+        self._prefix = prefix
+
+    def get(self, name: str) -> Any:
+        """The field as it is, None where it is absent."""
+        return self._values.get(name)
+
+    def over(self, defaults: dict[str, Any]) -> ConfigFields:
+        """The same fields, with values for those that are absent."""
+        return ConfigFields(self.path, defaults | self._values, self._prefix)
+
+    def sub(self, name: str) -> ConfigFields:
+        """The fields of the object in a field; none where it is absent."""
+        value = self.get(name) or {}
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return ConfigFields(self.path, value, f"{self._prefix}{name}.")
+
+    def count(self, name: str) -> int:
+        """A positive integer; raises `CheckpointError` when it is none."""
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, "a positive integer")
+        return value
+
+    def number(self, name: str) -> float:
+        """A positive number; raises `CheckpointError` when it is none."""
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise self.error(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str | bool) -> bool:
+        """True or false; raises `CheckpointError` when it is neither. A bool in place of a name is the answer."""
+        value = name if isinstance(name, bool) else self.get(name)
+        if not isinstance(value, bool):
+            raise self.error(str(name), "true or false")
+        return value
+
+    def error(self, name: str, accepted: str) -> CheckpointError:
+        """The error for a field that says something else than `accepted`."""
+        given = self.get(name)
+        return CheckpointError(f"{self.path}: config.json: {self._prefix}{name}: got {given!r}, supported: {accepted}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +77,7 @@ class RopeConfig:
     """Rotary position embedding over the whole head size."""
 
     rope_type: RopeType = "default"
-    theta: float = 10000.0
+    theta: float = _DEFAULT_THETA
     """Base of the wavelengths."""
     factor: float = 1.0
     """`linear` divides positions by this, `llama3` only those of long wavelengths."""
@@ -64,7 +115,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     dtype: torch.dtype | None = None
-    """What the checkpoint says it was saved in; a backend may compute in another."""
+    """The dtype that the checkpoint says it was saved in; a backend may compute in another."""
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
@@ -73,56 +124,59 @@ class ModelConfig:
         Raises `CheckpointError` when the directory is no checkpoint of a supported decoder.
         """
         path = Path(path)
-        fields = ConfigFields(path, _read_config(path))
-        return cls._of(fields, _architecture(fields))
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such directory; supported: a local Hugging Face checkpoint directory")
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
+        fields = ConfigFields(path, read_json(path / "config.json"))
+        given = fields.get("architectures")
+        if not (isinstance(given, list) and len(given) == 1 and given[0] in FAMILIES):
+            raise fields.error("architectures", f"{', '.join(FAMILIES)} (no mixtures of experts)")
+        model_type = FAMILIES[given[0]].model_type
+        return cls._from_fields(fields, given[0], accepted_type=f"{model_type!r}, as architectures says")
 
     @classmethod
     def from_values(cls, path: Path, values: dict[str, Any], architecture: str) -> ModelConfig:
         """A decoder that a part of some other `config.json` describes, such as a draft head's; as `from_directory`."""
         fields = ConfigFields(path, values)
-        model_type = FAMILIES[architecture].model_type
-        if values.get("model_type") != model_type:
-            raise fields.error("model_type", repr(model_type))
-        _check_values(fields)
-        others = {name: value for name, value in values.items() if name != "model_type"}
-        try:
-            config = AutoConfig.for_model(model_type, **others)
-        except Exception as error:  # what it raises depends on what is wrong with the values
-            raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
-        return cls._of(ConfigFields(path, config), architecture)
+        return cls._from_fields(fields, architecture, accepted_type=repr(FAMILIES[architecture].model_type))
 
     @classmethod
-    def _of(cls, fields: ConfigFields, architecture: str) -> ModelConfig:
+    def _from_fields(cls, given: ConfigFields, architecture: str, *, accepted_type: str) -> ModelConfig:
         family = FAMILIES[architecture]
-        config = cls(
+        if given.get("model_type") != family.model_type:
+            raise given.error("model_type", accepted_type)
+        if given.get("quantization_config") is not None:
+            raise given.error("quantization_config", "checkpoints that are not quantised")
+        fields = given.over(family.defaults)
+        if fields.get("hidden_act") != "silu":
+            raise fields.error("hidden_act", "'silu'")
+        num_heads = fields.count("num_attention_heads")
+        num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.count("num_key_value_heads")
+        if num_heads % num_kv_heads:
+            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+        return cls(
             architecture=architecture,
             vocab_size=fields.count("vocab_size"),
             hidden_size=fields.count("hidden_size"),
             num_layers=fields.count("num_hidden_layers"),
-            num_heads=fields.count("num_attention_heads"),
-            num_kv_heads=fields.count("num_key_value_heads"),
-            head_dim=_head_dim(fields),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=_head_dim(fields, num_heads),
             intermediate_size=fields.count("intermediate_size"),
             rms_norm_eps=fields.number("rms_norm_eps"),
             max_position_embeddings=fields.count("max_position_embeddings"),
             rope=_rope(fields),
-            tie_word_embeddings=bool(fields.get("tie_word_embeddings")),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
             has_qkv_bias=fields.flag(family.qkv_bias),
             has_output_bias=fields.flag(family.output_bias),
             has_mlp_bias=fields.flag(family.mlp_bias),
             has_qk_norms=family.has_qk_norms,
             sliding_windows=_sliding_windows(fields, family.windows),
-            bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=_eos_token_ids(fields.path, fields),
+            bos_token_id=_bos_token_id(fields),
+            eos_token_ids=_eos_token_ids(fields),
             dtype=_dtype(fields),
         )
-        if config.num_heads % config.num_kv_heads:
-            raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {config.num_heads}")
-        if config.head_dim % 2:
-            raise fields.error("head_dim", "an even number")
-        if fields.get("hidden_act") != "silu":
-            raise fields.error("hidden_act", "'silu'")
-        return config
 
     @property
     def q_size(self) -> int:
@@ -148,71 +202,81 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.parent}: cannot read {path.name}: {_one_line(error)}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path.parent}: cannot read {path.name}: {reason}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path.parent}: {path.name}: got a {type(value).__name__}, supported: a JSON object")
     return value
 
 
-def _read_config(path: Path) -> object:
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; supported: a local Hugging Face checkpoint directory")
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
-    raw = read_json(path / "config.json")
-    fields = ConfigFields(path, raw)
-    model_type = FAMILIES[_architecture(fields)].model_type
-    if raw.get("model_type") != model_type:
-        raise fields.error("model_type", f"{model_type!r}, as architectures says")
-    _check_values(fields)
-    try:
-        return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what it raises depends on what is wrong with the file
-        raise CheckpointError(f"{path}: config.json is not valid: {_one_line(error)}") from error
-
-
-def _check_values(fields: ConfigFields) -> None:
-    """What is to be refused by its own name, before transformers looks at it."""
-    if fields.get("quantization_config") is not None:
-        raise fields.error("quantization_config", "checkpoints that are not quantised")
-    _rope_type(fields.sub("rope_parameters" if fields.get("rope_parameters") else "rope_scaling"))
-
-
-def _architecture(fields: ConfigFields) -> str:
-    given = fields.get("architectures")
-    if isinstance(given, list) and len(given) == 1 and given[0] in ARCHITECTURES:
-        return str(given[0])
-    raise fields.error("architectures", f"{', '.join(ARCHITECTURES)} (no mixtures of experts)")
-
-
-def _head_dim(fields: ConfigFields) -> int:
-    if fields.get("head_dim") is not None:
-        return fields.count("head_dim")
-    num_heads = fields.count("num_attention_heads")
-    if fields.count("hidden_size") % num_heads:
-        raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}")
-    return fields.count("hidden_size") // num_heads
+def _head_dim(fields: ConfigFields, num_heads: int) -> int:
+    if fields.get("head_dim") is None:
+        if fields.count("hidden_size") % num_heads:
+            raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}")
+        head_dim = fields.count("hidden_size") // num_heads
+    else:
+        head_dim = fields.count("head_dim")
+    if head_dim % 2:
+        raise fields.error("head_dim", "an even number")
+    return head_dim
 
 
 def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None, ...]:
-    layer_types = fields.get("layer_types")
-    if windows is Windows.BY_LAYER:
-        # transformers derives them from max_window_layers where the file does not have them.
-        if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-            raise fields.error("layer_types", "full_attention, sliding_attention")
-        if "sliding_attention" not in layer_types:
-            return ()
-        if not fields.get("use_sliding_window"):
-            raise fields.error("use_sliding_window", "true, as layer_types has sliding_attention")
-        window = fields.count("sliding_window")
-        return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+    num_layers, layer_types = fields.count("num_hidden_layers"), fields.get("layer_types")
+    if layer_types is not None and not (isinstance(layer_types, list) and len(layer_types) == num_layers):
+        raise fields.error("layer_types", f"a type for each of {num_layers} layers")
     has_window = fields.get("sliding_window") is not None
+    if windows is Windows.BY_LAYER:
+        is_used = fields.flag("use_sliding_window")
+        if layer_types is None:
+            first = fields.get("max_window_layers") if is_used and has_window else num_layers
+            if not _is_integer(first):
+                raise fields.error("max_window_layers", "a number of layers")
+            layer_types = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+        if any(layer_type not in (_FULL, _SLIDING) for layer_type in layer_types):
+            raise fields.error("layer_types", f"{_FULL}, {_SLIDING}")
+        if _SLIDING not in layer_types:
+            return ()
+        if not is_used:
+            raise fields.error("use_sliding_window", f"true, as layer_types has {_SLIDING}")
+        window = fields.count("sliding_window")
+        return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
     if has_window and windows is Windows.NONE:
         raise fields.error("sliding_window", "none with this architecture")
-    kind = "sliding_attention" if has_window else "full_attention"
-    if layer_types is not None and set(layer_types) != {kind}:
+    kind = _SLIDING if has_window else _FULL
+    if layer_types is not None and any(layer_type != kind for layer_type in layer_types):
         raise fields.error("layer_types", f"{kind}, the same for all layers of this architecture")
-    return (fields.count("sliding_window"),) * fields.count("num_hidden_layers") if has_window else ()
+    return (fields.count("sliding_window"),) * num_layers if has_window else ()
+
+
+def _rope(fields: ConfigFields) -> RopeConfig:
+    # Older files have `rope_scaling`, which goes first in transformers, too, and the other fields beside it.
+    given = fields.sub("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    rope_type = _rope_type(given)
+    outside = {
+        "rope_theta": fields.get("rope_theta") or _DEFAULT_THETA,
+        "partial_rotary_factor": fields.get("partial_rotary_factor"),
+        "original_max_position_embeddings": fields.get("max_position_embeddings"),
+    }
+    rope = given.over(outside)
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise rope.error("partial_rotary_factor", "1")
+    theta = rope.number("rope_theta")
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if rope_type == "linear":
+        return RopeConfig(rope_type="linear", theta=theta, factor=rope.number("factor"))
+    low_freq_factor = rope.number("low_freq_factor")
+    if rope.number("high_freq_factor") <= low_freq_factor:
+        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low_freq_factor:g}")
+    return RopeConfig(
+        rope_type="llama3",
+        theta=theta,
+        factor=rope.number("factor"),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position_embeddings=rope.count("original_max_position_embeddings"),
+    )
 
 
 def _rope_type(fields: ConfigFields) -> RopeType:
@@ -226,31 +290,16 @@ def _rope_type(fields: ConfigFields) -> RopeType:
     raise fields.error(name, ", ".join(ROPE_TYPES))
 
 
-def _rope(fields: ConfigFields) -> RopeConfig:
-    rope = fields.sub("rope_parameters")
-    rope_type = _rope_type(rope)
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", "1")
-    if rope_type == "default":
-        return RopeConfig(theta=rope.number("rope_theta"))
-    if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=rope.number("rope_theta"), factor=rope.number("factor"))
-    low_freq_factor = rope.number("low_freq_factor")
-    if rope.number("high_freq_factor") <= low_freq_factor:
-        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low_freq_factor:g}")
-    return RopeConfig(
-        rope_type="llama3",
-        theta=rope.number("rope_theta"),
-        factor=rope.number("factor"),
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position_embeddings=rope.count("original_max_position_embeddings"),
-    )
+def _bos_token_id(fields: ConfigFields) -> int | None:
+    given = fields.get("bos_token_id")
+    if given is not None and not _is_integer(given):
+        raise fields.error("bos_token_id", "a token id")
+    return None if given is None else int(given)
 
 
-def _eos_token_ids(path: Path, fields: ConfigFields) -> frozenset[int]:
+def _eos_token_ids(fields: ConfigFields) -> frozenset[int]:
     # As in transformers' generate: generation_config.json has the last word, where it is there and says anything.
-    name, given = "config.json", fields.get("eos_token_id")
+    name, given, path = "config.json", fields.get("eos_token_id"), fields.path
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
         if generation.get("eos_token_id") is not None:
@@ -258,15 +307,19 @@ def _eos_token_ids(path: Path, fields: ConfigFields) -> frozenset[int]:
     if given is None:
         return frozenset()
     ids = given if isinstance(given, list) else [given]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+    if not all(_is_integer(token) for token in ids):
         raise CheckpointError(f"{path}: {name}: eos_token_id: got {given!r}, supported: a token id or a list of them")
     return frozenset(ids)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _dtype(fields: ConfigFields) -> torch.dtype | None:
-    given = fields.get("dtype")
-    return given if isinstance(given, torch.dtype) else None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    given = fields.get(name)
+    dtype = getattr(torch, given, None) if isinstance(given, str) else None
+    if given is not None and not isinstance(dtype, torch.dtype):
+        raise fields.error(name, "the name of a dtype of PyTorch")
+    return dtype

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, RopeConfig
-from tests.harness.checkpoints import BOS_ID, LLAMA, write_json
+from tests.harness.checkpoints import BOS_ID, FAMILIES, LLAMA, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,6 +115,7 @@ def test_config_is_no_json(tmp_path: Path) -> None:
 
 SUPPORTED = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (no mixtures of experts)"
 LLAMA3 = LLAMA["rope_parameters"] | {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -164,10 +170,106 @@ def test_unsupported_field(tmp_path: Path, changes: dict[str, Any], expected: st
         ({"rope_parameters": LLAMA3}, "low_freq_factor"),
         ({"rope_parameters": "none"}, "rope_parameters"),
         ({"model_type": "llamas"}, "llamas"),
-        ({"hidden_size": 66}, "66"),
+        ({"hidden_size": 66, "head_dim": "absent"}, "66"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings"),
+        ({"attention_bias": "false"}, "attention_bias"),
+        ({"bos_token_id": "<s>"}, "bos_token_id"),
+        ({"dtype": "fp16"}, "dtype"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
     ],
 )
-def test_field_that_transformers_refuses(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_field_of_a_wrong_kind(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     message = config_error(write_config(tmp_path, changes))
     assert message.startswith("config.json")
     assert named in message
+
+
+class Reference:
+    """The same configuration as transformers reads it."""
+
+    def __init__(self, path: Path) -> None:
+        config = AutoConfig.from_pretrained(path)
+        windows = [
+            config.sliding_window if layer_type == "sliding_attention" else None
+            for layer_type in getattr(config, "layer_types", None) or ()
+        ]
+        if config.model_type == "mistral":
+            windows = [config.sliding_window] * config.num_hidden_layers
+        rope = config.rope_parameters
+        self.values = {
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "num_layers": config.num_hidden_layers,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_dim": getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+            "intermediate_size": config.intermediate_size,
+            "rms_norm_eps": config.rms_norm_eps,
+            "max_position_embeddings": config.max_position_embeddings,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "has_qkv_bias": getattr(config, "attention_bias", config.model_type == "qwen2"),
+            "has_output_bias": getattr(config, "attention_bias", False),
+            "has_mlp_bias": getattr(config, "mlp_bias", False),
+            "sliding_windows": tuple(windows) if any(windows) else (),
+            "bos_token_id": config.bos_token_id,
+            "eos_token_ids": frozenset([] if config.eos_token_id is None else [config.eos_token_id]),
+            "dtype": config.dtype,
+        }
+        self.rope = {"rope_type": rope["rope_type"], "theta": rope["rope_theta"]}
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        self.rope |= {name: rope[name] for name in names if rope["rope_type"] != "default" and name in rope}
+
+
+_ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rope_parameters": None},
+    {"rope_theta": 500.0},
+    {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_parameters": {"rope_theta": 3.0}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
+    {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e6, "original_max_position_embeddings": 64}},
+)
+_WINDOWS: tuple[dict[str, Any], ...] = (
+    {},
+    {"use_sliding_window": True},
+    {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    {"use_sliding_window": True, "sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+    {"use_sliding_window": True, "sliding_window": None},
+    {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0},
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_are_left_out_are_as_in_transformers(tmp_path: Path, family: str) -> None:
+    optional = sorted(set(FAMILIES[family]) - {"architectures", "model_type", "num_hidden_layers"})
+    window_sets = _WINDOWS if family.startswith("qwen") else ({}, {"sliding_window": 9})[: 1 + (family == "mistral")]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.sets(st.sampled_from(optional)), st.sampled_from(_ROPES), st.sampled_from(window_sets))
+    @example(set(), {}, {})
+    @example(set(optional), {}, {})
+    def check(absent: set[str], rope: dict[str, Any], windows: dict[str, Any]) -> None:
+        values = {name: value for name, value in FAMILIES[family].items() if name not in absent | {"rope_parameters"}}
+        write_json(tmp_path / "config.json", values | rope | windows)
+        try:
+            expected = Reference(tmp_path)
+        except ValueError:  # such as a hidden size that the heads do not divide
+            assume(False)
+        assume(expected.values["num_heads"] % expected.values["num_kv_heads"] == 0)
+        config = ModelConfig.from_directory(tmp_path)
+        assert {name: getattr(config, name) for name in expected.values} == expected.values
+        assert {name: getattr(config.rope, name) for name in expected.rope} == expected.rope
+
+    check()
+
+
+def test_transformers_is_not_imported(tmp_path: Path) -> None:
+    write_config(tmp_path, {})
+    code = (
+        "import sys; from slipstream.services.models.checkpoint import ModelConfig;"
+        f"ModelConfig.from_directory({str(tmp_path)!r}); print('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
