@@ -22,9 +22,8 @@ import torch.nn.functional as F
 import typer
 
 from slipstream.benchmarks.hardware import host
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.config import ModelConfig, RopeConfig
-from slipstream.services.models.kv_cache import PagedKV
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,9 +124,9 @@ class _Case:
     """Rows of one length, in pages of a random order."""
 
     def __init__(self, batch: int, context: int) -> None:
+        from slipstream.services.models.decoder import inverse_frequencies
         from slipstream.services.models.kernels.paged_attention import PagedAttention
         from slipstream.services.models.kernels.rotation import rotation_of
-        from slipstream.services.models.rope import inverse_frequencies
 
         self._batch, self._context = batch, context
         self._num_tokens = context + WIDTH

@@ -11,8 +11,7 @@ import torch
 
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.eagle3 import Eagle3Head
-from slipstream.services.models.eagle3_config import Eagle3Config
+from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
 from slipstream.services.worker.config import EAGLE3
 
 if TYPE_CHECKING:

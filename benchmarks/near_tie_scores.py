@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.kv_cache import PagedKV
 from slipstream.services.models.noise import gumbel_noise
 
 if TYPE_CHECKING:

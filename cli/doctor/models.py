@@ -20,7 +20,7 @@ def check_models(models: ModelChoice) -> Iterator[Finding]:
     """The target's directory, and the draft's if there is one."""
     from slipstream.services.models.checkpoint import tokenizer_fingerprint
     from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.eagle3_config import Eagle3Config
+    from slipstream.services.models.eagle3 import Eagle3Config
 
     def of_target() -> str:
         tokenizer_fingerprint(models.target)

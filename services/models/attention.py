@@ -1,16 +1,65 @@
-"""Causal attention over paged keys and values, behind one face for all devices."""
+"""The input of a forward, keys and values in pages, and causal attention over them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from slipstream.services.models.batch import ForwardBatch
     from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.kv_cache import PagedKV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """B rows of W query tokens each. All tensors are on the model's device and may be static buffers.
+
+    Positions and pages may hold anything: whatever lies outside a row's limit or page table is written
+    to the padding page and never read, so that running ahead of a request's end is harmless.
+    """
+
+    tokens: torch.Tensor
+    """[B, W] int64 token ids."""
+    positions: torch.Tensor
+    """[B, W] int64 absolute positions of the tokens."""
+    is_valid: torch.Tensor
+    """[B, W] bool: False for padding queries, whose outputs mean nothing and whose KV is dropped."""
+    page_table: torch.Tensor
+    """[B, P] int64 page numbers: the KV of position p is in page `page_table[b, p // page_size]`."""
+    limits: torch.Tensor
+    """[B] int64: positions from here on are not kept; their queries see only the positions before it."""
+    max_kv_len: int | None = None
+    """A bound on the positions that any valid query sees, where the host knows it; None is the whole page table."""
+
+
+PADDING_PAGE = 0
+"""Takes the writes that nobody may read."""
+
+
+class PagedKV:
+    """One pool of pages for each layer; the same page numbers are used in all of them.
+
+    Key and value of a token lie side by side, so that a layer writes and gathers them in one operation.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`num_pages` counts the padding page, `page_size` is in tokens. Pages start as zeros."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_bytes = num_pages * page_size * config.kv_bytes_per_token(dtype)
+        shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
+        by_layer = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
+        self.rows = by_layer
+        """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
+        paged = [layer.view(num_pages, page_size, 2, config.num_kv_heads, config.head_dim) for layer in by_layer]
+        self.keys = tuple(layer[:, :, 0] for layer in paged)
+        """Per layer [num_pages, page_size, kv_heads, head_dim], a view."""
+        self.values = tuple(layer[:, :, 1] for layer in paged)
+        """Per layer [num_pages, page_size, kv_heads, head_dim], a view."""
 
 
 class LayerAttention(Protocol):

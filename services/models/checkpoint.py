@@ -1,22 +1,22 @@
-"""Loads a Hugging Face checkpoint into a decoder, and tells tokenizers apart."""
+"""Loads a Hugging Face checkpoint into a decoder, and identifies its tokenizer."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, read_json
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.dummy import fill_with_noise
-from slipstream.services.models.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +24,91 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.services.models.attention import Attention
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a file's header says of a tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name of it, such as `BF16`."""
+
+
+class WeightFiles:
+    """A checkpoint's files, mapped into memory while this context is open; only headers are read at first."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `CheckpointError` when a file is missing or broken or contradicts the index."""
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        """By name, in the order in which reading them is fastest."""
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        try:
+            locations = _locations(path)
+            for name in sorted(set(locations.values())) if locations is not None else [SINGLE_FILE]:
+                self._open(name)
+            for tensor, file in (locations or {}).items():
+                if tensor not in self.tensors or self.tensors[tensor].file != file:
+                    raise CheckpointError(f"{path}: {INDEX_FILE}: tensor {tensor} is not in {file}, where it should be")
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in host memory."""
+        file = self.tensors[name].file
+        try:
+            tensor: torch.Tensor = self._files[file].get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}: {file}: cannot read tensor {name}: {error}") from error
+        return tensor
+
+    def _open(self, name: str) -> None:
+        if not (self.path / name).is_file():
+            raise CheckpointError(f"{self.path}: {name}, which {INDEX_FILE} names, is missing")
+        try:
+            file = self._stack.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
+        except (SafetensorError, OSError) as error:
+            message = f"{self.path}: {name} is truncated or no safetensors file: {error}"
+            raise CheckpointError(message) from error
+        self._files[name] = file
+        for tensor in file.offset_keys():
+            if tensor in self.tensors:
+                raise CheckpointError(f"{self.path}: tensor {tensor} is in {self.tensors[tensor].file} and in {name}")
+            info = file.get_slice(tensor)
+            self.tensors[tensor] = TensorInfo(name, tuple(info.get_shape()), info.get_dtype())
+
+
+def _locations(path: Path) -> dict[str, str] | None:
+    """The file of each tensor by the index; None when all are in the one file."""
+    if (path / SINGLE_FILE).is_file():
+        return None
+    if not (path / INDEX_FILE).is_file():
+        others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f" (found {others[0]})" if others else ""
+        raise CheckpointError(f"{path}: no weights{found}; supported: {SINGLE_FILE} or {INDEX_FILE} with its files")
+    locations = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(locations, dict) or not locations:
+        raise CheckpointError(f"{path}: {INDEX_FILE}: weight_map is missing; supported: a file name for each tensor")
+    for tensor, file in locations.items():
+        if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
+            message = f"weight_map: {tensor}: got {file!r}, supported: the name of a safetensors file beside the index"
+            raise CheckpointError(f"{path}: {INDEX_FILE}: {message}")
+    return locations
+
 
 _DTYPES = ("F32", "F16", "BF16")
 _SHOWN = 3
@@ -87,7 +172,7 @@ def _empty_decoder(
 ) -> Decoder:
     if device.type == "cuda" and attention is None:
         # Here, as there is no triton where there is no GPU.
-        from slipstream.services.models.fused_decoder import FusedDecoder
+        from slipstream.services.models.fused import FusedDecoder
 
         return FusedDecoder(config, device=device, dtype=dtype)
     return Decoder(config, attention=attention, device=device, dtype=dtype)
@@ -218,3 +303,29 @@ def _merge(merge: Any) -> list[str]:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+SEED = 0
+
+
+def fill_with_noise(module: nn.Module, *, seed: int = SEED, on_progress: Callable[[float], None] | None = None) -> None:
+    """Fills a model's parameters where they are, in place.
+
+    Matrices ([out_features, in_features]) get a standard deviation of 1 / sqrt(in_features), so that activations keep
+    their size from layer to layer; norms are ones, and biases zeros.
+    """
+    parameters = dict(module.named_parameters())
+    total = sum(prod(parameter.shape) for parameter in parameters.values())
+    done = 0
+    generators: dict[torch.device, torch.Generator] = {}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.device not in generators:
+                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generators[parameter.device])
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            done += prod(parameter.shape)
+            if on_progress is not None:
+                on_progress(done / total)

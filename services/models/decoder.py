@@ -1,7 +1,8 @@
-"""A decoder-only transformer over paged keys and values: Llama, with what its relatives vary held as data."""
+"""A decoder-only transformer over paged keys and values: Llama, and its relatives by their configuration."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,109 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.services.models.attention import Attention, LayerAttention, TorchAttention
-from slipstream.services.models.linear import Linear
-from slipstream.services.models.rope import Rotation, inverse_frequencies
 
 if TYPE_CHECKING:
-    from slipstream.services.models.batch import ForwardBatch
-    from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.kv_cache import PagedKV
+    from slipstream.services.models.attention import ForwardBatch, PagedKV
+    from slipstream.services.models.config import ModelConfig, RopeConfig
+
+
+_PACKED_FOR_TOKENS = 8
+"""The number of tokens that a packed weight's layout is chosen for; it stays fast for many more."""
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`.
+
+    oneDNN multiplies float32 on CPUs two to three times as fast as PyTorch's default when the weight is in a
+    layout of its own (5 to 512 tokens, AMD with AVX-512), so `pack` replaces it by that after loading.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        """`weight`: [out_features, in_features], which may be another module's. `bias`: [out_features]."""
+        super().__init__()
+        self.weight: nn.Parameter | None = weight
+        self.bias = bias
+        self._packed: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        if self._packed is not None:
+            rows = x.reshape(-1, x.shape[-1])
+            num_rows = len(rows)
+            if padding := padded_rows(num_rows) - num_rows:
+                rows = F.pad(rows, (0, 0, 0, padding))
+            packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+            return packed[:num_rows].view(*x.shape[:-1], packed.shape[-1])
+        assert self.weight is not None, "a weight is only given up once it is packed"
+        return F.linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        """Rearranges the weight for the fastest product, where there is one; it cannot be read or set any more."""
+        if self.weight is None or not _can_pack(self.weight):
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_TOKENS)
+        self.weight = None
+
+
+def padded_rows(num_rows: int) -> int:
+    """So many rows are multiplied instead: eight sizes between a power of two and the next, an eighth more at most.
+
+    oneDNN makes and keeps a kernel of about half a MiB for every number of rows that it meets. Prompts bring all of
+    them, and a process would grow by gigabytes.
+    """
+    granule = 1 << max(0, num_rows.bit_length() - 4)
+    return -(-num_rows // granule) * granule
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position for each pair of dimensions: [head_dim / 2] float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = torch.reciprocal(config.theta**exponents)
+    if config.rope_type == "linear":
+        return frequencies / config.factor
+    if config.rope_type == "llama3":
+        return _llama3(config, frequencies)
+    return frequencies
+
+
+class Rotation:
+    """The rotation of one forward's tokens, the same for all layers."""
+
+    def __init__(self, inverse_frequencies: torch.Tensor, positions: torch.Tensor) -> None:
+        """`positions`: [N] int64. `inverse_frequencies`: [head_dim / 2] float32."""
+        angles = positions[:, None].to(torch.float32) * inverse_frequencies
+        sine = angles.sin()[:, None, None]
+        self._cosine = angles.cos()[:, None, None]
+        self._signed_sine = torch.cat((-sine, sine), dim=2)
+
+    def apply_(self, heads: torch.Tensor) -> None:
+        """Rotates [N, heads, head_dim] in place."""
+        halves = heads.view(*heads.shape[:2], 2, heads.shape[2] // 2)
+        swapped = halves.flip(2)
+        halves.mul_(self._cosine).addcmul_(swapped, self._signed_sine)
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    # Long wavelengths are scaled, short ones left alone, and those between interpolated.
+    wavelengths = 2 * math.pi / frequencies
+    low_freq_wavelength = config.original_max_position_embeddings / config.low_freq_factor
+    high_freq_wavelength = config.original_max_position_embeddings / config.high_freq_factor
+    smooth = (config.original_max_position_embeddings / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - smooth) * frequencies / config.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > low_freq_wavelength, frequencies / config.factor, between)
+    return torch.where(wavelengths < high_freq_wavelength, frequencies, scaled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.checkpoint import LoadFormat, Slot, check_tensors, fill, layer_slots
+from slipstream.services.models.checkpoint import (
+    LoadFormat,
+    Slot,
+    WeightFiles,
+    check_tensors,
+    fill,
+    fill_with_noise,
+    layer_slots,
+)
 from slipstream.services.models.config import ModelConfig
-from slipstream.services.models.dummy import fill_with_noise
-from slipstream.services.models.eagle3 import Eagle3Head
-from slipstream.services.models.eagle3_config import Eagle3Config
-from slipstream.services.models.weight_files import WeightFiles
+from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -77,7 +82,7 @@ def _dummy(
 def _empty_head(config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
     if device.type == "cuda":
         # Here, as there is no triton where there is no GPU.
-        from slipstream.services.models.fused_eagle3 import FusedEagle3Head
+        from slipstream.services.models.fused import FusedEagle3Head
 
         return FusedEagle3Head(config, device=device, dtype=dtype)
     return Eagle3Head(config, device=device, dtype=dtype)

@@ -8,14 +8,13 @@ of its batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from slipstream.services.models.noise import gumbel_noise, gumbel_noise_of
-from slipstream.services.models.parameter_rows import ParameterRows
-from slipstream.services.models.ranking import deficits_of, keys_of, token_ids_of
+from slipstream.services.worker.future_map import Logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +22,56 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slipstream.common.api.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRows:
+    """Tensors that have the same rows: those that a subclass has as its fields."""
+
+    def to(self, device: torch.device | None) -> Self:
+        """The same rows on a device."""
+        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def put(self, slots: Tensor, rows: Self) -> None:
+        """Replaces the rows numbered `slots`: [M] int64, without repetition."""
+        for field in fields(self):
+            getattr(self, field.name).index_copy_(0, slots, getattr(rows, field.name))
+
+    def take(self, slots: Tensor) -> Self:
+        """The rows numbered `slots`: [M] int64."""
+        return type(self)(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
+
+    def repeat(self, num_tokens: int) -> Self:
+        """Each row `num_tokens` times in a row, for logits [N, num_tokens, V] seen as [N * num_tokens, V]."""
+        repeated = {
+            field.name: getattr(self, field.name).repeat_interleave(num_tokens, dim=0) for field in fields(self)
+        }
+        return type(self)(**repeated)
+
+
+_ID_BITS = 32
+
+
+def keys_of(deficits: Tensor) -> Tensor:
+    """Numbers that sort as the tokens do, no two of a row equal: [..., V] int64.
+
+    `deficits`: [..., V] float32, how far each logit is below its row's greatest.
+    """
+    # The bits of a float that is at least +0 sort as it does. `abs` is for the -0 that is the difference of -0 and 0.
+    keys = deficits.abs().view(torch.int32).to(torch.int64) << _ID_BITS
+    keys |= torch.arange(deficits.shape[-1], device=deficits.device)
+    return keys
+
+
+def token_ids_of(keys: Tensor) -> Tensor:
+    """The tokens of keys: int64, of the same shape."""
+    return keys & ((1 << _ID_BITS) - 1)
+
+
+def deficits_of(keys: Tensor) -> Tensor:
+    """The deficits that keys were made of: float32, of the same shape."""
+    return (keys >> _ID_BITS).to(torch.int32).view(torch.float32)
+
 
 _LOGITS_AT_ONCE = 1 << 15
 """Keeps what filters compute on a CPU, about 50 bytes a logit, in its cache."""
@@ -142,3 +191,20 @@ def _deficits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """How far each logit is below its row's greatest, divided by the temperature: [N, V] float32, at least 0."""
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     return (logits.amax(dim=1, keepdim=True) - logits).div_(temperature[:, None])
+
+
+@torch.inference_mode()
+def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
+    """Of `tokens` ([B, W] int64) and of the `num_top` most likely ones, or all if there are fewer.
+
+    `logits`: [B, W, V] float32, as the model gave them. Nothing is read back.
+    """
+    totals = logits.logsumexp(dim=2, keepdim=True)
+    keys = keys_of(logits.amax(dim=2, keepdim=True) - logits)
+    likeliest = keys.topk(min(num_top, logits.shape[2]), dim=2, largest=False, sorted=True)[0]
+    top_tokens = token_ids_of(likeliest)
+    return Logprobs(
+        output=(logits.gather(2, tokens[:, :, None]) - totals)[:, :, 0],
+        top_tokens=top_tokens.to(torch.int32),
+        top=logits.gather(2, top_tokens) - totals,
+    )

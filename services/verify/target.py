@@ -9,7 +9,7 @@ import torch
 
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.acceptance import accept
-from slipstream.services.models.logprobs import logprobs_of
+from slipstream.services.models.sampler import logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from slipstream.services.draft.standalone import StandaloneDrafter
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.eagle3 import Eagle3Head
+from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
-from slipstream.services.models.eagle3_config import Eagle3Config
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import EAGLE3
 from slipstream.services.worker.language_model import LanguageModel

@@ -8,8 +8,7 @@ import torch
 
 from slipstream.common.worker.captured_step import CapturedStep
 from slipstream.common.worker.layout import BufferName
-from slipstream.services.models.kernels.step_kernels import gather_kernel, publish_kernel, stash_kernel
-from slipstream.services.models.kernels.step_ops import power_of_two
+from slipstream.services.models.kernels.step_ops import gather_kernel, power_of_two, publish_kernel, stash_kernel
 from slipstream.services.worker.future_map import FutureMap, NextStepState
 
 if TYPE_CHECKING:

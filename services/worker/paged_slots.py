@@ -9,8 +9,7 @@ import torch
 
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.services.models.adjustments import adjust
-from slipstream.services.models.batch import ForwardBatch
-from slipstream.services.models.kv_cache import PagedKV
+from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.sampler import sample
 from slipstream.services.worker.slots import SamplingMode
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.sampling import SamplingParams
     from slipstream.common.worker.step import SlotUpdate
-    from slipstream.services.models.parameter_rows import ParameterRows
+    from slipstream.services.models.sampler import ParameterRows
     from slipstream.services.worker.staging import Staging
 
 _Rows = TypeVar("_Rows", bound="ParameterRows")

@@ -9,9 +9,8 @@ import torch
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import StepKind
-from slipstream.services.models.adjustments import AdjustmentRows
+from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory
 from slipstream.services.models.sampler import SamplingRows
-from slipstream.services.models.token_history import TokenHistory
 from slipstream.services.worker.slot_changes import SlotChanges
 
 if TYPE_CHECKING:

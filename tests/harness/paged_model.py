@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.kv_cache import PagedKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

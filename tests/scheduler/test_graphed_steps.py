@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.device.interface import Device
-    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.worker.engine import RoleEngine
     from slipstream.services.worker.graphs import Replay as ReplayedWork
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
+from slipstream.services.models.kernels.launching import wait_for_previous
 
 NUM_BINS = tl.constexpr(32)
 BITS = tl.constexpr(5)

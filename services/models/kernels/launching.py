@@ -6,9 +6,23 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
+    """Waits until all that the kernel before wrote is there; the one behind it may be launched meanwhile.
+
+    That one waits in turn until this kernel has ended, and with it all before it.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 _MULTIPROCESSORS_WITHOUT_CUDA = 4

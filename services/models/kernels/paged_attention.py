@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel
-from slipstream.services.models.kernels.kv_kernels import keep_kernel
 from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping
+from slipstream.services.models.kernels.rotation import keep_kernel
 
 if TYPE_CHECKING:
-    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
-    from slipstream.services.models.kv_cache import PagedKV
 
 _MOST_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2

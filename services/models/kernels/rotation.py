@@ -1,14 +1,128 @@
-"""The rotation of one forward's tokens, as the kernels that use it in every layer read it."""
+"""The rotation of a forward's tokens, and the kernel that rotates and keeps their queries, keys and values."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.services.models.kernels.kv_kernels import rotation_kernel
-from slipstream.services.models.kernels.launching import overlapping
+import triton
+import triton.language as tl
+
+from slipstream.services.models.kernels.launching import overlapping, wait_for_previous
 
 if TYPE_CHECKING:
     import torch
+
+
+@triton.jit(do_not_specialize=["num_tokens", "max_positions"])
+def rotation_kernel(
+    positions: tl.tensor,  # [num_tokens] int64
+    inverse_frequencies: tl.tensor,  # [HALF] float32
+    rotation: tl.tensor,  # [num_tokens, 2, HALF] float32: cosines, then sines
+    num_tokens: tl.tensor,
+    max_positions: tl.tensor,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Grid: (cdiv(num_tokens, BLOCK_T),). Positions out of range are clamped."""
+    wait_for_previous(OVERLAPS)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    h = tl.arange(0, BLOCK_H)
+    position = tl.load(positions + token, mask=token < num_tokens, other=0)
+    position = tl.minimum(tl.maximum(position, 0), max_positions - 1).to(tl.float32)
+    frequency = tl.load(inverse_frequencies + h, mask=h < HALF, other=0.0)
+    angle = position[:, None] * frequency[None, :]
+    at = rotation + token.to(tl.int64)[:, None] * (2 * HALF) + h[None, :]
+    mask = (token < num_tokens)[:, None] & (h < HALF)[None, :]
+    tl.store(at, tl.cos(angle), mask=mask)
+    tl.store(at + HALF, tl.sin(angle), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_pages", "table_width", "width"])
+def keep_kernel(
+    qkv: tl.tensor,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place if HAS_ROTATION
+    kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM], written
+    rotation: tl.tensor,  # [B * width, 2, HEAD_DIM / 2] float32, read if HAS_ROTATION
+    query_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
+    key_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
+    page_table: tl.tensor,  # [B, table_width] int64
+    positions: tl.tensor,  # [B, width] int64
+    is_valid: tl.tensor,  # [B, width] bool
+    limits: tl.tensor,  # [B] int64
+    tree_starts: tl.tensor,  # [B] int64, read if HAS_TREE
+    num_pages: tl.tensor,
+    table_width: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    FIRST_HEAD: tl.constexpr,
+    HAS_ROTATION: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """BLOCK_HEADS heads of one token. Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS - FIRST_HEAD, BLOCK_HEADS)).
+
+    Heads are counted through queries, keys and values. What is not kept goes to the padding page, page 0.
+    """
+    wait_for_previous(OVERLAPS)
+    index = tl.program_id(0).to(tl.int64)
+    row = index // width
+    head = FIRST_HEAD + tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    h = tl.arange(0, BLOCK_HALF)
+    half: tl.constexpr = HEAD_DIM // 2
+    is_there = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (h < half)[None, :]
+
+    capacity = (table_width * PAGE_SIZE).to(tl.int64)
+    position = tl.load(positions + index)
+    if HAS_TREE:
+        position = tl.load(tree_starts + row) + index % width
+    end = tl.minimum(tl.maximum(tl.load(limits + row), 0), capacity)
+    is_kept = (tl.load(is_valid + index) != 0) & (position >= 0) & (position < end)
+    place = tl.minimum(tl.maximum(position, 0), capacity - 1)
+    page = tl.load(page_table + row * table_width + place // PAGE_SIZE)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+    kv_row = tl.where(is_kept, page, 0) * PAGE_SIZE + place % PAGE_SIZE
+
+    at = qkv + index * ((Q_HEADS + 2 * KV_HEADS) * HEAD_DIM) + (head * HEAD_DIM)[:, None] + h[None, :]
+    first = tl.load(at, mask=is_there, other=0.0)
+    second = tl.load(at + half, mask=is_there, other=0.0)
+    is_rotated = (head < Q_HEADS + KV_HEADS)[:, None]
+    if HAS_ROTATION:
+        x = first.to(tl.float32)
+        y = second.to(tl.float32)
+        if HAS_NORMS:
+            squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+            scale = tl.where(is_rotated, tl.rsqrt(squares / HEAD_DIM + eps)[:, None], 1.0)
+            is_query = (head < Q_HEADS)[:, None]
+            norm_at = tl.zeros_like(head)[:, None] + h[None, :]
+            for part in tl.static_range(2):
+                at_half = norm_at + part * half
+                of_query = tl.load(query_norm + at_half, mask=is_there & is_query, other=1.0)
+                of_key = tl.load(key_norm + at_half, mask=is_there & is_rotated & (is_query == 0), other=1.0)
+                weight = tl.where(is_query, of_query, of_key).to(tl.float32)
+                if part == 0:
+                    x = x * scale * weight
+                else:
+                    y = y * scale * weight
+        cosine = tl.load(rotation + index * HEAD_DIM + h, mask=h < half, other=0.0)[None, :]
+        sine = tl.load(rotation + index * HEAD_DIM + half + h, mask=h < half, other=0.0)[None, :]
+        first = tl.where(is_rotated, (x * cosine - y * sine).to(first.dtype), first)
+        second = tl.where(is_rotated, (y * cosine + x * sine).to(second.dtype), second)
+        is_own = is_there & (head < Q_HEADS)[:, None]
+        tl.store(at, first, mask=is_own)
+        tl.store(at + half, second, mask=is_own)
+    is_stored = is_there & (head >= Q_HEADS)[:, None]
+    kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
+    tl.store(kv_at, first, mask=is_stored)
+    tl.store(kv_at + half, second, mask=is_stored)
+
 
 _TOKENS_AT_ONCE = 4
 

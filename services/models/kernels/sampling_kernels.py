@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from slipstream.services.models.kernels.filter_kernels import NO_CUT, cut_of, greatest_of, load_logits
+from slipstream.services.models.kernels.launching import wait_for_previous
 from slipstream.services.models.kernels.score_kernels import (
     best_score,
     bits_of_deficit,
@@ -19,7 +20,6 @@ from slipstream.services.models.kernels.score_kernels import (
     least_of,
     masses_of,
 )
-from slipstream.services.models.kernels.waiting_kernels import wait_for_previous
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_blocks"])

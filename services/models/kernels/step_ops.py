@@ -1,16 +1,197 @@
-"""What a step does around its forwards, each in one launch; shapes alone decide what is launched."""
+"""The work of a step around its forwards, each part in one launch; shapes alone decide what is launched."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+import triton
+import triton.language as tl
 
-from slipstream.services.models.kernels.step_kernels import pair_kernel, settle_kernel, take_sampling_kernel
 from slipstream.services.models.sampler import SamplingRows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# As `SimulatedAcceptance` has them.
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
+ODD = tl.constexpr(0xD1342543DE82EF95 - 2**64)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
+MIX_2 = tl.constexpr(0x94D049BB133111EB - 2**64)
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def gather_kernel(
+    seq_lens: tl.tensor,  # [slots] int64
+    bonus_tokens: tl.tensor,  # [slots] int64
+    num_new: tl.tensor,  # [slots] int64, read if HAS_LAST
+    last_tokens: tl.tensor,  # [slots, WIDTH] int64, read if HAS_LAST
+    rows: tl.tensor,  # [B] int64
+    limits: tl.tensor,  # [B] int64
+    out_seq_lens: tl.tensor,  # [B] int64
+    out_bonus: tl.tensor,  # [B] int64
+    out_num_new: tl.tensor,  # [B] int64
+    out_last: tl.tensor,  # [B, WIDTH] int64
+    vocab_size: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+) -> None:
+    """The stash of one slot, brought into its range. Grid: (B,)."""
+    b = tl.program_id(0)
+    slot = tl.load(rows + b)
+    length = tl.load(seq_lens + slot)
+    tl.store(out_seq_lens + b, tl.minimum(tl.maximum(length, 0), tl.load(limits + b)))
+    bonus = tl.load(bonus_tokens + slot)
+    tl.store(out_bonus + b, tl.minimum(tl.maximum(bonus, 0), vocab_size - 1))
+    if HAS_LAST:
+        new = tl.load(num_new + slot)
+        tl.store(out_num_new + b, tl.minimum(tl.maximum(new, 1), WIDTH))
+        w = tl.arange(0, BLOCK_W)
+        token = tl.load(last_tokens + slot * WIDTH + w, mask=w < WIDTH, other=0)
+        tl.store(out_last + b * WIDTH + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < WIDTH)
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def settle_kernel(
+    tokens: tl.tensor,  # [B, WIDTH] int64: the target's
+    given: tl.tensor,  # [B, WIDTH] int64: the bonus token, then the draft's
+    rows: tl.tensor,  # [B] int64
+    seq_lens: tl.tensor,  # [B] int64
+    most: tl.tensor,  # [slots] int64: draft tokens that may stand
+    seeds: tl.tensor,  # [slots] int64, read if IS_SIMULATED
+    out_seq_lens: tl.tensor,  # [B] int64
+    out_accepted: tl.tensor,  # [B] int64
+    threshold: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    IS_SIMULATED: tl.constexpr,
+) -> None:
+    """How many draft tokens of one slot stand: those before the first that does not. Grid: (B,)."""
+    b = tl.program_id(0)
+    slot = tl.load(rows + b)
+    length = tl.load(seq_lens + b)
+    w = tl.arange(0, BLOCK_W)
+    is_drafted = w < WIDTH - 1
+    if IS_SIMULATED:
+        seed = tl.load(seeds + slot) + tl.zeros((BLOCK_W,), tl.int64)
+        bits = seed * ODD + (length + 1 + w) * GOLDEN
+        bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * MIX_1
+        bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * MIX_2
+        stands = ((bits >> 32) & 0xFFFFFFFF) < threshold
+    else:
+        target = tl.load(tokens + b * WIDTH + w, mask=is_drafted, other=0)
+        draft = tl.load(given + b * WIDTH + 1 + w, mask=is_drafted, other=0)
+        stands = target == draft
+    first_miss = tl.min(tl.where(stands & is_drafted, BLOCK_W, tl.minimum(w, WIDTH - 1)), axis=0)
+    accepted = tl.minimum(first_miss.to(tl.int64), tl.load(most + slot))
+    tl.store(out_accepted + b, accepted)
+    tl.store(out_seq_lens + b, length + accepted + 1)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def publish_kernel(
+    new_seq_lens: tl.tensor,  # [ring, slots] int64
+    num_accepted: tl.tensor,  # [ring, slots] int32
+    output_tokens: tl.tensor,  # [ring, slots, ROW] int64
+    ring_row: tl.tensor,  # [1] int64
+    rows: tl.tensor,  # [B] int64
+    seq_lens: tl.tensor,  # [B] int64
+    accepted: tl.tensor,  # [B] int64
+    tokens: tl.tensor,  # [B, WIDTH] int64
+    num_slots: tl.tensor,
+    ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """What the scheduler consumes of one slot. Grid: (B,)."""
+    b = tl.program_id(0)
+    place = tl.load(ring_row) * num_slots + tl.load(rows + b)
+    tl.store(new_seq_lens + place, tl.load(seq_lens + b))
+    tl.store(num_accepted + place, tl.load(accepted + b).to(tl.int32))
+    w = tl.arange(0, BLOCK_W)
+    token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
+    tl.store(output_tokens + place * ROW + w, token, mask=w < WIDTH)
+
+
+@triton.jit
+def stash_kernel(
+    stashed_seq_lens: tl.tensor,  # [slots] int64
+    bonus_tokens: tl.tensor,  # [slots] int64
+    num_new: tl.tensor,  # [slots] int64
+    last_tokens: tl.tensor,  # [slots, ROW] int64
+    rows: tl.tensor,  # [B] int64
+    seq_lens: tl.tensor,  # [B] int64
+    accepted: tl.tensor,  # [B] int64
+    tokens: tl.tensor,  # [B, WIDTH] int64
+    ROW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """What the next forward needs of one slot, but for hidden states. Grid: (B,)."""
+    b = tl.program_id(0)
+    slot = tl.load(rows + b)
+    number = tl.load(accepted + b)
+    tl.store(stashed_seq_lens + slot, tl.load(seq_lens + b))
+    tl.store(bonus_tokens + slot, tl.load(tokens + b * WIDTH + number))
+    tl.store(num_new + slot, number + 1)
+    w = tl.arange(0, BLOCK_W)
+    token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
+    tl.store(last_tokens + slot * ROW + w, token, mask=w < WIDTH)
+
+
+@triton.jit(do_not_specialize=["width"])
+def take_sampling_kernel(
+    temperature: tl.tensor,  # [slots] float32
+    top_k: tl.tensor,  # [slots] int64
+    top_p: tl.tensor,  # [slots] float32
+    min_p: tl.tensor,  # [slots] float32
+    seed: tl.tensor,  # [slots] int64
+    rows: tl.tensor,  # [B] int64
+    out_temperature: tl.tensor,  # [B * width] float32, and so on
+    out_top_k: tl.tensor,
+    out_top_p: tl.tensor,
+    out_min_p: tl.tensor,
+    out_seed: tl.tensor,
+    width: tl.tensor,
+) -> None:
+    """How one token of one slot is chosen. Grid: (B * width,)."""
+    n = tl.program_id(0)
+    slot = tl.load(rows + n // width)
+    tl.store(out_temperature + n, tl.load(temperature + slot))
+    tl.store(out_top_k + n, tl.load(top_k + slot))
+    tl.store(out_top_p + n, tl.load(top_p + slot))
+    tl.store(out_min_p + n, tl.load(min_p + slot))
+    tl.store(out_seed + n, tl.load(seed + slot))
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def pair_kernel(
+    tokens: tl.tensor,  # [N] int64
+    embedding: tl.tensor,  # [vocab_size, SIZE]
+    states: tl.tensor,  # [N, SIZE]
+    embedding_norm: tl.tensor,  # [SIZE]
+    state_norm: tl.tensor,  # [SIZE]
+    both: tl.tensor,  # [N, 2 * SIZE], written
+    vocab_size: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """An entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
+    n = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    if tl.program_id(1) == 0:
+        token = tl.minimum(tl.maximum(tl.load(tokens + n), 0), vocab_size - 1)
+        x = tl.load(embedding + token * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(embedding_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(states + n * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+        weight = tl.load(state_norm + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    place = both + (2 * n + tl.program_id(1)) * SIZE
+    tl.store(place + i, (x * scale * weight).to(both.dtype.element_ty), mask=i < SIZE)
 
 
 def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.sampling import SamplingParams
-from slipstream.services.models.adjustments import AdjustmentRows, adjust
-from slipstream.services.models.token_history import TokenHistory
+from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory, adjust
 
 CPU = torch.device("cpu")
 OFF = SamplingParams()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.services.models.kv_cache import PADDING_PAGE, PagedKV
+from slipstream.services.models.attention import PADDING_PAGE, PagedKV
 from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
 
 if TYPE_CHECKING:

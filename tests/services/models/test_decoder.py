@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.attention import PagedKV, TorchAttention
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.decoder import Decoder
-from slipstream.services.models.kv_cache import PagedKV
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
 

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
-from slipstream.services.models.kv_cache import PagedKV
 from tests.harness.checkpoints import FAMILIES, LLAMA, VOCAB_SIZE, write_json
 from tests.harness.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, write_head
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.eagle3 import Eagle3Config
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
-from slipstream.services.models.eagle3_config import Eagle3Config
-from slipstream.services.models.kv_cache import PagedKV
 from tests.harness.checkpoints import LLAMA, VOCAB_SIZE, write_checkpoint, write_json
 from tests.harness.eagle3_checkpoints import AUTHORS, DRAFT_VOCAB_SIZE, LAYOUTS, SPECULATORS, head_weights, write_head
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.services.models.logprobs import logprobs_of
+from slipstream.services.models.sampler import logprobs_of
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 300])

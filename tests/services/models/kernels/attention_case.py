@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV
 from slipstream.services.models.config import ModelConfig, RopeConfig
-from slipstream.services.models.kv_cache import PADDING_PAGE, PagedKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

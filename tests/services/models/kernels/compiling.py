@@ -17,10 +17,10 @@ from triton.compiler import ASTSource, compile
 
 from slipstream.services.models.kernels import (
     attention_kernels,
-    block_kernels,
+    block_ops,
     filter_kernels,
-    kv_kernels,
-    product_kernels,
+    products,
+    rotation,
     sampling_kernels,
 )
 
@@ -68,12 +68,12 @@ KERNELS: tuple[tuple[Any, int, dict[str, object]], ...] = (
     (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True}),
     (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True, "HAS_TREE": True, "HAS_WINDOW": True}),
     (attention_kernels.combine_kernel, 4, {**HEADS, "BLOCK_S": 16}),
-    (kv_kernels.rotation_kernel, 4, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
-    (kv_kernels.keep_kernel, 1, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
-    (block_kernels.rms_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
-    (block_kernels.swiglu_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
-    (product_kernels.product_kernel, 4, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),
-    (product_kernels.product_kernel, 4, {**PRODUCT, "IS_SCALED": True, "IS_GATED": True}),
+    (rotation.rotation_kernel, 4, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
+    (rotation.keep_kernel, 1, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
+    (block_ops.rms_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
+    (block_ops.swiglu_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
+    (products.product_kernel, 4, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),
+    (products.product_kernel, 4, {**PRODUCT, "IS_SCALED": True, "IS_GATED": True}),
     (sampling_kernels.greatest_kernel, 8, SAMPLE),
     (filter_kernels.count_kernel, 8, SAMPLE),
     (sampling_kernels.score_kernel, 8, {**SAMPLE, "HAS_FILTERS": False, "HAS_IDS": True}),

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.services.models.batch import ForwardBatch
+from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.decoder import Decoder, Linear
 from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
-from slipstream.services.models.fused_decoder import FusedDecoder
-from slipstream.services.models.fused_eagle3 import FusedEagle3Head
+from slipstream.services.models.fused import FusedDecoder, FusedEagle3Head
 from slipstream.services.models.kernels import products
-from slipstream.services.models.kv_cache import PagedKV
-from slipstream.services.models.linear import Linear
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import LAYOUTS, write_head
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from slipstream.services.models.config import RopeConfig
+from slipstream.services.models.decoder import inverse_frequencies
 from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
 from slipstream.services.models.kernels.rotation import rotation_of
-from slipstream.services.models.rope import inverse_frequencies
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
 FAR = 2**62

@@ -1,4 +1,4 @@
-"""The decoder on a GPU: the same weights, and in place of PyTorch's small operations a few kernels a layer."""
+"""The decoder and the EAGLE-3 head on a GPU: the same weights, computed by a few Triton kernels a layer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.services.models.decoder import Decoder, DecoderOutput
+from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
 from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
 from slipstream.services.models.kernels.products import Scaled, add_product, has_few_rows, linear, product
 from slipstream.services.models.kernels.rotation import rotation_of
+from slipstream.services.models.kernels.step_ops import embed_and_norm
 
 if TYPE_CHECKING:
-    from slipstream.services.models.batch import ForwardBatch
+    from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import DecoderLayer, RMSNorm
+    from slipstream.services.models.eagle3 import Eagle3Config
     from slipstream.services.models.kernels.paged_attention import PagedLayerAttention
-    from slipstream.services.models.kv_cache import PagedKV
 
 
 class FusedDecoder(Decoder):
@@ -122,3 +124,50 @@ def query_key_norms(layer: DecoderLayer, config: ModelConfig) -> QueryKeyNorms |
     if layer.query_norm is None or layer.key_norm is None:
         return None
     return QueryKeyNorms(query=layer.query_norm.weight, key=layer.key_norm.weight, eps=config.rms_norm_eps)
+
+
+class FusedEagle3Head(Eagle3Head):
+    """As `Eagle3Head`; what it launches depends on shapes alone, so that it can be captured in a CUDA graph."""
+
+    def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._paged = PagedAttention(config.layer)
+        super().__init__(config, attention=self._paged, device=device, dtype=dtype)
+        self._has_ordered_ids = False
+        self._norms = query_key_norms(self.layer, config.layer)
+
+    @property
+    def samples_own_ids(self) -> bool:
+        """See `Eagle3Head.samples_own_ids`. Equals go to the lower of the target's ids, so that their order counts."""
+        return self._has_ordered_ids
+
+    def pack(self) -> None:
+        """See `Eagle3Head.pack`."""
+        super().pack()
+        self._has_ordered_ids = bool((self.token_ids[1:] > self.token_ids[:-1]).all())
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
+        """See `Eagle3Head.forward`."""
+        layer, eps = self.config.layer, self.config.layer.rms_norm_eps
+        rotation = rotation_of(batch.positions, self._inverse_frequencies, layer.max_position_embeddings)
+        attend = self._paged.prepare(batch, cache)
+        x = states.flatten(0, 1).contiguous()
+        norms = self.layer.attention_norm.weight, self.hidden_norm.weight
+        both = embed_and_norm(batch.tokens.reshape(-1), self.embedding, x, *norms, eps)
+        residual = both[:, x.shape[1] :].contiguous() if self.config.has_normed_residual else x
+        if has_few_rows(both):
+            mixed = attend.rotate_and_attend(0, product(both, self.layer.qkv), rotation, self._norms)
+            return finish_layer(self.layer, residual, mixed, self.norm)[0].view(states.shape)
+        x, delta = run_layer(self.layer, 0, residual, both, rotation, attend, self._norms, eps)
+        return (x + delta).view(states.shape)
+
+    @torch.inference_mode()
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Eagle3Head.fuse`."""
+        return linear(hidden, self.fc)
+
+    @torch.inference_mode()
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """See `Eagle3Head.own_logits`."""
+        normed = rms_norm(states.reshape(-1, states.shape[-1]), self.norm.weight, self.norm.eps)
+        return linear(normed, self.head).view(*states.shape[:-1], -1)
