@@ -71,6 +71,7 @@ class SequenceStats:
     num_verify_steps: int = 0
     """Drafts that the target checked; steps in which the sequence did not speculate are not counted."""
     total_draft_tokens: int = 0
+    """Tokens that the draft proposed: K for each draft, also where fewer may be accepted."""
     total_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     """[K]: drafts whose token at this place was accepted; empty until the sequence is admitted."""
@@ -80,10 +81,10 @@ class SequenceStats:
     last_token_at: float | None = None
     finished_at: float | None = None
 
-    def add_draft(self, num_drafted: int, num_accepted: int) -> None:
+    def add_draft(self, num_proposed: int, num_accepted: int) -> None:
         """Counts one more draft that the target has checked."""
         self.num_verify_steps += 1
-        self.total_draft_tokens += num_drafted
+        self.total_draft_tokens += num_proposed
         self.total_accepted_tokens += num_accepted
         for place in range(num_accepted):
             self.accepted_per_position[place] += 1

@@ -11,7 +11,6 @@ from slipstream.common.api.sequence import SequenceOutput
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
-from slipstream.scheduler.core.draft_tally import DraftTally
 from slipstream.scheduler.core.step import Step
 
 if TYPE_CHECKING:
@@ -51,8 +50,8 @@ class Applied(NamedTuple):
     """The outcome of a step for the sequences that still run."""
 
     outputs: Outputs
-    drafts: DraftTally
-    """Draft statistics, only for sequences with speculation enabled."""
+    num_accepted: list[int]
+    """Accepted draft tokens of each sequence with speculation enabled."""
 
 
 class _Decoding(NamedTuple):
@@ -120,20 +119,20 @@ class Batch:
         """
         is_drafted = step.kind is StepKind.DECODE
         outputs: Outputs = []
-        drafts = DraftTally(self.sizes.num_draft_tokens)
+        accepted: list[int] = []
         now = time.monotonic()
         for sequence, tokens, likely, num_drafted in self._rows(step, result, is_drafted=is_drafted):
             if num_drafted:
                 num_accepted = len(tokens) - 1
-                sequence.stats.add_draft(num_drafted, num_accepted)
-                drafts.add(num_drafted, num_accepted)
+                sequence.stats.add_draft(self.sizes.num_draft_tokens, num_accepted)
+                accepted.append(num_accepted)
             output = sequence.end_output(tokens, num_drafted + 1, likely, now)
             if output.finish_reason is not None:
                 self._end(sequence)
             elif sequence.is_sure_to_end:
                 self._decoding = None
             outputs.append((sequence, output))
-        return Applied(outputs, drafts)
+        return Applied(outputs, accepted)
 
     def cancel(self, sequences: list[Sequence]) -> Outputs:
         """Ends sequences, running or not yet; those that are over stay as they are."""

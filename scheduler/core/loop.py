@@ -120,7 +120,7 @@ class StepLoop:
         if outputs:
             self._sink.put(outputs)
         if taken_in is not None:
-            self._metrics.drafted(taken_in.drafts)
+            self._metrics.drafted(taken_in.num_accepted, self._batch.sizes.num_draft_tokens)
         self._timings.report()
 
     def _send(self, step: Step) -> None:

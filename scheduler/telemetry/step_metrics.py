@@ -19,11 +19,10 @@ from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.telemetry.timings import EDGES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from prometheus_client import Counter, Metric
 
-    from slipstream.scheduler.core.draft_tally import DraftTally
     from slipstream.scheduler.telemetry.timings import StepTiming
 
 WINDOW_S = 10.0
@@ -60,7 +59,11 @@ OVERLAP_EFFICIENCY = gauge(
     *LABELS,
 )
 DRAFTS = counter("slipstream_drafts_total", "Drafts that the target checked, one a request and step.", "algorithm")
-DRAFT_TOKENS = counter("slipstream_draft_tokens_total", "Tokens that the draft proposed.", "algorithm")
+DRAFT_TOKENS = counter(
+    "slipstream_draft_tokens_total",
+    "Tokens that the draft proposed: K for each draft, also where the request lets fewer be accepted.",
+    "algorithm",
+)
 ACCEPTED_TOKENS = counter("slipstream_accepted_tokens_total", "Proposed tokens that the target accepted.", "algorithm")
 ACCEPTED_PER_POSITION = counter(
     "slipstream_accepted_tokens_per_position_total",
@@ -152,20 +155,18 @@ class StepMetrics:
         with self._lock:
             self._stall[site].inc(seconds)
 
-    def drafted(self, drafts: DraftTally) -> None:
-        """Counts the drafts of a step."""
-        if not drafts.num_drafts:
+    def drafted(self, num_accepted: Sequence[int], num_draft_tokens: int) -> None:
+        """Counts the drafts of a step: the accepted tokens of each, and K."""
+        if not num_accepted:
             return
-        accepted = drafts.accepted_per_position()
         with self._lock:
-            self._drafts.inc(drafts.num_drafts)
-            self._draft_tokens.inc(drafts.num_draft_tokens)
-            self._accepted.inc(sum(accepted))
-            # A position has a series from the first draft on that reaches it.
-            for position in range(len(self._accepted_at) + 1, drafts.most_drafted + 1):
+            self._drafts.inc(len(num_accepted))
+            self._draft_tokens.inc(len(num_accepted) * num_draft_tokens)
+            self._accepted.inc(sum(num_accepted))
+            for position in range(len(self._accepted_at) + 1, num_draft_tokens + 1):
                 self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
-            for at_position, count in zip(self._accepted_at, accepted, strict=False):
-                at_position.inc(count)
+            for position, at_position in enumerate(self._accepted_at, start=1):
+                at_position.inc(sum([number >= position for number in num_accepted]))
 
 
 class _EfficiencyWindow:

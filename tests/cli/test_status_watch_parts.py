@@ -22,7 +22,6 @@ from slipstream.common.rpc.metrics import make_registry
 from slipstream.common.rpc.scrape import Scrape
 from slipstream.common.worker.step import StepKind
 from slipstream.gateway.request_metrics import RequestMetrics
-from slipstream.scheduler.core.draft_tally import DraftTally
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
@@ -57,10 +56,7 @@ class Server:
                     kind=StepKind.DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
                 )
             )
-            tally = DraftTally(2)
-            for num_accepted in (0, 2, 1, 1):
-                tally.add(2, num_accepted)
-            self.steps.drafted(tally)
+            self.steps.drafted([0, 2, 1, 1], 2)
         self.steps.observe(
             StepTiming(
                 kind=StepKind.PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from random import Random
 
     from slipstream.common.api.sequence import Outputs
-    from slipstream.scheduler.core.draft_tally import DraftTally
 
 STOP = 7
 """A token that some jobs end at."""
@@ -137,7 +136,8 @@ class Run:
         self.batch = Batch(sizes)
         self.device = Device(sizes, random)
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
-        self.drafts: list[DraftTally] = []
+        self.num_accepted: list[int] = []
+        """Of each draft."""
         self.outputs: dict[Sequence, list[int]] = {}
         self.ends: dict[Sequence, FinishReason | None] = {}
 
@@ -153,8 +153,8 @@ class Run:
             self.in_flight.append((step, self.device.run(step)))
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
-            deliveries, drafts = self.batch.apply(step, result)
-            self.drafts.append(drafts)
+            deliveries, num_accepted = self.batch.apply(step, result)
+            self.num_accepted += num_accepted
             self.take(deliveries)
         return step is not None or bool(self.in_flight)
 

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.draft_tally import DraftTally
 from slipstream.scheduler.telemetry.step_metrics import RESULT, StepMetricFamilies, StepMetrics
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
@@ -81,14 +80,11 @@ def test_phases_are_apart(measured: Measured) -> None:
 
 
 def test_drafts_by_position(measured: Measured) -> None:
-    measured.metrics.drafted(DraftTally(3))
+    measured.metrics.drafted([], 3)
     assert measured.drafting("accepted_tokens_per_position_total", position="1") is None
-    tally = DraftTally(3)
-    for num_drafted, num_accepted in ((3, 2), (3, 0), (1, 1)):
-        tally.add(num_drafted, num_accepted)
-    measured.metrics.drafted(tally)
+    measured.metrics.drafted([2, 0, 1], 3)
     assert measured.drafting("drafts_total") == 3
-    assert measured.drafting("draft_tokens_total") == 7
+    assert measured.drafting("draft_tokens_total") == 9
     assert measured.drafting("accepted_tokens_total") == 3
     at = [measured.drafting("accepted_tokens_per_position_total", position=str(place)) for place in range(1, 5)]
     # No draft had a fourth token.
