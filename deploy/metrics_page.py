@@ -19,7 +19,7 @@ from slipstream.services.worker import host_stalls
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
 
-PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Several test processes and the services that they start share the cores. Before torch reads it.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -41,10 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws the seed of the sample. Processes of pytest-xdist get the options of the process that starts them."""
-    if config.option.sample_seed is None:
+    """Draws the seed of the sample; a process of pytest-xdist takes that of the process that started it."""
+    if hasattr(config, "workerinput"):
+        config.option.sample_seed = config.workerinput["sample_seed"]
+    elif config.option.sample_seed is None:
         config.option.sample_seed = random.SystemRandom().randrange(10**6)
     sampling.is_sampled = config.option.sampled
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hands the seed to a process of pytest-xdist."""
+    node.workerinput["sample_seed"] = node.config.option.sample_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

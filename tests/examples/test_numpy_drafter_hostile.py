@@ -108,7 +108,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
     process = subprocess.Popen([sys.executable, str(DRAFTER), "--tokenizer", str(folder), "--listen", address])
     with grpc.insecure_channel(address) as channel:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-        yield Drafter(channel, process)
+        drafter = Drafter(channel, process)
+        drafter.check_it_works()  # from now on it has had an epoch, and says so
+        yield drafter
     process.terminate()
     assert process.wait(timeout=20) == 0
 

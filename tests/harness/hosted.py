@@ -29,6 +29,7 @@ from slipstream.protos import worker_pb2 as pb
 from tests.harness.guarded_arena import GuardedArena
 from tests.harness.hostile_messages import decodes, methods, wire
 from tests.harness.leaks import Held
+from tests.harness.sampling import examples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ REFUSALS = (
 )
 EPOCHS = itertools.count(1)
 """A worker takes each once."""
-FUZZ = settings(max_examples=45, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(45), suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ def adjusted_reference(models: Models, plain: list[list[int]]) -> list[list[int]
     return outputs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way",
     [
@@ -55,6 +56,7 @@ def test_penalties_bias_and_masks_are_exact_inside_what_is_accepted(
         assert sum(job.stats.total_accepted_tokens for job in together) > 20
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_draft_that_is_the_target_applies_them_as_well(
     models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], run_ahead: int

@@ -35,6 +35,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_tokens_are_the_targets_and_nothing_collides(
@@ -54,16 +55,21 @@ def test_tokens_are_the_targets_and_nothing_collides(
         assert one.stats.total_accepted_tokens == other.stats.total_accepted_tokens
 
 
-def test_how_a_prompt_is_cut_changes_no_guess(verify: RoleEngine, tmp_path: Path, target: Path) -> None:
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 8])
+def test_how_a_prompt_is_cut_changes_no_guess(
+    verify: RoleEngine, tmp_path: Path, target: Path, chunk_tokens: int
+) -> None:
     head = make_head(tmp_path / "head", target)
     counts = []
-    for chunk_tokens in (1, 3, 8, 64):
+    for size in (chunk_tokens, 64):
         jobs = make_jobs(10)
-        Served(Models(verify, head, head), Way(num_draft_tokens=4, chunk_tokens=chunk_tokens)).run(jobs)
+        Served(Models(verify, head, head), Way(num_draft_tokens=4, chunk_tokens=size)).run(jobs)
         counts.append([(job.stats.num_verify_steps, job.stats.total_accepted_tokens) for job in jobs])
-    assert counts[0] == counts[1] == counts[2] == counts[3]
+    assert counts[0] == counts[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_requests_with_penalties_masks_logprobs_and_bounds(
     verify: RoleEngine, target: Path, tmp_path: Path, run_ahead: int

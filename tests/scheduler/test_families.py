@@ -35,6 +35,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", CHANGES)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     target = write_checkpoint(tmp_path / "target", family=family, seed=SEED, **CHANGES[family])

@@ -142,6 +142,7 @@ def reference(checkpoints: Checkpoints) -> list[list[int]]:
     return serve(checkpoints, "none", HostDevice())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_replayed_steps_give_the_same_tokens(
@@ -151,6 +152,7 @@ def test_replayed_steps_give_the_same_tokens(
         assert serve(checkpoints, draft, InlineDevice(), run_ahead=run_ahead) == reference
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("draft", ["none", "standalone"])
 def test_one_size_for_all_steps(
     checkpoints: Checkpoints, reference: list[list[int]], draft: str, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +235,7 @@ def test_parts_of_a_step_share_no_more_than_memory(
     assert serve(checkpoints, "standalone", InlineDevice()) == reference
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("draft", DRAFTS[1:])
 def test_what_replays_access_is_in_order(checkpoints: Checkpoints, draft: str, tmp_path: Path) -> None:
     outputs = serve(checkpoints, draft, InlineDevice(), log_dir=tmp_path)

@@ -21,6 +21,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_token_ids_are_the_same_however_they_are_served(models: Models, reference: list[list[int]], way: Way) -> None:
     together, alone = make_jobs(), make_jobs()
@@ -51,6 +52,7 @@ def test_stop_tokens_end_a_request_and_nobody_elses(models: Models, reference: l
             assert output == full
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_cancels_change_nothing_for_the_others(models: Models, seed: int) -> None:
     """Slots and pages change hands while steps of their last owners are still under way."""
@@ -77,6 +79,7 @@ def test_cancels_change_nothing_for_the_others(models: Models, seed: int) -> Non
     assert any(served.epoch.finish_reason(job) is FinishReason.ABORT for job in jobs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_draft_that_is_the_target_is_always_right(models: Models, reference: list[list[int]], run_ahead: int) -> None:
     """So draft's keys and values are those of the tokens that were accepted, and its noise is verify's."""
@@ -91,6 +94,7 @@ def test_a_draft_that_is_the_target_is_always_right(models: Models, reference: l
             assert job.stats.num_verify_steps == -(-(job.spec.max_new_tokens - 1) // (num_draft_tokens + 1))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 @pytest.mark.parametrize("bounds", [(0, None), (0, 0, 2, 0), (1, 0, 3), (0,)], ids=str)
 def test_speculation_that_is_bounded_or_off_changes_no_token(

@@ -51,6 +51,7 @@ class HiddenDrafter:
         return guess[:, None].repeat(1, num_tokens)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
 def test_a_draft_that_reads_hidden_states(
     models: Models, reference: list[list[int]], tmp_path: Path, run_ahead: int
@@ -73,6 +74,7 @@ def test_a_draft_that_reads_hidden_states(
 class TestReplay:
     """The order of a real run, from its logs."""
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("run_ahead", [0, 1, 2])
     def test_nothing_collides(self, models: Models, tmp_path: Path, run_ahead: int) -> None:
         report = self._report(models, tmp_path, Way(num_draft_tokens=2, run_ahead=run_ahead, slots=2))

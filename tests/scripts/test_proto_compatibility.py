@@ -87,7 +87,7 @@ BREAKS: dict[str, tuple[Callable[[FileDescriptorSet], object], str]] = {
         "slipstream.v1.Usage.seed: was single uint64 = 7, is single string = 7",
     ),
     "field of another message": (
-        lambda files: setattr(field(files, "Sequence", "usage"), "type_name", ".slipstream.v1.TokenIds"),
+        lambda files: setattr(field(files, "Job", "usage"), "type_name", ".slipstream.v1.TokenIds"),
         "slipstream.v1.Job.usage: was single .slipstream.v1.Usage = 7",
     ),
     "field repeated": (

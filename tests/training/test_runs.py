@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.worker.config import WorkerConfig
@@ -18,8 +17,9 @@ from slipstream.training.run import LOG_EVERY_STEPS
 from tests.harness.checkpoints import write_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 2 * LOG_EVERY_STEPS + 1
 CONTEXT_TOKENS = 32
@@ -41,12 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Iterator[dict[str, Any]]:
+def trained(folder: Path) -> dict[str, Any]:
     """What is in the log of each model; each is in a folder of the same name."""
     own: dict[str, Any] = {"batch": BATCH, "minutes": 60.0, "device": "cpu", "seed": 3}
     num_batches = (4 * PERIOD * CONTEXT_TOKENS - 2 * CONTEXT_TOKENS) // CONTEXT_TOKENS // BATCH
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of work as small as this more would only wait for each other
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "CONTEXT_TOKENS", CONTEXT_TOKENS)
         patch.setattr(checkpoint, "TARGET", small(num_layers=6))
@@ -56,8 +54,7 @@ def trained(folder: Path) -> Iterator[dict[str, Any]]:
         for name, module in (("standalone", distil), ("eagle3", distil_eagle3)):
             out, log = folder / name, folder / f"{name}.json"
             module.main(folder, [folder / "samples.npy"], folder / "target", out, log, steps=NUM_STEPS, **own)
-    yield {name: json.loads((folder / f"{name}.json").read_text()) for name in ("target", "standalone", "eagle3")}
-    torch.set_num_threads(threads)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("target", "standalone", "eagle3")}
 
 
 def small(num_layers: int) -> LlamaShape:
