@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import Attachment
     from slipstream.common.worker.step import FencePoint
     from slipstream.services.worker.engine import RoleEngine
+    from slipstream.services.worker.epoch import Epoch
 
 
 class DelayedEngine(Engine):
@@ -46,12 +47,12 @@ class DelayedEngine(Engine):
         self._delay = plan, self._kernel(plan.delay_us / 1000)
         super().attach(attachment)
 
-    def _signal(self, point: FencePoint, step: int) -> None:
+    def _signal(self, opened: Epoch, point: FencePoint, step: int) -> None:
         assert self._delay is not None, "a step belongs into an epoch"
         plan, run = self._delay
         if _is_late(plan, point):
             self._stream.enqueue(run)
-        super()._signal(point, step)
+        super()._signal(opened, point, step)
 
     def _kernel(self, length_ms: float) -> Callable[[], None]:
         """Stream work that takes so long."""

@@ -7,7 +7,7 @@ On a GPU decode steps are graphs, as a model's are: few launches for the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.captured_step import CapturedAccess
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import StepNumber
-    from slipstream.services.worker.graphed_step import GraphedStep
-    from slipstream.services.worker.graphs import Replay
+    from slipstream.services.worker.graphs import GraphedPart, GraphedStep
 
 T = TypeVar("T")
 
@@ -193,15 +191,15 @@ class _DraftGraphs:
     def phases(self, command: StepCommand) -> list[Phase]:
         """A decode step."""
         part = _taking(self._parts, command)
-        return [Phase(partial(part.replay, self._state, command), FenceName.DRAFT_DONE, is_stamped=True)]
+        return [Phase(partial(part.replay, self._state.future_map, command), FenceName.DRAFT_DONE, is_stamped=True)]
 
-    def _make(self, size: int) -> _Part:
+    def _make(self, size: int) -> GraphedPart:
         def work() -> None:
             self._graphed.stamp_start()
             self._guess(self._graphed.step, self._graphed.slots[:size])
             self._graphed.stamp_end()
 
-        return _Part.capture(self._graphed, work)
+        return self._graphed.capture_part(work)
 
 
 class _VerifyGraphs:
@@ -227,11 +225,11 @@ class _VerifyGraphs:
         """A decode step, with a draft or plain."""
         publish, stash = _taking(self._parts[command.kind], command)
         return [
-            Phase(partial(publish.replay, self._state, command), FenceName.VERIFY_PUBLISH, is_stamped=True),
-            Phase(partial(stash.replay, self._state, command), FenceName.VERIFY_STASH, is_stamped=True),
+            Phase(partial(publish.replay, self._state.future_map, command), FenceName.VERIFY_PUBLISH, is_stamped=True),
+            Phase(partial(stash.replay, self._state.future_map, command), FenceName.VERIFY_STASH, is_stamped=True),
         ]
 
-    def _make(self, kind: StepKind, size: int) -> tuple[_Part, _Part]:
+    def _make(self, kind: StepKind, size: int) -> tuple[GraphedPart, GraphedPart]:
         graphed, future_map = self._graphed, self._state.future_map
         rows = graphed.slots[:size]
         result = Latest["VerifyResult"]()
@@ -245,24 +243,7 @@ class _VerifyGraphs:
             future_map.stash(graphed.step, rows, result.value)
             graphed.stamp_end()
 
-        return _Part.capture(graphed, publish), _Part.capture(graphed, stash)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A captured part of a step."""
-
-    work: Replay
-    accesses: tuple[CapturedAccess, ...]
-
-    @classmethod
-    def capture(cls, graphed: GraphedStep, work: Callable[[], None]) -> _Part:
-        graphed.step.take_accesses()
-        return cls(graphed.capture.capture(work), graphed.step.take_accesses())
-
-    def replay(self, state: EpochState, command: StepCommand) -> None:
-        self.work()
-        state.future_map.log_replay(self.accesses, command.step, command.slots)
+        return graphed.capture_part(publish), graphed.capture_part(stash)
 
 
 def _sizes(state: EpochState) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from slipstream.services.models.eagle3 import Eagle3Head
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.paged_slots import SlotRows
@@ -57,8 +57,8 @@ class Eagle3Drafter:
     def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`. Each token goes with the state before it; the first of a prompt has none."""
         assert hidden is not None, "the description asks for hidden states"
-        self._slots.remember_prompt(chunks)
-        states = chunks.padded(self._head.fuse(hidden.to(self._dtype)))
+        self._slots.record_prompt(chunks)
+        states = chunks.with_padding(self._head.fuse(hidden.to(self._dtype)))
         before = torch.cat((self._last_states[chunks.rows][:, None], states[:, :-1]), dim=1)
         last = states.gather(1, _columns(chunks.lengths - 1, states))[:, 0]
         self._last_states.index_copy_(0, chunks.rows, last)
@@ -67,11 +67,11 @@ class Eagle3Drafter:
         slots = self._slots.take(chunks.rows)
         self._forward(slots, chunks.tokens, positions.clamp(min=0), before, is_valid)
 
-    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`. First the entries of the last step's new tokens, then one for each drafted token."""
         assert stash.hidden_states is not None, "the description asks for hidden states"
         slots = self._slots.take(rows)
-        self._slots.remember_output(rows, stash.last_tokens, stash.num_new)
+        self._slots.record_output(rows, stash.last_tokens, stash.num_new)
         columns = torch.arange(stash.last_tokens.shape[1], device=self._device)
         last = (stash.num_new - 1)[:, None]
         positions = stash.seq_lens[:, None] - stash.num_new[:, None] + torch.minimum(columns, last)
@@ -81,12 +81,12 @@ class Eagle3Drafter:
         state = states.gather(1, _columns(stash.num_new - 1, states))
         # [num_tokens + 1, B, 1]: where the entries are, the first of which is made, and where their tokens come to be.
         ahead = (stash.seq_lens + torch.arange(num_tokens + 1, device=self._device)[:, None])[:, :, None]
-        proposed = [self._sample(slots, state, ahead[1], needs)]
+        proposed = [self._sample(slots, state, ahead[1], mode)]
         while len(proposed) < num_tokens:
             number = len(proposed)
             state = self._forward(slots, proposed[-1], ahead[number - 1], state)
-            chain = torch.cat(proposed, dim=1) if needs is SamplingMode.ADJUSTMENTS else None
-            proposed.append(self._sample(slots, state, ahead[number + 1], needs, chain))
+            chain = torch.cat(proposed, dim=1) if mode is SamplingMode.ADJUSTMENTS else None
+            proposed.append(self._sample(slots, state, ahead[number + 1], mode, chain))
         return torch.cat(proposed, dim=1)
 
     def _forward(
@@ -105,13 +105,13 @@ class Eagle3Drafter:
         slots: SlotRows,
         states: torch.Tensor,
         positions: torch.Tensor,
-        needs: SamplingMode,
+        mode: SamplingMode,
         chain: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if needs is SamplingMode.ADJUSTMENTS or not self._head.samples_own_ids:
-            return self._slots.sample(slots, self._head.logits(states), positions, needs, chain)
+        if mode is SamplingMode.ADJUSTMENTS or not self._head.samples_own_ids:
+            return self._slots.sample(slots, self._head.logits(states), positions, mode, chain)
         logits, ids = self._head.own_logits(states), self._head.token_ids
-        return self._slots.sample(slots, logits, positions, needs, token_ids=ids)
+        return self._slots.sample(slots, logits, positions, mode, token_ids=ids)
 
 
 def _columns(columns: torch.Tensor, states: torch.Tensor) -> torch.Tensor:

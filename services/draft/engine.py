@@ -1,25 +1,57 @@
-"""Draft: proposes K tokens a slot, continuing what verify stashed."""
+"""Draft: proposes K tokens for each slot, behind the ones that verify stashed."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.services.draft.graphs import DraftGraphs, propose
 from slipstream.services.worker.engine import Phase
-from slipstream.services.worker.padded_chunks import PaddedChunks, alike
+from slipstream.services.worker.graphs import batch_buckets, capture_buckets
+from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.draft.drafter import Drafter
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import NextStepState, StepNumber
+    from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
+
+_GRAPHED = (SamplingMode.NOISE, SamplingMode.FILTERS)
+"""Adjustments come without a graph: they take tables of the vocabulary for each row."""
+
+
+class Drafter(Protocol):
+    """A way to guess tokens. All methods but `open` and `close` are stream work."""
+
+    def open(self, state: EpochState) -> None:
+        """Allocates what an epoch needs and warms up."""
+        ...
+
+    def close(self) -> None:
+        """Frees it."""
+        ...
+
+    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
+        """Takes in parts of prompts.
+
+        `hidden`: [tokens, width], chunk after chunk: the target's states of their tokens, if the draft reads them.
+        """
+        ...
+
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
+        """Guesses the `num_tokens` tokens behind each slot's bonus token: [B, num_tokens] int64.
+
+        `rows`: [B] int64 slots; `mode`: how to sample as verify does. Called once for each stash of a slot that
+        drafts. The kernels that it launches depend on shapes and `mode` alone.
+        """
+        ...
 
 
 class DraftEngine:
@@ -54,7 +86,7 @@ class DraftEngine:
         work: Callable[[], None] = _do_nothing
         if command.slots and command.kind is StepKind.PREFILL:
             # Where padding costs more than another forward does.
-            groups = [list(command.chunks)] if state.graphs is None else alike(command.chunks)
+            groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
             work = partial(self._prefill, state, command.step, padded)
         elif command.slots:
@@ -73,7 +105,49 @@ class DraftEngine:
             self._drafter.prefill(chunks, states)
 
     def _propose(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> None:
-        propose(self._drafter, state, command.step, rows, state.slots.needs(command.slots))
+        propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
+
+
+class DraftGraphs:
+    """The decode steps of an epoch as graphs: from the stash to the tokens, the whole chain in one."""
+
+    def __init__(self, drafter: Drafter, state: EpochState, graphed: GraphedStep) -> None:
+        """Captures them."""
+        self._drafter = drafter
+        self._state = state
+        self._graphed = graphed
+        sizes = batch_buckets(state.attachment.shape.num_slots - 1)
+        self._made: dict[SamplingMode, Buckets[GraphedPart]] = {
+            mode: capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)) for mode in _GRAPHED
+        }
+
+    def propose(self, command: StepCommand) -> None:
+        """Stream work: a decode step, its stamps included."""
+        mode, num_rows = self._state.slots.sampling_mode(command.slots), len(command.slots)
+        made = self._made[mode].get(num_rows) if mode in self._made else None
+        if made is not None:
+            made.replay(self._state.future_map, command)
+            return
+        self._graphed.stamp_start()
+        propose(self._drafter, self._state, command.step, self._graphed.slots[:num_rows], mode)
+        self._graphed.stamp_end()
+
+    def _make(self, mode: SamplingMode, size: int) -> GraphedPart:
+        graphed, rows = self._graphed, self._graphed.slots[:size]
+
+        def work() -> None:
+            graphed.stamp_start()
+            propose(self._drafter, self._state, graphed.step, rows, mode)
+            graphed.stamp_end()
+
+        return graphed.capture_part(work)
+
+
+def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:
+    """Stream work: guesses for B slots, from the stash to the arena. `rows`: [B] int64."""
+    stash = state.future_map.gather(step, rows, state.slots.limits_of(rows))
+    tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, mode)
+    state.future_map.propose(step, rows, tokens)
 
 
 def _do_nothing() -> None:

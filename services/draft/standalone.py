@@ -9,7 +9,7 @@ import torch
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.language_model import LanguageModel
     from slipstream.services.worker.padded_chunks import PaddedChunks
@@ -33,14 +33,14 @@ class StandaloneDrafter:
         """See `Drafter.prefill`. A language model reads no one's states."""
         self._model.prefill(self._model.slots.take(chunks.rows), chunks)
 
-    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`.
 
         The first forward also takes the token before the bonus: when all of the last draft was accepted,
         its last token was never an input here, and has no KV yet. For the others it writes what is there.
         """
         slots = self._model.slots.take(rows)
-        self._model.slots.remember_output(rows, stash.last_tokens, stash.num_new)
+        self._model.slots.record_output(rows, stash.last_tokens, stash.num_new)
         before = stash.last_tokens.gather(1, (stash.num_new - 2).clamp(min=0)[:, None])
         tokens = torch.cat((before, stash.bonus_tokens[:, None]), dim=1)
         positions = stash.seq_lens[:, None] + torch.arange(-1, 1, device=tokens.device)
@@ -48,10 +48,10 @@ class StandaloneDrafter:
         output = self._model.forward(slots, tokens, positions.clamp(min=0), is_valid=is_valid)
         # [num_tokens, B, 1]: where the tokens come to be.
         ahead = (stash.seq_lens + torch.arange(1, num_tokens + 1, device=tokens.device)[:, None])[:, :, None]
-        proposed = [self._model.sample(slots, output.hidden[:, -1:], ahead[0], needs)]
+        proposed = [self._model.sample(slots, output.hidden[:, -1:], ahead[0], mode)]
         while len(proposed) < num_tokens:
             number = len(proposed)
             output = self._model.forward(slots, proposed[-1], ahead[number - 1])
-            chain = torch.cat(proposed, dim=1) if needs is SamplingMode.ADJUSTMENTS else None
-            proposed.append(self._model.sample(slots, output.hidden, ahead[number], needs, chain))
+            chain = torch.cat(proposed, dim=1) if mode is SamplingMode.ADJUSTMENTS else None
+            proposed.append(self._model.sample(slots, output.hidden, ahead[number], mode, chain))
         return torch.cat(proposed, dim=1)

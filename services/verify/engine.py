@@ -1,4 +1,4 @@
-"""Verify: the target model checks what the draft proposed, samples, publishes and stashes."""
+"""Verify: runs the target model over the draft's tokens, samples, publishes and stashes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from slipstream.common.errors import MismatchError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.acceptance import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
-from slipstream.services.verify.prompts import PromptGroup
-from slipstream.services.verify.target import Target
+from slipstream.services.verify.target import PromptGroup, Target
 from slipstream.services.worker.engine import Phase
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
 
@@ -89,7 +88,7 @@ class VerifyEngine:
         return _phases(command.step, state, target, rows, partial(target.prefill, command, groups))
 
     def _width(self, num_draft_tokens: int) -> int | None:
-        """Tokens of a row in every decode step, where that is to be the same for all."""
+        """Tokens of a row in every decode step; None where that may differ."""
         width = self._deterministic_width
         if width is not None and width <= num_draft_tokens:
             rows = f"a row of a step with {num_draft_tokens} draft tokens has {num_draft_tokens + 1}"
@@ -97,7 +96,7 @@ class VerifyEngine:
         return width
 
     def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
-        """None to take the target's word."""
+        """None to accept by the target's tokens."""
         length = self._simulate_accept_length
         if length is None or not num_draft_tokens:
             return None
@@ -124,19 +123,19 @@ class VerifyEngine:
 def _phases(
     step: int, state: EpochState, target: Target, rows: torch.Tensor, work: Callable[[], VerifyResult | None]
 ) -> list[Phase]:
-    """Publishes and stashes what `work` finds for the slots of `rows`, if it finds anything."""
-    found: list[VerifyResult] = []
+    """Publishes and stashes the result of `work` for the slots of `rows`, if it has one."""
+    results: list[VerifyResult] = []
 
     def publish() -> None:
-        outcome = work()
-        if outcome is not None:
-            found.append(outcome)
-            state.future_map.publish(step, rows, outcome)
+        result = work()
+        if result is not None:
+            results.append(result)
+            state.future_map.publish(step, rows, result)
 
     def stash() -> None:
-        for outcome in found:
-            state.future_map.stash(step, rows, outcome)
-            target.remember(rows, outcome)
+        for result in results:
+            state.future_map.stash(step, rows, result)
+            target.record_output(rows, result)
 
     return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
 

@@ -1,9 +1,9 @@
-"""What verify computes in a step: looks at the draft with the target model, then chooses what stands of it."""
+"""Verify's computation: the target's forward over the draft, sampling its own tokens, and accepting the draft's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,22 +11,78 @@ from slipstream.common.worker.step import StepKind
 from slipstream.services.models.acceptance import accept
 from slipstream.services.models.sampler import logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
+from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import StepCommand
+    from collections.abc import Sequence
+
+    from slipstream.common.worker.step import PrefillChunk, StepCommand
     from slipstream.services.models.acceptance import SimulatedAcceptance
     from slipstream.services.models.decoder import DecoderOutput
-    from slipstream.services.verify.prompts import PromptEnds, PromptGroup
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import StepNumber
     from slipstream.services.worker.language_model import LanguageModel
     from slipstream.services.worker.paged_slots import SlotRows
     from slipstream.services.worker.slots import SamplingMode
+    from slipstream.services.worker.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What the target's forward leaves of B slots, W tokens each."""
+class PromptEnds:
+    """The ends of E prompts in a forward over B chunks; their first tokens are sampled from there."""
+
+    rows: torch.Tensor
+    """[E] int64: their slots."""
+    chunks: torch.Tensor
+    """[E] int64: numbers of chunks."""
+    columns: torch.Tensor
+    """[E] int64: of the last tokens."""
+    lengths: torch.Tensor
+    """[E] int64: of the prompts."""
+    slots: tuple[int, ...]
+    """As `rows`, on the host."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging) -> PromptEnds | None:
+        """Returns None if no prompt ends."""
+        ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
+        if not ends:
+            return None
+
+        def put(values: list[int]) -> torch.Tensor:
+            return staging.put(torch.tensor(values, dtype=torch.int64))
+
+        slots = tuple(chunks[number].slot for number in ends)
+        return cls(
+            rows=put(list(slots)),
+            chunks=put(ends),
+            columns=put([len(chunks[number].tokens) - 1 for number in ends]),
+            lengths=put([chunks[number].start + len(chunks[number].tokens) for number in ends]),
+            slots=slots,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """Chunks of prompts that go through the model side by side."""
+
+    chunks: PaddedChunks
+    ends: PromptEnds | None
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None, is_one: bool = False
+    ) -> list[PromptGroup]:
+        """Groups chunks of similar length; all of them with `is_one`; with `width`, each alone and padded to that."""
+        groups = [list(chunks)] if is_one else of_similar_length(chunks)
+        if width is not None:
+            groups = [[chunk] for chunk in chunks]
+        return [cls(PaddedChunks.of(group, staging, width=width), PromptEnds.of(group, staging)) for group in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetForward:
+    """Result of the target's forward over B slots, W tokens each."""
 
     rows: torch.Tensor
     """[B] int64: the slots."""
@@ -41,7 +97,7 @@ class Look:
 
 
 class Target:
-    """All of it is stream work. Belongs to one epoch."""
+    """The target model in one epoch. All methods are stream work."""
 
     def __init__(
         self,
@@ -52,39 +108,38 @@ class Target:
         *,
         width: int | None = None,
     ) -> None:
-        """`aux_layers`: whose inputs a draft reads. `simulated`: accepts in place of the target's word.
+        """`aux_layers`: layers whose inputs a draft reads. `simulated`: accepts by chance, whatever the target says.
 
-        `width`: tokens of a row in every look, those that are not there made up for; None is as many as there are.
+        `width`: tokens of a row in every forward, padding included; None is as many as there are.
         """
         self._model = model
         self._state = state
         self._aux_layers = aux_layers
         self._simulated = simulated
         self._width = width
-        self._fused_settle = _fused_settle() if model.device.type == "cuda" else None
 
     def decode(self, command: StepCommand, rows: torch.Tensor) -> VerifyResult:
         """A decode step, with a draft or plain. `rows`: [B] int64, the command's slots."""
-        look = self.look(command.step, rows, has_draft=command.kind is StepKind.DECODE)
-        return self.choose(look, self._state.slots.needs(command.slots), command.top_logprobs)
+        forward = self.forward(command.step, rows, has_draft=command.kind is StepKind.DECODE)
+        return self.sample(forward, self._state.slots.sampling_mode(command.slots), command.top_logprobs)
 
-    def look(self, step: StepNumber, rows: torch.Tensor, *, has_draft: bool) -> Look:
-        """The forward over the bonus token and K draft tokens of B slots, or over the bonus token alone."""
+    def forward(self, step: StepNumber, rows: torch.Tensor, *, has_draft: bool) -> TargetForward:
+        """Runs the bonus token and K draft tokens of B slots, or the bonus token alone."""
         future_map, slots = self._state.future_map, self._model.slots.take(rows)
         seq_lens, bonus_tokens = future_map.gather_ends(step, rows, slots.limits)
         tokens = bonus_tokens[:, None]
         if has_draft:
             tokens = torch.cat((tokens, future_map.copy_in(step, rows)), dim=1)
-        if self._width is None:
-            positions = _positions(seq_lens, tokens)
-            output = self._model.forward(slots, tokens, positions, aux_layers=self._aux_layers)
-            return Look(rows, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
-        return self._wide_look(rows, slots, seq_lens, tokens, self._width)
+        if self._width is not None:
+            return self._padded_forward(rows, slots, seq_lens, tokens, self._width)
+        positions = _positions(seq_lens, tokens)
+        output = self._model.forward(slots, tokens, positions, aux_layers=self._aux_layers)
+        return TargetForward(rows, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
 
-    def _wide_look(
+    def _padded_forward(
         self, rows: torch.Tensor, slots: SlotRows, seq_lens: torch.Tensor, tokens: torch.Tensor, width: int
-    ) -> Look:
-        """The same through rows of `width` tokens: products of one size, whatever is in them."""
+    ) -> TargetForward:
+        """The same in rows of `width` tokens: products of one size, whatever is in them."""
         num_tokens = tokens.shape[1]
         columns = torch.arange(width, device=tokens.device)
         padded = torch.nn.functional.pad(tokens, (0, width - num_tokens))
@@ -92,22 +147,22 @@ class Target:
         is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
         output = self._model.forward(slots, padded, positions, is_valid=is_valid, aux_layers=self._aux_layers)
         logits = self._model.decoder.logits(output.hidden)[:, :num_tokens].contiguous()
-        return Look(rows, seq_lens, tokens, logits, None if output.aux is None else output.aux[:, :num_tokens])
+        return TargetForward(rows, seq_lens, tokens, logits, None if output.aux is None else output.aux[:, :num_tokens])
 
-    def choose(self, look: Look, needs: SamplingMode, top_logprobs: int | None = None) -> VerifyResult:
-        """The target's own token at each place, as far as the draft agrees."""
-        chain = look.tokens[:, 1:]
-        positions = _positions(look.seq_lens, look.tokens) + 1
-        # Anew: in a graph, what the look has read of the slots is the look's alone.
-        slots = self._model.slots.take(look.rows)
-        tokens = self._model.slots.sample(slots, look.logits, positions, needs, chain)
-        seq_lens, num_accepted = self._settle(look, tokens)
+    def sample(self, forward: TargetForward, mode: SamplingMode, top_logprobs: int | None = None) -> VerifyResult:
+        """Samples the target's own token at each place, and accepts the draft's as far as they agree."""
+        chain = forward.tokens[:, 1:]
+        positions = _positions(forward.seq_lens, forward.tokens) + 1
+        # Taken anew: in a graph, what the forward has read of the slots belongs to the forward's graph alone.
+        slots = self._model.slots.take(forward.rows)
+        tokens = self._model.slots.sample(slots, forward.logits, positions, mode, chain)
+        seq_lens, num_accepted = self._accept(forward, tokens)
         return VerifyResult(
             seq_lens=seq_lens,
             num_accepted=num_accepted,
             tokens=tokens,
-            hidden_states=look.aux,
-            logprobs=None if top_logprobs is None else logprobs_of(look.logits.float(), tokens, top_logprobs),
+            hidden_states=forward.aux,
+            logprobs=None if top_logprobs is None else logprobs_of(forward.logits.float(), tokens, top_logprobs),
         )
 
     def prefill(self, command: StepCommand, groups: list[PromptGroup]) -> VerifyResult | None:
@@ -115,68 +170,66 @@ class Target:
         if self._state.attachment.is_debug:
             new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
             self._state.future_map.forget(command.step, torch.tensor(new, dtype=torch.int64, device=self._model.device))
-        states, outcomes = [], []
+        states, results = [], []
         for group in groups:
             slots = self._model.slots.take(group.chunks.rows)
             output = self._model.prefill(slots, group.chunks, aux_layers=self._aux_layers)
             if output.aux is not None:
-                states.append(group.chunks.counting(output.aux))
+                states.append(group.chunks.without_padding(output.aux))
             if group.ends is not None:
-                outcomes.append(self._first_tokens(output, group.ends, command.top_logprobs))
+                results.append(self._first_tokens(output, group.ends, command.top_logprobs))
         if states:
             self._state.future_map.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
-        return _together(outcomes) if outcomes else None
+        return _concatenated(results) if results else None
 
-    def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, asked: int | None) -> VerifyResult:
-        """Those behind the prompts that end in a group."""
-        slots, needs = self._model.slots.take(ends.rows), self._state.slots.needs(ends.slots)
+    def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, top_logprobs: int | None) -> VerifyResult:
+        """Samples the tokens behind the prompts that end in a group."""
+        slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
         logits = self._model.decoder.logits(output.hidden[ends.chunks, ends.columns][:, None])
-        tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], needs)
+        tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], mode)
         return VerifyResult(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
             hidden_states=None if output.aux is None else output.aux[ends.chunks, ends.columns][:, None],
-            logprobs=None if asked is None else logprobs_of(logits.float(), tokens, asked),
+            logprobs=None if top_logprobs is None else logprobs_of(logits.float(), tokens, top_logprobs),
         )
 
-    def remember(self, rows: torch.Tensor, outcome: VerifyResult) -> None:
-        """The outcome's tokens are output now, for the penalties. `rows`: [B] int64 slots."""
-        self._model.slots.remember_output(rows, outcome.tokens, outcome.num_accepted + 1)
+    def record_output(self, rows: torch.Tensor, result: VerifyResult) -> None:
+        """Counts the result's tokens as output, for the penalties. `rows`: [B] int64 slots."""
+        self._model.slots.record_output(rows, result.tokens, result.num_accepted + 1)
 
-    def _settle(self, look: Look, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The lengths, and how many draft tokens stand: each [B] int64."""
-        table, rows = self._state.slots, look.rows
-        if self._fused_settle is not None:
-            seeds, threshold = table.sampling.seed, None if self._simulated is None else self._simulated.threshold
-            most = table.max_draft_tokens
-            return self._fused_settle(tokens, look.tokens, rows, look.seq_lens, most, seeds, threshold)
+    def _accept(self, forward: TargetForward, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the new lengths and the numbers of draft tokens that are accepted, each [B] int64."""
+        table, rows = self._state.slots, forward.rows
+        if rows.is_cuda:
+            # Imported here, as there is no triton where there is no GPU.
+            from slipstream.services.models.kernels.step_ops import settle
+
+            threshold = None if self._simulated is None else self._simulated.threshold
+            most, seeds = table.max_draft_tokens, table.sampling.seed
+            return settle(tokens, forward.tokens, rows, forward.seq_lens, most, seeds, threshold)
         if tokens.shape[1] == 1:
-            return look.seq_lens + 1, torch.zeros_like(look.seq_lens)
+            return forward.seq_lens + 1, torch.zeros_like(forward.seq_lens)
         if self._simulated is None:
-            num_accepted = accept(look.tokens[:, 1:], tokens)
+            num_accepted = accept(forward.tokens[:, 1:], tokens)
         else:
-            num_accepted = self._simulated(table.sampling.seed.index_select(0, rows), look.seq_lens)
-        # The tokens are the target's own, however many of a chain may stand.
+            num_accepted = self._simulated(table.sampling.seed.index_select(0, rows), forward.seq_lens)
+        # The tokens are the target's own, however many of a chain are accepted.
         num_accepted = torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
-        return look.seq_lens + num_accepted + 1, num_accepted
+        return forward.seq_lens + num_accepted + 1, num_accepted
 
 
-def _together(outcomes: list[VerifyResult]) -> VerifyResult:
-    """The rows of several outcomes, one behind the other."""
-    if len(outcomes) == 1:
-        return outcomes[0]
-
-    def joined(values: list[torch.Tensor | None]) -> torch.Tensor | None:
-        there = [value for value in values if value is not None]
-        return torch.cat(there) if there else None
-
-    logprobs = [outcome.logprobs for outcome in outcomes if outcome.logprobs is not None]
+def _concatenated(results: list[VerifyResult]) -> VerifyResult:
+    if len(results) == 1:
+        return results[0]
+    hidden = [result.hidden_states for result in results if result.hidden_states is not None]
+    logprobs = [result.logprobs for result in results if result.logprobs is not None]
     return VerifyResult(
-        seq_lens=torch.cat([outcome.seq_lens for outcome in outcomes]),
-        num_accepted=torch.cat([outcome.num_accepted for outcome in outcomes]),
-        tokens=torch.cat([outcome.tokens for outcome in outcomes]),
-        hidden_states=joined([outcome.hidden_states for outcome in outcomes]),
+        seq_lens=torch.cat([result.seq_lens for result in results]),
+        num_accepted=torch.cat([result.num_accepted for result in results]),
+        tokens=torch.cat([result.tokens for result in results]),
+        hidden_states=torch.cat(hidden) if hidden else None,
         logprobs=Logprobs(
             output=torch.cat([row.output for row in logprobs]),
             top_tokens=torch.cat([row.top_tokens for row in logprobs]),
@@ -185,26 +238,6 @@ def _together(outcomes: list[VerifyResult]) -> VerifyResult:
         if logprobs
         else None,
     )
-
-
-def _fused_settle() -> _Settle:
-    # Here, as there is no triton where there is no GPU.
-    from slipstream.services.models.kernels.step_ops import settle
-
-    return settle
-
-
-class _Settle(Protocol):
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        given: torch.Tensor,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        most: torch.Tensor,
-        seeds: torch.Tensor,
-        threshold: int | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def _positions(seq_lens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,14 @@
-"""How a worker carries out a step: wait, stamp, work, signal, all enqueued on its one stream.
+"""Carries out a worker's steps: wait, stamp, work, signal, all enqueued on its one stream.
 
-`RoleEngine` is what differs between draft and verify; `Engine` is what they share. Everything here runs on the
-thread that owns the device (`enqueue` may run on another), and nothing here waits for the stream but `drain`,
-`abandon` and `synchronize`.
+Draft and verify each implement `RoleEngine` and share `Engine`. Everything here runs on the thread that owns the
+device (`enqueue` may run on another). Only `drain`, `abandon` and `synchronize` wait for the stream.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,28 +22,21 @@ from slipstream.common.errors import (
     StaleEpochError,
 )
 from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.captured_step import CapturedStep
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.recorder import FlightRecorder, Site
-from slipstream.common.worker.step import FenceName, Role
-from slipstream.services.worker.attachment_check import check_attachment
-from slipstream.services.worker.future_map import FutureMap
-from slipstream.services.worker.graphed_step import GraphedStep
-from slipstream.services.worker.graphs import CudaCapture, HostCapture
+from slipstream.common.worker.step import Role
+from slipstream.services.worker.epoch import Epoch, check_attachment, make_state
 from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.worker.memory import allocated_bytes, first_line, measured, no_room
-from slipstream.services.worker.slots import SlotTable
-from slipstream.services.worker.staging import HostStaging, PinnedStaging, staged_bytes
-from slipstream.services.worker.waited_fences import WaitedFences
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.device.interface import Arena, Device, Fence, Stream
+    from slipstream.common.device.interface import Device, Stream
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.contract import Attachment, WorkerDescription
-    from slipstream.common.worker.step import FencePoint, SlotUpdate, StepCommand
-    from slipstream.services.worker.staging import Staging
+    from slipstream.common.worker.step import FenceName, FencePoint, SlotUpdate, StepCommand
+    from slipstream.services.worker.epoch import EpochState
 
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
@@ -57,26 +49,14 @@ class Phase:
     work: Callable[[], None]
     fence: FenceName
     is_stamped: bool = False
-    """Whether the work of the first phase stamps its start, and that of the last one its end, by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpochState:
-    """What a role works with between attach and detach."""
-
-    attachment: Attachment
-    future_map: FutureMap
-    slots: SlotTable
-    staging: Staging = field(default_factory=HostStaging)
-    graphs: GraphedStep | None = None
-    """What graphs are made with; None where steps run without."""
+    """True if the work of the first phase stamps its start, and that of the last one its end, by itself."""
 
 
 class RoleEngine(Protocol):
-    """What a draft or a verify service does on the device."""
+    """The device work of a draft or a verify service."""
 
     def describe(self) -> WorkerDescription:
-        """What this worker is."""
+        """Returns what this worker is."""
         ...
 
     def open(self, state: EpochState) -> None:
@@ -84,7 +64,7 @@ class RoleEngine(Protocol):
         ...
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """The step's work in order; each part is stream work and holds all it needs."""
+        """Returns the step's work in order; each part is stream work and holds all it needs."""
         ...
 
     def close(self) -> None:
@@ -106,12 +86,12 @@ class Engine:
         refuses_waits: bool = False,
         on_stuck: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """`uses_graphs`: whether steps are captured where the device has graphs; only to find out what they change.
+        """`uses_graphs`: False to compare with steps that are not captured.
 
         `refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
 
-        `on_stuck` is called, on the device's thread, before anything is freed when the stream does not come to its end:
-        what frees something of a GPU's waits for the stream, so it has to end the process without.
+        `on_stuck` is called on the device's thread when the stream does not come to its end, before anything is freed:
+        on a GPU freeing waits for the stream, so the process has to end without.
         """
         self._role = role
         self._device = device
@@ -120,28 +100,25 @@ class Engine:
         self._uses_graphs = uses_graphs
         self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
         self._on_stuck = on_stuck
-        self._state: EpochState | None = None
-        self._arena: Arena | None = None
-        self._fences: dict[FenceName, Fence] = {}
+        self._open: Epoch | None = None
         self.last_epoch = 0
         """The largest epoch that was attached."""
         self.last_step = 0
         """Number of the last step of the open epoch."""
         self.stalls = HostStalls()
-        """Where the thread that owns the device was blocked on it."""
+        """Time that the thread that owns the device was blocked on it."""
         self.recorder = FlightRecorder()
-        """When steps were enqueued."""
+        """Times at which steps were enqueued."""
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
-        self._waited = WaitedFences()
         self.description = role.describe()
         self._weights = allocated_bytes(device.torch_device)
         self.enqueues_at_once = device.has_stream_threads
-        """Whether `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
+        """True if `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
 
     def describe(self) -> WorkerDescription:
-        """What this worker is, and what it has at the moment. Raises DeviceError."""
+        """Returns what this worker is, with the memory that it has at the moment. Raises DeviceError."""
         try:
             memory = measured(self.description.memory, self._device.torch_device, self._weights)
         except RuntimeError as error:
@@ -160,25 +137,22 @@ class Engine:
                 raise
 
     def _attach(self, attachment: Attachment) -> None:
-        if self._state is not None:
-            raise FailedPreconditionError(f"attached in epoch {self._state.attachment.epoch}: drain it first")
+        if self._open is not None:
+            raise FailedPreconditionError(f"attached in epoch {self.epoch}: drain it first")
         check_attachment(attachment, self.description, self.last_epoch)
         arena = self._device.open_arena(attachment.manifest)
         try:
-            fences = {name: arena.fence(name) for name in FenceName}
-            future_map = self._future_map_class()(
-                attachment.shape,
+            state = make_state(
+                attachment,
                 arena,
-                role=self.description.role,
-                vocab_size=self.description.vocab_size,
-                log=self._log,
-                is_debug=attachment.is_debug,
+                self.description,
+                self._device,
+                self._stream,
+                self._log,
+                uses_graphs=self._uses_graphs,
+                blocked=partial(self.stalls.at, STAGING),
             )
-            slots = SlotTable(attachment, self.description.vocab_size, self._device.torch_device)
-            staging = self._staging(attachment)
-            state = EpochState(
-                attachment, future_map, slots, staging, self._graphed_step(future_map, staging, attachment)
-            )
+            opened = Epoch(state, arena)
             self._stream.bind_thread()
             self._role.open(state)
         except BaseException as error:
@@ -190,7 +164,7 @@ class Engine:
         self.last_epoch, self.last_step = attachment.epoch, 0
         self.recorder.begin_epoch(attachment.epoch)
         self._is_ending = False
-        self._arena, self._fences, self._state = arena, fences, state
+        self._open = opened
 
     def enqueue(self, command: StepCommand) -> None:
         """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
@@ -205,7 +179,8 @@ class Engine:
                     torch.cuda.set_sync_debug_mode("default")
         self.recorder.add(Site.ENQUEUE, command.step, begun_ns, time.monotonic_ns())
 
-    def _enqueue(self, state: EpochState, command: StepCommand) -> None:
+    def _enqueue(self, opened: Epoch, command: StepCommand) -> None:
+        state = opened.state
         state.slots.check(command)
         state.staging.begin(command.step % state.attachment.shape.ring, command.slots)
         take_over = self._taking_over(state, command.updates)
@@ -219,11 +194,11 @@ class Engine:
         if command.updates:
             self._stream.enqueue(take_over)
         for point in command.ops.waits:
-            self._wait(point, command.step)
-        self._enqueue_phases(state, command, phases)
+            self._wait(opened, point, command.step)
+        self._enqueue_phases(opened, command, phases)
 
-    def _enqueue_phases(self, state: EpochState, command: StepCommand, phases: list[Phase]) -> None:
-        start, end = state.future_map.stamps(self.description.role, command.step)
+    def _enqueue_phases(self, opened: Epoch, command: StepCommand, phases: list[Phase]) -> None:
+        start, end = opened.state.future_map.stamps(self.description.role, command.step)
         if not phases[0].is_stamped:
             self._device.stamp(self._stream, start)
         for number, phase in enumerate(phases, start=1):
@@ -231,13 +206,13 @@ class Engine:
             if number == len(phases):
                 if not phase.is_stamped:
                     self._device.stamp(self._stream, end)
-                self._log_stamps(state, command.step)
+                self._log_stamps(opened.state, command.step)
             for point in command.ops.signals:
                 if point.fence is phase.fence:
-                    self._signal(point, command.step)
+                    self._signal(opened, point, command.step)
 
     def _taking_over(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
-        """Stream work that takes over what changed. What has to be staged for it is put now."""
+        """Stages what changed in the slots, and returns the stream work that takes it over."""
         if self.enqueues_at_once:
             return lambda: state.slots.take_over(state.slots.changes(updates, state.staging))
         return partial(state.slots.take_over, state.slots.changes(updates, state.staging)) if updates else _do_nothing
@@ -248,8 +223,8 @@ class Engine:
             self._stream.synchronize(DRAIN_TIMEOUT_S)
 
     def drain(self, epoch: int = 0) -> None:
-        """Finishes what is enqueued and ends the epoch; no effect if it is not open. 0 is whichever is."""
-        if self._state is not None and epoch in (0, self.epoch):
+        """Finishes what is enqueued and ends the epoch; no effect if it is not open. 0 stands for the open one."""
+        if self._open is not None and epoch in (0, self.epoch):
             self._take_no_more()
             with self.stalls.at(DRAIN):
                 self._stream.synchronize(DRAIN_TIMEOUT_S)
@@ -257,29 +232,29 @@ class Engine:
 
     @property
     def epoch(self) -> int | None:
-        """The open epoch."""
-        return None if self._state is None else self._state.attachment.epoch
+        """Number of the open epoch."""
+        return None if self._open is None else self._open.state.attachment.epoch
 
     def abandon(self, epoch: int | None) -> None:
-        """Ends the epoch after its scheduler was lost: what the stream waits for may never be signalled.
+        """Ends the epoch after its scheduler was lost: the stream's waits may never be signalled.
 
         No effect if another epoch is open by now, or none. The release is repeated, because a late producer's
         write may set a word back. A stream that does not come to its end is given up, and with it the process.
         """
-        if self._state is None or self.epoch != epoch:
+        if self._open is None or self.epoch != epoch:
             return
         self._take_no_more()
-        deadline = time.monotonic() + self._waited.timeout_s
-        # What is enqueued on a broken stream is dropped: there is nothing to wait for.
-        while self._stream.failure is None and not self._is_released():
+        deadline = time.monotonic() + self._open.release_timeout_s
+        # A broken stream drops what is enqueued: there is nothing to wait for.
+        while self._stream.failure is None and not self._is_released(self._open):
             if time.monotonic() > deadline:
                 self._on_stuck(self)
                 self._stream.fail(DeadlineExceededError("what the stream waits for does not come, nor can be released"))
         self._close_epoch()
 
-    def _is_released(self) -> bool:
+    def _is_released(self, opened: Epoch) -> bool:
         try:
-            self._waited.release()
+            opened.release()
             with self.stalls.at(DRAIN):
                 self._stream.synchronize(RELEASE_INTERVAL_S)
         except DeadlineExceededError:
@@ -297,7 +272,7 @@ class Engine:
         self._stream.fail(error)
 
     def close(self) -> None:
-        """Ends whichever epoch is open, so that the stream can be closed."""
+        """Ends the open epoch, if any, so that the stream can be closed."""
         self.abandon(self.epoch)
 
     def _take_no_more(self) -> None:
@@ -305,69 +280,32 @@ class Engine:
             self._is_ending = True
 
     def _close_epoch(self) -> None:
-        assert self._arena is not None, "an epoch is open"
+        assert self._open is not None, "an epoch is open"
         self._role.close()
-        self._arena.close()
-        self._state = self._arena = None
-        allocated_bytes(self._device.torch_device)  # what the epoch had is others' now
-        self._fences.clear()
-        self._waited.clear()
+        self._open.close()
+        self._open = None
+        allocated_bytes(self._device.torch_device)  # gives the epoch's memory back to the device
 
-    def _staging(self, attachment: Attachment) -> Staging:
-        if self.enqueues_at_once:
-            return HostStaging()
-        return PinnedStaging(
-            num_slots=attachment.shape.num_slots,
-            num_bytes=staged_bytes(attachment),
-            depth=attachment.shape.ring,
-            device=self._device.torch_device,
-            fetch=partial(self._device.fetch, self._stream),
-            blocked=partial(self.stalls.at, STAGING),
-        )
-
-    def _future_map_class(self) -> type[FutureMap]:
-        if self._device.torch_device.type == "cpu":
-            return FutureMap
-        # Here, as there is no triton where there is no GPU.
-        from slipstream.services.worker.fused_future_map import FusedFutureMap
-
-        return FusedFutureMap
-
-    def _graphed_step(self, future_map: FutureMap, staging: Staging, attachment: Attachment) -> GraphedStep | None:
-        # In debug mode rows are looked at on the host, which a graph cannot.
-        if not isinstance(staging, PinnedStaging) or attachment.is_debug or not self._uses_graphs:
-            return None
-        start, end = future_map.stamp_columns(self.description.role)
-        return GraphedStep(
-            capture=CudaCapture() if self._device.torch_device.type == "cuda" else HostCapture(),
-            slots=staging.slots,
-            step=CapturedStep(staging.ring_row),
-            stamp_start=partial(self._device.stamp_row, self._stream, start, staging.ring_row),
-            stamp_end=partial(self._device.stamp_row, self._stream, end, staging.ring_row),
-        )
-
-    def _epoch_of(self, command: StepCommand) -> EpochState:
+    def _epoch_of(self, command: StepCommand) -> Epoch:
         if self._stream.failure is not None:
             raise FailedPreconditionError(f"the stream is broken: {self._stream.failure!r}")
-        if self._state is None or self._is_ending:
+        if self._open is None or self._is_ending:
             raise FailedPreconditionError("not attached")
-        if command.epoch != self._state.attachment.epoch:
-            raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {self._state.attachment.epoch}")
+        if command.epoch != self.epoch:
+            raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {self.epoch}")
         if command.step <= self.last_step:
             raise InvalidArgumentError("step", command.step, f"above {self.last_step}, the last one")
-        return self._state
+        return self._open
 
-    def _wait(self, point: FencePoint, step: int) -> None:
-        fence = self._fences[point.fence]
-        self._waited.add(fence, point.value)
-        fence.wait(self._stream, point.value)
+    def _wait(self, opened: Epoch, point: FencePoint, step: int) -> None:
+        opened.wait(self._stream, point)
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.fence(LogOp.WAIT, point.fence, point.value, step=step))
 
-    def _signal(self, point: FencePoint, step: int) -> None:
+    def _signal(self, opened: Epoch, point: FencePoint, step: int) -> None:
         if self._log.is_enabled:
             self._stream.enqueue(lambda: self._log.fence(LogOp.SIGNAL, point.fence, point.value, step=step))
-        self._fences[point.fence].signal(self._stream, point.value)
+        opened.signal(self._stream, point)
 
     def _log_stamps(self, state: EpochState, step: int) -> None:
         if self._log.is_enabled:

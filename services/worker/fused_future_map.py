@@ -6,32 +6,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.captured_step import CapturedStep
 from slipstream.common.worker.layout import BufferName
 from slipstream.services.models.kernels.step_ops import gather_kernel, power_of_two, publish_kernel, stash_kernel
-from slipstream.services.worker.future_map import FutureMap, NextStepState
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState
 
 if TYPE_CHECKING:
     from slipstream.services.worker.future_map import StepNumber, VerifyResult
 
 
 class FusedFutureMap(FutureMap):
-    """As `FutureMap`. Steps that are not captured go its way, as do outcomes with logprobs."""
+    """As `FutureMap`. Steps that are not captured go its way, as do results with logprobs."""
 
-    def publish(self, step: StepNumber, rows: torch.Tensor, outcome: VerifyResult) -> None:
+    def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         """See `FutureMap.publish`."""
-        if not isinstance(step, CapturedStep) or outcome.logprobs is not None:
-            super().publish(step, rows, outcome)
+        if not isinstance(step, CapturedStep) or result.logprobs is not None:
+            super().publish(step, rows, result)
             return
-        tokens = outcome.tokens.contiguous()
+        tokens = result.tokens.contiguous()
         publish_kernel[(len(rows),)](
             self._ring_write(BufferName.NEW_SEQ_LENS, step),
             self._ring_write(BufferName.NUM_ACCEPTED, step),
             output_tokens := self._ring_write(BufferName.OUTPUT_TOKENS, step),
             step.ring_row,
             rows,
-            outcome.seq_lens,
-            outcome.num_accepted,
+            result.seq_lens,
+            result.num_accepted,
             tokens,
             self._shape.num_slots,
             ROW=output_tokens.shape[1],
@@ -40,28 +39,28 @@ class FusedFutureMap(FutureMap):
             num_warps=1,
         )
 
-    def stash(self, step: StepNumber, rows: torch.Tensor, outcome: VerifyResult) -> None:
+    def stash(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         """See `FutureMap.stash`."""
         if not isinstance(step, CapturedStep):
-            super().stash(step, rows, outcome)
+            super().stash(step, rows, result)
             return
-        tokens = outcome.tokens.contiguous()
+        tokens = result.tokens.contiguous()
         stash_kernel[(len(rows),)](
             self._slot_write(BufferName.SEQ_LENS, rows, step),
             self._slot_write(BufferName.BONUS_TOKENS, rows, step),
             self._slot_write(BufferName.NUM_NEW, rows, step),
             last_tokens := self._slot_write(BufferName.LAST_TOKENS, rows, step),
             rows,
-            outcome.seq_lens,
-            outcome.num_accepted,
+            result.seq_lens,
+            result.num_accepted,
             tokens,
             ROW=last_tokens.shape[1],
             WIDTH=tokens.shape[1],
             BLOCK_W=power_of_two(tokens.shape[1]),
             num_warps=1,
         )
-        if outcome.hidden_states is not None:
-            self._stash_hidden(step, rows, outcome.hidden_states)
+        if result.hidden_states is not None:
+            self._stash_hidden(step, rows, result.hidden_states)
 
     def gather_ends(
         self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor

@@ -7,13 +7,12 @@ tensor, only slot numbers. Idea and terms: SGLang's overlap scheduler (sgl-proje
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.captured_step import CapturedAccess, CapturedStep
 from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
 from slipstream.common.worker.step import Role
 
@@ -34,10 +33,35 @@ _RING_BUFFERS = (
 )
 _STAMPS = {Role.DRAFT: BufferName.DRAFT_STAMPS, Role.VERIFY: BufferName.VERIFY_STAMPS}
 
-StepNumber = int | CapturedStep
-"""Which step: its number, or, while a graph is captured, what stands for it."""
 POISON = -1
-"""A length that is not there; written only in debug mode."""
+"""Stands for a length that was never written; only in debug mode."""
+
+
+class CapturedAccess(NamedTuple):
+    """An access to a shared buffer that every replay makes."""
+
+    buffer: BufferName
+    is_write: bool
+
+
+@dataclass(slots=True)
+class CapturedStep:
+    """Stands for a step's number while a graph is captured that will be replayed for many steps."""
+
+    ring_row: torch.Tensor
+    """[1] int64 on the device: the step's row of the ring, when the graph is replayed."""
+    accesses: list[CapturedAccess] = field(default_factory=list)
+    """Accesses since the list was last emptied, for the log of a replay."""
+
+    def take_accesses(self) -> tuple[CapturedAccess, ...]:
+        """Returns the accesses since the last call."""
+        taken = tuple(dict.fromkeys(self.accesses))
+        self.accesses.clear()
+        return taken
+
+
+StepNumber = int | CapturedStep
+"""A step's number, or its substitute while a graph is captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,15 +150,15 @@ class FutureMap:
         stamps = self._buffers[_STAMPS[role]]
         return stamps[:, 0], stamps[:, 1]
 
-    def publish(self, step: StepNumber, rows: torch.Tensor, outcome: VerifyResult) -> None:
+    def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
         places = rows + step.ring_row * self._shape.num_slots if isinstance(step, CapturedStep) else rows
-        num_accepted = outcome.num_accepted.to(torch.int32)
-        self._ring_write(BufferName.NEW_SEQ_LENS, step).index_copy_(0, places, outcome.seq_lens)
+        num_accepted = result.num_accepted.to(torch.int32)
+        self._ring_write(BufferName.NEW_SEQ_LENS, step).index_copy_(0, places, result.seq_lens)
         self._ring_write(BufferName.NUM_ACCEPTED, step).index_copy_(0, places, num_accepted)
-        _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, step), places, outcome.tokens)
-        if outcome.logprobs is not None:
-            self._publish_logprobs(step, places, outcome.logprobs)
+        _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, step), places, result.tokens)
+        if result.logprobs is not None:
+            self._publish_logprobs(step, places, result.logprobs)
         if self._is_debug and not isinstance(step, CapturedStep):
             # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
             self._ring_write(BufferName.NEW_SEQ_LENS, step, offset=1).fill_(POISON)
@@ -145,15 +169,15 @@ class FutureMap:
         for name, values in ((BufferName.TOP_TOKENS, logprobs.top_tokens), (BufferName.TOP_LOGPROBS, logprobs.top)):
             _copy_rows(self._ring_write(name, step)[:, :, :num_top], places, values)
 
-    def stash(self, step: StepNumber, rows: torch.Tensor, outcome: VerifyResult) -> None:
+    def stash(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         """Verify: writes what the next forward on these slots needs. `rows`: [B] int64 slots."""
-        bonus = outcome.tokens.gather(1, outcome.num_accepted[:, None])[:, 0]
-        self._slot_write(BufferName.SEQ_LENS, rows, step).index_copy_(0, rows, outcome.seq_lens)
+        bonus = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
+        self._slot_write(BufferName.SEQ_LENS, rows, step).index_copy_(0, rows, result.seq_lens)
         self._slot_write(BufferName.BONUS_TOKENS, rows, step).index_copy_(0, rows, bonus)
-        self._slot_write(BufferName.NUM_NEW, rows, step).index_copy_(0, rows, outcome.num_accepted + 1)
-        _copy_rows(self._slot_write(BufferName.LAST_TOKENS, rows, step), rows, outcome.tokens)
-        if outcome.hidden_states is not None:
-            self._stash_hidden(step, rows, outcome.hidden_states)
+        self._slot_write(BufferName.NUM_NEW, rows, step).index_copy_(0, rows, result.num_accepted + 1)
+        _copy_rows(self._slot_write(BufferName.LAST_TOKENS, rows, step), rows, result.tokens)
+        if result.hidden_states is not None:
+            self._stash_hidden(step, rows, result.hidden_states)
 
     def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
         """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""

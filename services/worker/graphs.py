@@ -1,7 +1,7 @@
-"""A step's work, made once and replayed: CUDA graphs, one for each size of batch.
+"""Captures a step's work once and replays it: CUDA graphs, one for each size of batch.
 
-What is captured reads and writes the same memory each time; what differs from step to step lies in that memory. On a
-CPU the same work is simply done again, which is how the tests look at everything but the graphs themselves.
+A graph reads and writes the same memory each time; what differs from step to step lies in that memory. On a CPU the
+same work is done again, so that tests without a GPU cover everything but the graphs themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,9 @@ from slipstream.services.worker.memory import first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, FutureMap
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +32,14 @@ T = TypeVar("T")
 
 
 class NoRoomForGraphError(Exception):
-    """Memory ran out while work was captured that has room when it is simply done."""
-
-
-class Replay(Protocol):
-    """Work that can be done again."""
-
-    def __call__(self) -> None:
-        """Stream work."""
-        ...
+    """Raised when memory runs out for a graph of work that has room without one."""
 
 
 class Capture(Protocol):
-    """Makes work that can be replayed. Belongs to one stream: what it makes never runs twice at a time."""
+    """Makes graphs. Belongs to one stream: its graphs share memory and run one at a time."""
 
-    def capture(self, work: Callable[[], None]) -> Replay:
-        """Stream work: records what `work` would do.
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Stream work: records `work`, and returns the stream work that does it again.
 
         Raises NoRoomForGraphError where the work has room and the graph has none.
         """
@@ -53,7 +49,7 @@ class Capture(Protocol):
 class HostCapture:
     """Implements `Capture` where there are no graphs."""
 
-    def capture(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Capture.capture`."""
         return work
 
@@ -64,7 +60,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Capture.capture`. The work runs once as it is, so that everything in it is compiled and warm."""
         work()
         try:
@@ -74,7 +70,7 @@ class CudaCapture:
                 raise NoRoomForGraphError(first_line(error)) from error
             raise
 
-    def _captured(self, work: Callable[[], None]) -> Replay:
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may go on using the device meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -88,27 +84,61 @@ class CudaCapture:
         return graph.replay
 
 
+@dataclass(frozen=True, slots=True)
+class GraphedPart:
+    """A captured part of a step, and its accesses to the FutureMap."""
+
+    work: Callable[[], None]
+    accesses: tuple[CapturedAccess, ...]
+
+    def replay(self, future_map: FutureMap, command: StepCommand) -> None:
+        """Stream work: does it for a step, and logs the accesses."""
+        self.work()
+        future_map.log_replay(self.accesses, command.step, command.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphedStep:
+    """The inputs of an epoch's graphs: they lie at the same place in every step."""
+
+    capture: Capture
+    slots: torch.Tensor
+    """[num_slots] int64: the step's slots, then padding."""
+    step: CapturedStep
+    """Stands for the step's number wherever the FutureMap wants that."""
+    stamp_start: Callable[[], None]
+    """Stream work: the worker's own work of the step begins."""
+    stamp_end: Callable[[], None]
+    """Stream work: it ends."""
+
+    def capture_part(self, work: Callable[[], None]) -> GraphedPart:
+        """Stream work: captures a part of a step."""
+        self.step.take_accesses()
+        replay = self.capture.capture(work)
+        return GraphedPart(replay, self.step.take_accesses())
+
+
 class Latest(Generic[T]):
-    """What work that is captured leaves for the next: set each time it runs, and in a graph the same each time."""
+    """Hands a value from one captured part to the next: set at each capture; in replays its memory stays the same."""
 
     value: T
 
 
 def batch_buckets(num_rows: int) -> tuple[int, ...]:
-    """Sizes of batches that are captured, up to `num_rows`: small ones close together, as they cost what they hold."""
+    """Sizes of batches to capture, up to `num_rows`: small ones close together, as padding costs them most."""
     beyond = range(_FIRST_BUCKETS[-1] + _FURTHER, num_rows, _FURTHER)
     return (*(size for size in (*_FIRST_BUCKETS, *beyond) if size < num_rows), num_rows)
 
 
 class Buckets(Generic[T]):
-    """What was made for each size of batch."""
+    """One thing for each size of batch."""
 
     def __init__(self, made: dict[int, T]) -> None:
         self._sizes = sorted(made)
         self._made = made
 
     def get(self, num_rows: int) -> T | None:
-        """What takes `num_rows` rows, the smallest of those; None if there is none so large."""
+        """Returns the smallest that takes `num_rows` rows; None if there is none so large."""
         index = bisect_left(self._sizes, num_rows)
         return self._made[self._sizes[index]] if index < len(self._sizes) else None
 
@@ -120,7 +150,7 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
     Raises torch.OutOfMemoryError where such a batch would have no room either.
     """
     started = time.monotonic()
-    before = _reserved_bytes()
+    before = torch.cuda.memory_reserved() if _has_cuda() else 0
     made: dict[int, T] = {}
     for number, size in enumerate(sorted(sizes, reverse=True), start=1):
         try:
@@ -136,21 +166,12 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
                 raise torch.OutOfMemoryError(first_line(error)) from error
             cause, consequence = first_line(error), "the next larger graph takes them"
         logger.warning("graphs of %s: no memory for %d rows, %s (%s)", what, size, consequence, cause)
-        # Here, where no error holds what the attempt had made.
-        _give_back()
-    taken = (_reserved_bytes() - before) / MIB
+        # Outside of the handlers: their error holds the attempt's tensors.
+        if _has_cuda():
+            torch.cuda.empty_cache()
+    taken = ((torch.cuda.memory_reserved() if _has_cuda() else 0) - before) / MIB
     logger.info("graphs of %s: %d in %.1f s, %.0f MiB", what, len(made), time.monotonic() - started, taken)
     return Buckets(made)
-
-
-def _reserved_bytes() -> int:
-    has_memory: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.memory_reserved() if has_memory else 0
-
-
-def _give_back() -> None:
-    if _has_cuda():
-        torch.cuda.empty_cache()
 
 
 def _has_cuda() -> bool:

@@ -11,7 +11,7 @@ from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from slipstream.services.models.decoder import Decoder, DecoderOutput
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.paged_slots import SlotRows
 
@@ -60,7 +60,7 @@ class LanguageModel:
 
     def prefill(self, slots: SlotRows, chunks: PaddedChunks, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
         """Runs chunks of prompts side by side; `slots` are theirs."""
-        self.slots.remember_prompt(chunks)
+        self.slots.record_prompt(chunks)
         is_valid = chunks.is_valid
         return self.forward(slots, chunks.tokens, chunks.positions, is_valid=is_valid, aux_layers=aux_layers)
 
@@ -69,14 +69,14 @@ class LanguageModel:
         slots: SlotRows,
         hidden: torch.Tensor,
         positions: torch.Tensor,
-        needs: SamplingMode,
+        mode: SamplingMode,
         chain: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The model's tokens at `positions` ([B, W] int64) from the hidden states before them ([B, W, H]): [B, W].
 
         `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`.
         """
-        return self.slots.sample(slots, self.decoder.logits(hidden), positions, needs, chain)
+        return self.slots.sample(slots, self.decoder.logits(hidden), positions, mode, chain)
 
 
 def warm_up_widths(state: EpochState, device: torch.device) -> list[int]:

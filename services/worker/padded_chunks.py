@@ -18,7 +18,7 @@ MOST_PADDING = 0.25
 """Of what a group of chunks has: more of it costs more than another forward, on a device that is fast."""
 
 
-def alike(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+def of_similar_length(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
     """The same chunks in their order, those side by side that are nearly as long as each other."""
     groups: list[list[PrefillChunk]] = []
     for chunk in chunks:
@@ -69,11 +69,11 @@ class PaddedChunks:
             places=staging.put(is_valid.flatten().nonzero()[:, 0]),
         )
 
-    def counting(self, states: torch.Tensor) -> torch.Tensor:
+    def without_padding(self, states: torch.Tensor) -> torch.Tensor:
         """Those that belong to tokens that count: [B, W, size] to [T, size], chunk after chunk."""
         return states.flatten(0, 1).index_select(0, self.places)
 
-    def padded(self, states: torch.Tensor) -> torch.Tensor:
+    def with_padding(self, states: torch.Tensor) -> torch.Tensor:
         """The other way: [T, size] to [B, W, size], with zeros for padding."""
         laid_out = states.new_zeros(self.tokens.numel(), states.shape[1])
         return laid_out.index_copy_(0, self.places, states).view(*self.tokens.shape, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from slipstream.services.worker.slots import SamplingMode
 if TYPE_CHECKING:
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.sampler import SamplingRows
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.slots import SlotTable
 
@@ -60,7 +60,6 @@ class PagedSlots:
         self._dtype = dtype
         self._state: EpochState | None = None
         self._cache: PagedKV | None = None
-        self._fused_sample = _fused_sample() if device.type == "cuda" else None
 
     @property
     def state(self) -> EpochState:
@@ -114,7 +113,7 @@ class PagedSlots:
         slots: SlotRows,
         logits: torch.Tensor,
         positions: torch.Tensor,
-        needs: SamplingMode,
+        mode: SamplingMode,
         chain: torch.Tensor | None = None,
         *,
         token_ids: torch.Tensor | None = None,
@@ -125,26 +124,29 @@ class PagedSlots:
         logits stand for, where that is not every token; only on a GPU, and without adjustments.
         """
         (num_rows, width), table = positions.shape, self.state.slots
-        if needs is SamplingMode.ADJUSTMENTS:
+        if mode is SamplingMode.ADJUSTMENTS:
             assert token_ids is None, "bias, penalties and masks are by the target's ids"
             chain = positions[:, :0] if chain is None else chain
             logits = logits.to(torch.float32)
             logits = adjust(logits, table.adjustments, table.history, slots.rows, positions, chain)
         rows = slots.sampling(width)
         flat, places = logits.reshape(num_rows * width, -1), positions.reshape(-1)
-        if self._fused_sample is None:
+        if self._device.type != "cuda":
             return sample(flat, rows, places).view(num_rows, width)
-        has_filters = needs is not SamplingMode.NOISE
-        tokens = self._fused_sample(flat, rows, places, has_filters=has_filters, token_ids=token_ids)
+        # Imported here, as there is no triton where there is no GPU.
+        from slipstream.services.models.kernels.sampling import sample as fused_sample
+
+        has_filters = mode is not SamplingMode.NOISE
+        tokens = fused_sample(flat, rows, places, has_filters=has_filters, token_ids=token_ids)
         return tokens.view(num_rows, width)
 
-    def remember_prompt(self, chunks: PaddedChunks) -> None:
+    def record_prompt(self, chunks: PaddedChunks) -> None:
         """Chunks of B prompts, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
             slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid)
 
-    def remember_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    def record_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """The first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) are output now, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
@@ -154,26 +156,7 @@ class PagedSlots:
 def _take_sampling(table: SamplingRows, rows: torch.Tensor, width: int) -> SamplingRows:
     if rows.device.type == "cpu":
         return table.take(rows if width == 1 else rows.repeat_interleave(width))
-    # Here, as there is no triton where there is no GPU.
+    # Imported here, as there is no triton where there is no GPU.
     from slipstream.services.models.kernels.step_ops import take_sampling
 
     return take_sampling(table, rows, width)
-
-
-class _Sample(Protocol):
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        rows: SamplingRows,
-        positions: torch.Tensor,
-        *,
-        has_filters: bool,
-        token_ids: torch.Tensor | None,
-    ) -> torch.Tensor: ...
-
-
-def _fused_sample() -> _Sample:
-    # Here, as there is no triton where there is no GPU.
-    from slipstream.services.models.kernels.sampling import sample as fused
-
-    return fused

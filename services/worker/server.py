@@ -26,9 +26,7 @@ from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
 from slipstream.services.worker.host_stalls import StallCollector
-from slipstream.services.worker.recorder_servicer import SERVICE_NAME as RECORDER
-from slipstream.services.worker.recorder_servicer import RecorderServicer
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

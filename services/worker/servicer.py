@@ -1,15 +1,18 @@
-"""The worker's side of the contract: decode, hand to the thread that owns the device, encode."""
+"""The gRPC services of a worker: `Worker`, which hands to the thread that owns the device, and `Recorder`."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
-from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.recorder import Site
+from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import attachment_from_pb, command_from_pb, description_to_pb
+from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
@@ -20,9 +23,15 @@ if TYPE_CHECKING:
 
     from grpc.aio import ServicerContext
 
+    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import Attachment
+    from slipstream.common.worker.recorder import FlightRecorder
     from slipstream.services.worker.engine import Engine
 
+logger = logging.getLogger(__name__)
+
+RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
 _Ts = TypeVarTuple("_Ts")
 
 
@@ -101,3 +110,26 @@ class WorkerServicer(pb_grpc.WorkerServicer):
 
     async def _on_device_thread(self, function: Callable[[Unpack[_Ts]], None], *arguments: *_Ts) -> None:
         await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)
+
+
+class RecorderServicer(trace_pb2_grpc.RecorderServicer):
+    """Serves `Recorder`: what this worker's host did in its last steps."""
+
+    def __init__(self, recorder: FlightRecorder, device: Device) -> None:
+        self._recorder = recorder
+        self._device = device
+
+    async def ReadRecords(self, request: trace_pb2.ReadRecordsRequest, context: Any) -> trace_pb2.ReadRecordsResponse:
+        """See trace.proto."""
+        records = tuple(self._recorder.since(request.from_step))
+        # Not on the thread that owns the device: steps are enqueued there.
+        clock = await asyncio.to_thread(_sample_clock, self._device)
+        return HostRecords(self._recorder.epoch, records, clock).to_pb()
+
+
+def _sample_clock(device: Device) -> ClockSample | None:
+    try:
+        return device.sample_clock()
+    except SlipstreamError as error:
+        logger.warning("the clock of the stamps cannot be read: %s", error)
+        return None

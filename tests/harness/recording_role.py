@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.cpu.arena import HostArena
     from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
 
 PUBLISH, STASH, DONE = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_DONE
 

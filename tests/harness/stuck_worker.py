@@ -12,7 +12,7 @@ import typer
 from slipstream.benchmarks.dummy_worker import main
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.fence import HostFence
-from slipstream.services.worker import waited_fences
+from slipstream.services.worker import epoch
 
 
 def _never(*_: object) -> None:
@@ -24,7 +24,7 @@ def _nothing(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    waited_fences.HOPELESS_TIMEOUT_S = 0.1
+    epoch.HOPELESS_TIMEOUT_S = 0.1
     HostFence.is_releasable = False  # type: ignore[assignment, method-assign]
     HostFence.release = _nothing  # type: ignore[method-assign]
     HostArena.close = _never  # type: ignore[method-assign]

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.worker.engine import RoleEngine
-    from slipstream.services.worker.graphs import Replay as ReplayedWork
 
 SEED = 5
 SAMPLINGS = (
@@ -195,7 +194,7 @@ def test_a_width_that_a_draft_does_not_fit_is_refused(checkpoints: Checkpoints) 
 class CaptureAtOnce(HostCapture):
     """Runs the work when it is captured, too."""
 
-    def capture(self, work: Callable[[], None]) -> ReplayedWork:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Capture.capture`."""
         work()
         return super().capture(work)
@@ -231,7 +230,7 @@ def test_parts_of_a_step_share_no_more_than_memory(
 ) -> None:
     """A graph knows nothing of what the one before it left in Python's objects."""
     monkeypatch.setattr(verify_graphs, "Latest", SameMemory)
-    monkeypatch.setattr("slipstream.services.worker.engine.HostCapture", CaptureAtOnce)
+    monkeypatch.setattr("slipstream.services.worker.epoch.HostCapture", CaptureAtOnce)
     assert serve(checkpoints, "standalone", InlineDevice()) == reference
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.scheduler.ordering.replay import Report
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.slots import SamplingMode
@@ -42,7 +42,7 @@ class HiddenDrafter:
         assert hidden is not None
         assert len(hidden) == int(chunks.lengths.sum())
 
-    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, needs: SamplingMode) -> torch.Tensor:
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`."""
         assert stash.hidden_states is not None
         last = stash.hidden_states[torch.arange(len(rows)), stash.num_new - 1]

@@ -27,9 +27,7 @@ from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
-from slipstream.services.worker.recorder_servicer import SERVICE_NAME as RECORDER
-from slipstream.services.worker.recorder_servicer import RecorderServicer
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.grpc_server import running_server
 from tests.harness.timeline_server import timeline_server

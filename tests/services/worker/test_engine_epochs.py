@@ -24,7 +24,7 @@ from slipstream.common.errors import (
 from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.step import Role, StepCommand
-from slipstream.services.worker import engine, waited_fences
+from slipstream.services.worker import epoch
 from slipstream.services.worker.engine import Engine, Phase
 from slipstream.services.worker.host_stalls import ATTACH, DRAIN
 from tests.harness.leaks import nothing_left
@@ -33,7 +33,7 @@ from tests.harness.workers import LocalWorker, attachment_to, decode, describe, 
 
 if TYPE_CHECKING:
     from slipstream.common.worker.contract import Attachment
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -63,7 +63,7 @@ def test_too_little_memory_says_what_takes_it_and_leaves_nothing(
     with attached(draft) as (worker, arena):
         worker.engine.drain()
         with monkeypatch.context() as patch:
-            patch.setattr(engine, name, fail)
+            patch.setattr(epoch, name, fail)
             with pytest.raises(
                 OutOfMemoryError, match=r"draft ran out of GPU memory: .* KV pages .* \(CUDA .* Tried\)$"
             ):
@@ -133,7 +133,7 @@ def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) ->
 
 def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose fences are events: the process has to end."""
-    monkeypatch.setattr(waited_fences, "HOPELESS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(epoch, "HOPELESS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(HostFence, "is_releasable", False)
     with attached(draft) as (worker, _):
         go_on = threading.Event()
@@ -168,7 +168,7 @@ def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
     worker.attach(attachment_to(arena, 3))
     worker.send(decode(7, 1, epoch=3, waits=1))
     with monkeypatch.context() as patch:
-        patch.setattr(waited_fences, "HOPELESS_TIMEOUT_S", 0.1)
+        patch.setattr(epoch, "HOPELESS_TIMEOUT_S", 0.1)
         patch.setattr(HostFence, "is_releasable", False)
         patch.setattr(HostFence, "release", lambda *_: None)
         patch.setattr(HostArena, "close", closed.append)

@@ -23,7 +23,7 @@ from tests.harness.workers import LocalWorker, attachment_to, decode, make_arena
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.services.worker.engine import EpochState
+    from slipstream.services.worker.epoch import EpochState
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.common.worker.step import PrefillChunk
-from slipstream.services.worker.padded_chunks import PaddedChunks, alike
+from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
 from slipstream.services.worker.staging import HostStaging
 
 
@@ -28,7 +28,7 @@ def chunk(slot: int, length: int, start: int = 0) -> PrefillChunk:
 )
 def test_those_that_are_alike_go_together(lengths: list[int], groups: list[list[int]]) -> None:
     chunks = [chunk(slot, length) for slot, length in enumerate(lengths, start=1)]
-    found = alike(chunks)
+    found = of_similar_length(chunks)
     assert [[len(part.tokens) for part in group] for group in found] == groups
     assert [part for group in found for part in group] == chunks, "in their order"
 
@@ -42,8 +42,8 @@ def test_padding_repeats_the_last_position_and_does_not_count(width: int | None)
     assert padded.positions.tolist() == [[10, 11, 12, 13, *[13] * more], [0, 1, 1, 1, *[1] * more]]
     assert padded.is_valid.sum(dim=1).tolist() == padded.lengths.tolist() == [4, 2]
     states = torch.arange(padded.tokens.numel() * 3).view(*padded.tokens.shape, 3)
-    counting = padded.counting(states)
+    counting = padded.without_padding(states)
     assert counting.tolist() == states[padded.is_valid].tolist()
-    again = padded.padded(counting)
+    again = padded.with_padding(counting)
     assert again[padded.is_valid].tolist() == counting.tolist()
     assert not again[~padded.is_valid].any()

@@ -121,13 +121,13 @@ def test_what_it_takes_to_choose_depends_on_who_takes_part() -> None:
         table,
         tuple(SlotUpdate(slot=slot, generation=1, sampling=params) for slot, params in enumerate(requests, start=1)),
     )
-    assert [table.needs((slot,)) for slot in (1, 2, 3)] == [
+    assert [table.sampling_mode((slot,)) for slot in (1, 2, 3)] == [
         SamplingMode.NOISE,
         SamplingMode.FILTERS,
         SamplingMode.ADJUSTMENTS,
     ]
-    assert table.needs((1, 2)) is SamplingMode.FILTERS
-    assert table.needs((3, 2)) is SamplingMode.ADJUSTMENTS
-    assert table.needs(()) is SamplingMode.NOISE
+    assert table.sampling_mode((1, 2)) is SamplingMode.FILTERS
+    assert table.sampling_mode((3, 2)) is SamplingMode.ADJUSTMENTS
+    assert table.sampling_mode(()) is SamplingMode.NOISE
     apply(table, (SlotUpdate(slot=3, generation=2, sampling=SamplingParams(top_k=5)),))
-    assert table.needs((3,)) is SamplingMode.NOISE, "a greedy request has no use for filters"
+    assert table.sampling_mode((3,)) is SamplingMode.NOISE, "a greedy request has no use for filters"

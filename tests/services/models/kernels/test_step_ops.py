@@ -9,14 +9,13 @@ import torch
 
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.worker.access_log import NullAccessLog
-from slipstream.common.worker.captured_step import CapturedStep
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import Role
 from slipstream.services.models.acceptance import SimulatedAcceptance, accept
 from slipstream.services.models.kernels.step_ops import embed_and_norm, settle, take_sampling
 from slipstream.services.models.sampler import SamplingRows
 from slipstream.services.worker.fused_future_map import FusedFutureMap
-from slipstream.services.worker.future_map import FutureMap, VerifyResult
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, VerifyResult
 
 SLOTS = 6
 VOCAB_SIZE = 50
