@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeviceError
+from slipstream.common.worker.step import FenceName
 from slipstream.services.worker import engine
 from tests.harness.recording_role import Recorder, attached
 from tests.harness.workers import attachment_to, decode
@@ -40,7 +41,7 @@ def test_abandon_gives_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert worker.engine.epoch is None
         assert not role.is_open
         # The stream's thread still waits; on a GPU that is gone with the process.
-        for name in (engine.FenceName.VERIFY_STASH, engine.FenceName.DRAFT_DONE):
+        for name in (FenceName.VERIFY_STASH, FenceName.DRAFT_DONE):
             arena.fence(name).release(1)
 
 
