@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 
-import typer
-
 from slipstream.benchmarks.dummy_worker import main
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.rpc.service_options import run_command
 from slipstream.services.worker import epoch
 
 
@@ -28,4 +27,4 @@ if __name__ == "__main__":
     HostFence.is_releasable = False  # type: ignore[assignment, method-assign]
     HostFence.release = _nothing  # type: ignore[method-assign]
     HostArena.close = _never  # type: ignore[method-assign]
-    typer.run(main)
+    run_command(main)
