@@ -1,13 +1,12 @@
-"""Tokens to text while they come in: no character is ever sent in halves, and none is decoded twice.
+"""Turns tokens into text as they come: no character is sent in halves, and none is decoded twice.
 
-What was sent for a job, put together, is what the tokenizer makes of all its tokens at once. That rules out
-decoding each token alone (a character may take several, and the first one may lose a space), and
-speed rules out decoding all of them again. So the tokenizer's decoder is looked at once, and each
-token's share of the text is kept:
+The parts of a text, put together, equal the tokenizer's text for all tokens at once. That rules out decoding each
+token alone (a character may take several tokens, and the first token may lose a space), and speed rules out decoding
+all tokens again. So the kind of the tokenizer's decoder decides, and the text of each token is cached:
 
 - Byte-level decoders: a token is bytes, and the text is their UTF-8.
-- Decoders that go piece by piece, with bytes as a fallback (SentencePiece's, as a rule): a token is text, other
-  behind a first token than as the first. Bytes in a row are text only together, when the row has ended.
+- Decoders that go piece by piece, with bytes as a fallback (SentencePiece, as a rule): the text of a token depends
+  only on whether it is the first. Several byte tokens in a row are text only together, when the row has ended.
 - Any other decoder: a window of the last tokens is decoded, as far back as their text was certain.
 """
 
@@ -25,29 +24,29 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 
 MAX_WINDOW_TOKENS = 32
-"""No character takes as many: what is not text by then never will be."""
+"""No character takes as many tokens: bytes that are no text by then never will be."""
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PIECEWISE = frozenset({"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"})
 
 
 class Detokenizer(Protocol):
-    """The text of one job."""
+    """Turns the tokens of one sample into text."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; empty for a special token."""
+        """Returns the text that became certain with this token; empty for a special token."""
 
     def push_all(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """The text that became certain with these tokens, and how many code points of it with each of them."""
+        """Returns the text that became certain with these tokens, and how many code points of it with each token."""
 
     def finish(self) -> str:
-        """The rest, U+FFFD in place of bytes that are no character."""
+        """Returns the rest, with U+FFFD in place of bytes that are no character."""
 
 
 class KnownTexts(dict[int, str | None]):
-    """What each token adds to a text, whatever is before and behind it; None if that depends. Fills up as it is asked.
+    """A cache of each token's text; None if the text depends on its neighbours.
 
-    `add` looks many tokens up at the price of one: nothing in it is a step of the interpreter's for each.
+    `join` looks up many tokens without interpreter work for each.
     """
 
     def __init__(self, text_of: Callable[[int], str | None]) -> None:
@@ -58,7 +57,7 @@ class KnownTexts(dict[int, str | None]):
         return self.setdefault(token_id, self._text_of(token_id))
 
     def join(self, token_ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        """The text of tokens, and each one's length; None if one of them is not known."""
+        """The text of tokens and the length of each; None if the text of one depends on its neighbours."""
         texts: list[Any] = list(map(self.__getitem__, token_ids))
         try:
             return "".join(texts), list(map(len, texts))
@@ -67,7 +66,7 @@ class KnownTexts(dict[int, str | None]):
 
 
 class Vocabulary:
-    """What each token of a `transformers` tokenizer adds to a text. One for all jobs; fills up as tokens are seen."""
+    """The text of each token of a tokenizer, shared by all jobs; a cache that fills up as tokens are seen."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -78,12 +77,12 @@ class Vocabulary:
         self._pieces: dict[int, str | None] = {}
         self._texts: dict[int, tuple[str, str]] = {}
         self.whole_characters = KnownTexts(self._whole_characters)
-        """Of a byte-level vocabulary: tokens that neither begin nor end within a character."""
+        """For a byte-level vocabulary: tokens that neither begin nor end within a character."""
         self.inner_pieces = KnownTexts(self._inner_piece)
-        """Of a vocabulary of pieces: what is no single byte, behind the first piece."""
+        """For a vocabulary of pieces: pieces after the first that are no single byte."""
 
     def new_detokenizer(self) -> Detokenizer:
-        """For a job that begins."""
+        """Makes a detokenizer for a sample."""
         kinds = [step["type"] for step in self._steps]
         if kinds == ["ByteLevel"]:
             return ByteLevelDetokenizer(self)
@@ -92,14 +91,14 @@ class Vocabulary:
         return WindowDetokenizer(self.decode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens as the tokenizer has it, special ones left out."""
+        """The tokenizer's text of the tokens, without special tokens."""
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def piece(self, token_id: int) -> str | None:
-        """The token as the decoder sees it; None if it is special, or is a number without a token."""
+        """The token as the decoder sees it; None if it is special or does not exist."""
         try:
             return self._pieces[token_id]
         except KeyError:
@@ -115,21 +114,21 @@ class Vocabulary:
             return self._bytes.setdefault(token_id, _byte_level(self.piece(token_id) or ""))
 
     def texts_of(self, token_id: int, piece: str) -> tuple[str, str]:
-        """The text of a piece that is the first of all, and that of one behind another."""
+        """The text of a piece as the first of all, and behind another."""
         try:
             return self._texts[token_id]
         except KeyError:
             return self._texts.setdefault(token_id, (self.join([piece]), self.join_behind([piece])))
 
     def join(self, pieces: list[str]) -> str:
-        """The text of pieces with nothing before them."""
+        """The text of pieces at the beginning."""
         assert self._backend is not None, "pieces are a tokenizer backend's"
         decoder = self._backend.decoder
         text: str = " ".join(pieces) if decoder is None else decoder.decode(pieces)
         return text
 
     def join_behind(self, pieces: list[str]) -> str:
-        """The text that pieces add to what was before them."""
+        """The text that pieces add behind other pieces."""
         return self.join(["a", *pieces])[len(self.join(["a"])) :]
 
     def _whole_characters(self, token_id: int) -> str | None:
@@ -152,7 +151,7 @@ class Vocabulary:
 
 
 class ByteLevelDetokenizer:
-    """A token is bytes."""
+    """For byte-level decoders: a token is bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes_of = vocabulary.bytes_of
@@ -177,7 +176,7 @@ class ByteLevelDetokenizer:
 
 
 class PieceDetokenizer:
-    """A token is a piece of text, or a single byte that only its neighbours make a character."""
+    """For piecewise decoders: a token is a piece of text, or a single byte of a character."""
 
     def __init__(self, vocabulary: Vocabulary, *, has_byte_pieces: bool) -> None:
         self._vocabulary = vocabulary
@@ -215,7 +214,7 @@ class PieceDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the last tokens again with each new one."""
+    """For any other decoder: decodes the last tokens again with each new one."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -230,8 +229,8 @@ class WindowDetokenizer:
         if text.endswith(REPLACEMENT) and len(self._window) - self._num_read < MAX_WINDOW_TOKENS:
             return ""
         new = text[len(self._sent) :]
-        # The tokens whose text is new are what the next ones are decoded behind; spaces would not do, because
-        # the decoder may leave them out where a text begins.
+        # The next tokens are decoded behind those whose text is new. Spaces would not do: a decoder may leave them
+        # out at the beginning of a text.
         if new.strip() or len(self._window) >= 2 * MAX_WINDOW_TOKENS:
             self._window = self._window[self._num_read :]
             text = self._decode(self._window)
@@ -249,7 +248,7 @@ class WindowDetokenizer:
 
 
 def _push_each(detokenizer: Detokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """`Detokenizer.push_all`, token by token."""
+    """Implements `Detokenizer.push_all` token by token."""
     texts = [detokenizer.push(token) for token in token_ids]
     return "".join(texts), [len(text) for text in texts]
 
@@ -262,20 +261,20 @@ def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _is_piecewise(steps: list[dict[str, Any]]) -> bool:
-    """Whether a piece's text depends on nothing but whether there is one before it."""
+    """True if a piece's text depends only on whether there is one before it."""
     is_fused = False
     for step in steps:
         is_fused = is_fused or step["type"] == "Fuse"
         if step["type"] not in _PIECEWISE:
             return False
-        # On the whole text, more than one leading character, or any at the end, may come from several pieces.
+        # After Fuse, a strip of several leading characters, or of trailing ones, may affect several pieces.
         if step["type"] == "Strip" and is_fused and (step["start"] > 1 or step["stop"] > 0):
             return False
     return True
 
 
 def _byte_level(piece: str) -> bytes:
-    """The bytes that a byte-level vocabulary writes as printable characters; other text is itself."""
+    """The bytes of a piece of a byte-level vocabulary, which writes them as printable characters."""
     alphabet = _byte_alphabet()
     if all(character in alphabet for character in piece):
         return bytes(alphabet[character] for character in piece)
@@ -284,7 +283,7 @@ def _byte_level(piece: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's: printable bytes stand for themselves, the others for the characters from U+0100 on, in order."""
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

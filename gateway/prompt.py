@@ -1,4 +1,4 @@
-"""A request's prompt as token ids: from a text, from a conversation, or as they are."""
+"""The prompt of a request as token ids: from a text, from a conversation, or as given."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 4096
-"""Millions of them fit into a request, and looking at each takes a microsecond of the event loop's time."""
+"""Millions of them fit into a request, and each takes a microsecond of the event loop's time."""
 
 
 class Tokenizer(Protocol):
@@ -50,7 +50,7 @@ def read_prompt(request: JobRequest, tokenizer: Tokenizer, *, vocab_size: int, c
             raise InvalidArgumentError("text", "", "at least one character")
         prompt = tuple(tokenizer.encode(request.text))
     else:
-        # Special tokens are the template's to write.
+        # The template writes the special tokens itself.
         prompt = tuple(tokenizer.encode(_render(request.messages, tokenizer), add_special_tokens=False))
     _check_length(prompt, context_tokens, field)
     if max(prompt) >= vocab_size:
@@ -60,15 +60,15 @@ def read_prompt(request: JobRequest, tokenizer: Tokenizer, *, vocab_size: int, c
 
 
 def check_num_messages(request: JobRequest) -> None:
-    """Raises InvalidArgumentError for more messages than are ever looked at."""
+    """Raises InvalidArgumentError for too many messages."""
     given = len(request.messages.items)
     if given > MAX_MESSAGES:
         raise InvalidArgumentError("messages.items", f"{given} messages", f"at most {MAX_MESSAGES}")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raises InvalidArgumentError for an id that is no token."""
-    # One pass in C for the many that are right.
+    """Raises InvalidArgumentError for an id outside the vocabulary."""
+    # `max` is one pass in C for the usual case.
     if ids and max(ids) >= vocab_size:
         index = next(index for index, token in enumerate(ids) if token >= vocab_size)
         raise InvalidArgumentError(f"{field}[{index}]", ids[index], f"token ids of 0 to {vocab_size - 1}")
@@ -87,7 +87,7 @@ def _render(messages: generation_pb2.ChatMessages, tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     except Exception as error:
-        # The template is a program of the model's, and refuses what it does not take in whatever way it likes.
+        # A template is a program of the model's and may raise anything.
         raise InvalidArgumentError.described(
             "messages", f"the model's chat template does not take them: {error}"
         ) from error

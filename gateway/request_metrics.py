@@ -1,4 +1,4 @@
-"""What a user of the server feels: how long requests wait, start, go on and take, and how they end."""
+"""Metrics of requests: waiting time, first token, time between tokens, duration, and outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFUSED = "refused"
 DISCONNECTED = "disconnected"
 DEADLINE = "deadline"
 OUTCOMES = ("stop", "length", "abort", FAILED, REFUSED, DISCONNECTED, DEADLINE)
-"""How a request ends: the finish reasons, and the ways without one."""
+"""Outcomes of requests: the finish reasons, and ends without one."""
 
 FIRST_TOKEN = histogram(
     "slipstream_time_to_first_token_seconds",
@@ -77,29 +77,29 @@ class RequestMetrics:
         WAITING.gauge(registry).set_function(num_waiting)
 
     def started(self, *, prompt_tokens: int, queue_seconds: float, first_token_seconds: float) -> None:
-        """A request's first token is there; both times are from its arrival."""
+        """Counts a request's first token; both times are from its arrival."""
         self._prompt_tokens.inc(prompt_tokens)
         self._queue.observe(queue_seconds)
         self._first_token.observe(first_token_seconds)
 
     def went_on(self, num_tokens: int, seconds: float) -> None:
-        """More tokens of a request are there, so long after the ones before."""
+        """Counts more tokens of a request, `seconds` after the ones before."""
         if num_tokens:
             self._inter_token.observe(seconds / num_tokens, num_tokens)
 
     def generated(self, num_tokens: int) -> None:
-        """So many more tokens of a request are there."""
+        """Counts generated tokens."""
         self._generation_tokens.inc(num_tokens)
 
     def finished(self, reason: str, seconds: float) -> None:
-        """A request came to its end, so long after its arrival; `reason` is a finish reason."""
+        """Counts a request that ended with a finish reason, `seconds` after its arrival."""
         self._outcomes[reason].inc()
         self._end_to_end.observe(seconds)
 
     def lost(self, outcome: str) -> None:
-        """A request is over before its end: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
+        """Counts a request that ended otherwise: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
         self._outcomes[outcome].inc()
 
     def cut_off(self) -> None:
-        """A stream is given up because its client reads nothing."""
+        """Counts a stream that is given up because its client reads nothing."""
         self._cut_off.inc()

@@ -1,4 +1,4 @@
-"""Stop strings in text that comes in parts: what may still become one is held back, so that no text is taken back."""
+"""Finds stop strings in text that comes in parts; holds back text that may become one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class StopMatcher:
-    """Looks for the stop strings of one sample.
+    """Finds the stop strings of one sample.
 
-    The first to be complete ends the text, the longest of those that are complete at once: so the end depends on the
-    text alone, and not on how it came in parts.
+    The stop string that is complete first ends the text, the longest if several are complete at once: so the end
+    depends on the text alone, not on its parts.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -26,13 +26,13 @@ class StopMatcher:
         self._first = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def passes(self, text: str) -> bool:
-        """Whether no stop string has begun before a text or begins in it; then it need not be pushed."""
+        """True if no stop string is under way or begins in the text; then it need not be pushed."""
         return not self._held and self.matched is None and self._first.search(text) is None
 
     def push(self, text: str, *, counts: bool = True) -> str:
-        """Adds text, and gives what is certain to stay by now; after the end, nothing.
+        """Adds text and returns the text that is certain to stay; after the end, nothing.
 
-        What is complete with text that does not count ends nothing.
+        A stop string that is complete with text that does not count (`counts`) is ignored.
         """
         if self.matched is not None:
             return ""
@@ -40,7 +40,7 @@ class StopMatcher:
             return text
         known = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
-            # No pattern may be left behind, so all of them go on before one is chosen.
+            # All patterns advance before one is chosen.
             complete = [pattern.text for pattern in self._patterns if pattern.advance(character)]
             if complete and counts:
                 self.matched, self._held = max(complete, key=len), ""
@@ -50,22 +50,22 @@ class StopMatcher:
         return known[:certain]
 
     def finish(self) -> str:
-        """What is held back: there is no more text that it could be the beginning of."""
+        """Returns the text held back: there is no more text to complete a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """One string, sought character by character (Knuth, Morris and Pratt, 1977)."""
+    """Matches one string character by character (Knuth, Morris and Pratt, 1977)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matching = 0
-        """Characters at the end of what was seen that are the beginning of the string; never all of it."""
+        """Length of the string's longest proper prefix that ends the text seen so far."""
         self._fallback = _borders(text)
 
     def advance(self, character: str) -> bool:
-        """Whether the string is complete with this character."""
+        """Returns True if the string is complete with this character."""
         while self.num_matching and self.text[self.num_matching] != character:
             self.num_matching = self._fallback[self.num_matching - 1]
         self.num_matching += self.text[self.num_matching] == character
@@ -76,7 +76,7 @@ class _Pattern:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is its suffix, too."""
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0
     for end in range(1, len(text)):

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.telemetry.recorder import StepRecorder
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.telemetry.timings import StepTimings
-    from slipstream.scheduler.workers.dispatch import Dispatch
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.workers.link import Dispatch, Link
 
 IDLE_S = 0.5
 LIVENESS_S = 0.1

@@ -24,7 +24,7 @@ _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_L
 
 
 class ResultReader:
-    """Copies on a private stream that waits for publish alone: nothing that is queued elsewhere delays it."""
+    """Copies results on a private stream that waits for publish alone: other queued work does not delay it."""
 
     def __init__(self, device: Device, arena: Arena, shape: FutureMapShape, log: AccessLog) -> None:
         self._shape = shape
@@ -38,7 +38,7 @@ class ResultReader:
         self._last_consumed = 0
 
     def start(self, step: Step) -> None:
-        """Begins to copy the step's row once it is published."""
+        """Enqueues the copy of the step's row, which waits for its publication."""
         row = step.number % self._shape.ring
         self._copy.start(step.number, row)
         if step.top_logprobs:
@@ -47,7 +47,7 @@ class ResultReader:
     def resolve(self, step: Step, timeout_s: float) -> StepResult | None:
         """Waits for the row; None if the time is over first.
 
-        Raises FutureMapError if the row was consumed before, or holds what no step published.
+        Raises FutureMapError if the row was consumed before, or if no step published it.
         """
         if step.number <= self._last_consumed:
             raise FutureMapError(f"step {step.number} is consumed again, after step {self._last_consumed}")
@@ -70,7 +70,7 @@ class ResultReader:
         )
 
     def close(self) -> None:
-        """Ends the stream; what it still waits for is never to come."""
+        """Ends the stream without waiting for copies under way."""
         self._copy.close()
         self._logprobs.close()
 
@@ -95,7 +95,7 @@ def _unpublished(step: Step, lengths: list[int], accepted: list[int], most: int)
 
 
 def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """For each row of a ring the one before it."""
+    """The row before each row of a ring."""
     return (*rows[-1:], *rows[:-1])
 
 

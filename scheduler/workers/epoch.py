@@ -20,7 +20,7 @@ from slipstream.scheduler.core.plan import DraftTraits
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.telemetry.recorder import StepRecorder
 from slipstream.scheduler.telemetry.timings import StepTimings
-from slipstream.scheduler.workers.dispatch import DispatchAcknowledged, DispatchTogether
+from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
 
 if TYPE_CHECKING:
     from slipstream.common.api.sequence import OutputSink
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
-    from slipstream.scheduler.workers.dispatch import Dispatch
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.workers.link import Dispatch, Link
     from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
 

@@ -1,4 +1,4 @@
-"""Whether each worker is there, asked once a second apart from the steps, also while there is nothing to do."""
+"""Health checks of the workers once a second, apart from the steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPECS = (WORKER_UP, HEARTBEAT_AGE)
 
 
 class Heartbeats:
-    """Asks the workers for their health on the links' event loop, over connections of their own."""
+    """Checks the workers' health on the links' event loop, over connections of its own."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Heartbeats:
 
 
 class _Pulse:
-    """One worker's. Written on the event loop, read by the scraper's thread."""
+    """The health checks of one worker. Written on the event loop, read by the scraper's thread."""
 
     def __init__(self, address: str, interval_s: float) -> None:
         self._address = address
@@ -91,7 +91,7 @@ class _Pulse:
         return time.monotonic() - self._answered_at
 
     async def beat(self) -> None:
-        # A worker that comes back is to be seen at the next beat, not after gRPC's own patience.
+        # Without this bound gRPC waits longer before it sees a worker that comes back.
         options = [*SAME_HOST.options(), ("grpc.max_reconnect_backoff_ms", int(1000 * self._interval_s))]
         async with grpc.aio.insecure_channel(self._address, options=options) as channel:
             stub = health_pb2_grpc.HealthStub(channel)

@@ -1,4 +1,4 @@
-"""The link from the scheduler to one worker: one long-lived stream of commands, and its acknowledgements.
+"""The link from the scheduler to a worker: one long-lived stream of commands, and its acknowledgements.
 
 gRPC runs on an event loop and a thread of its own (`LinkThread`), apart from the clients' one: a step must not
 wait for the fan-out of the last step's tokens. The step loop calls from its own thread.
@@ -9,25 +9,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 import uvloop
 
-from slipstream.common.errors import CancelledError, SlipstreamError, UnavailableError
+from slipstream.common.errors import CancelledError, DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.trace import HostRecords
 from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
+from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
 
     from slipstream.common.worker.contract import Attachment, WorkerDescription
-    from slipstream.common.worker.step import Role, StepCommand
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 
 T = TypeVar("T")
 
@@ -238,3 +243,52 @@ class WorkerLink:
 def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
     # No call is cancelled here: a service that cancels one is on its way down.
     return UnavailableError(str(error)) if isinstance(error, CancelledError) else error
+
+
+_PRODUCERS = {
+    FenceName.DRAFT_DONE: Role.DRAFT,
+    FenceName.VERIFY_PUBLISH: Role.VERIFY,
+    FenceName.VERIFY_STASH: Role.VERIFY,
+}
+
+
+class Dispatch(Protocol):
+    """Sends the commands of a step."""
+
+    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
+        """Sends commands in this order. Raises the failure of a link."""
+        ...
+
+
+class DispatchTogether:
+    """Sends at once, for fences whose wait may be enqueued before their signal."""
+
+    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
+        """See `Dispatch.send`."""
+        for link, command in commands:
+            link.send(command)
+
+
+class DispatchAcknowledged:
+    """Sends a command once the workers that it waits for have acknowledged the steps that it waits for.
+
+    With workers that acknowledge when the work is done, this is the policy "the host blocks on each call".
+    """
+
+    def __init__(self, links: dict[Role, Link], metrics: StepMetrics, timeout_s: float) -> None:
+        self._links = links
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+
+    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
+        """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
+        for link, command in commands:
+            for point in command.ops.waits:
+                self._wait(self._links[_PRODUCERS[point.fence]], point.value)
+            link.send(replace(command, wants_acknowledgement=True))
+
+    def _wait(self, producer: Link, step: int) -> None:
+        started = time.monotonic()
+        if not producer.wait_for_acknowledgement(step, self._timeout_s):
+            raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")
+        self._metrics.host_stalled(ACKNOWLEDGEMENT, time.monotonic() - started)

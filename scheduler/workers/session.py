@@ -6,6 +6,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import (
     CheckpointError,
     ConfigError,
@@ -15,22 +16,22 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
-from slipstream.common.host import STEP_LOOP, name_this_thread
+from slipstream.common.host import STEP_LOOP, name_this_thread, pid_namespace, shm_device
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
-from slipstream.scheduler.workers.sharing import check_sharing
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.api.sequence import OutputSink
     from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.link import Link
@@ -195,3 +196,39 @@ class WorkerSession:
 def _close(links: dict[Role, Link]) -> None:
     for link in links.values():
         link.detach(drain=False)
+
+
+def check_sharing(device: Device, workers: Workers) -> None:
+    """Checks that the workers can share the device's memory with this process, before anything is shared.
+
+    A handle that is opened in another PID namespace fails with an error that names another cause; an event in another
+    /dev/shm does not fail at all, its waiter waits for ever. Raises MismatchError naming each difference and a remedy.
+    """
+    differences = [text for worker in workers.all for text in _differences(device, worker)]
+    if differences:
+        raise MismatchError(differences)
+
+
+def _differences(device: Device, worker: WorkerDescription) -> Iterator[str]:
+    """Compares what both sides know."""
+    name = worker.role.value
+    if worker.device != device.identity:
+        is_one_on_cpu = "cpu" in (worker.device, device.identity)
+        remedy = "--device" if is_one_on_cpu else "CUDA_VISIBLE_DEVICES"
+        found = f"device: scheduler has {device.identity!r}, {name} has {worker.device!r}"
+        yield f"{found} (start all services with the same {remedy})"
+        return
+    if device.identity == "cpu":
+        return
+    own = pid_namespace()
+    if own and worker.pid_namespace not in ("", own):
+        yield (
+            f"PID namespace: scheduler has {own}, {name} has {worker.pid_namespace}: CUDA shares memory within one "
+            "(containers share one by `pid:` in compose, by shareProcessNamespace in Kubernetes)"
+        )
+    shm = shm_device()
+    if device.fence_kind == EVENT and shm and worker.shm_device not in (0, shm):
+        yield (
+            f"/dev/shm: scheduler has device {shm}, {name} has {worker.shm_device}: event fences lie there "
+            "(containers share it by `ipc:` in compose, by one volume in Kubernetes; --fence timeline needs none)"
+        )

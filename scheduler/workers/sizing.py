@@ -1,39 +1,45 @@
-"""The sizes of an epoch, decided when the scheduler knows its workers."""
+"""The sizes of an epoch and the plan of its memory, decided when the scheduler knows its workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import ConfigError, MismatchError
+from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
 from slipstream.scheduler.core.batch import BatchSizes
-from slipstream.scheduler.workers.memory_plan import MIB, MemoryPlan
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.contract import WorkerDescription
+    from collections.abc import Sequence
+
+    from slipstream.common.worker.contract import DeviceMemory, WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
+
+
+MIB = 2**20
+HOST_KV_BYTES = 512 * MIB
+"""KV pages on a CPU, if kv_memory_mib is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """What the workers said of themselves."""
+    """The descriptions of the workers."""
 
     verify: WorkerDescription
     draft: WorkerDescription | None
 
     @property
     def all(self) -> list[WorkerDescription]:
-        """Those that are there."""
+        """The workers that there are."""
         return [self.verify] if self.draft is None else [self.verify, self.draft]
 
     @property
     def under_mps(self) -> bool:
-        """Whether all of them share the GPU under MPS."""
+        """True if all of them share the GPU under MPS."""
         return all(worker.under_mps for worker in self.all)
 
     @property
     def algorithm(self) -> str:
-        """How tokens are drafted; "none" when nothing drafts."""
+        """The draft's algorithm, "none" without a draft."""
         return "none" if self.draft is None else self.draft.algorithm
 
     @property
@@ -56,7 +62,7 @@ class EpochSizes:
 
     @classmethod
     def decide(cls, config: SchedulerConfig, workers: Workers) -> EpochSizes:
-        """As many pages as the memory and the slots have use for.
+        """Takes as many pages as fit the memory, at most as many as the slots can use.
 
         Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
         """
@@ -91,3 +97,67 @@ class EpochSizes:
         useful = min(num_pages, config.slots * (needed - 1) + 1)
         plan.check(useful)
         return cls(batch=replace(sizes, num_pages=useful), context_tokens=context)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one epoch, planned when both workers have loaded their weights."""
+
+    workers: Sequence[WorkerDescription]
+    page_bytes: int
+    """KV bytes of a page, both workers together."""
+    step_tokens: int
+    """Tokens of the largest step."""
+    step_choices: int
+    """Tokens sampled in the largest step."""
+    reserve_bytes: int
+    """Memory left free if kv_memory_mib is not set."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if the workers compute in the host's memory, which is not counted."""
+        return not any(worker.memory.total for worker in self.workers)
+
+    @property
+    def free(self) -> int:
+        """Free bytes, as the worker reported that loaded last."""
+        return min(worker.memory.free for worker in self.workers if worker.memory.total)
+
+    @property
+    def work(self) -> int:
+        """Bytes that the workers will take beside KV pages."""
+        return sum(_work(worker.memory, self.step_tokens, self.step_choices) for worker in self.workers)
+
+    def pages_that_fit(self, *, at_least: int, of: str) -> int:
+        """Pages that fit. Raises OutOfMemoryError if they are fewer than `at_least`, the KV of `of`."""
+        if self.is_on_host:
+            return max(at_least, HOST_KV_BYTES // self.page_bytes)
+        num_pages = (self.free - self.work - self.reserve_bytes) // self.page_bytes
+        if num_pages < at_least:
+            raise self._too_little(at_least, of, self.reserve_bytes)
+        return int(num_pages)
+
+    def check(self, num_pages: int) -> None:
+        """Raises OutOfMemoryError if so many pages do not fit beside everything else."""
+        if not self.is_on_host and self.work + num_pages * self.page_bytes > self.free:
+            raise self._too_little(num_pages, f"{num_pages} pages", 0)
+
+    def mib(self, num_pages: int) -> int:
+        """MiB of so many pages, rounded up."""
+        return -(-num_pages * self.page_bytes // MIB)
+
+    def _too_little(self, num_pages: int, of: str, reserve: int) -> OutOfMemoryError:
+        needed = num_pages * self.page_bytes + self.work + reserve
+        weights = " and ".join(
+            f"{worker.memory.weights / MIB:.0f} MiB ({worker.role.value})" for worker in self.workers
+        )
+        return OutOfMemoryError(
+            f"GPU memory: {needed / MIB:.0f} MiB are needed and {self.free / MIB:.0f} MiB of "
+            f"{self.workers[0].memory.total / MIB:.0f} MiB are free: KV pages {self.mib(num_pages)} MiB ({of}), "
+            f"graphs and steps {self.work / MIB:.0f} MiB, reserve {reserve / MIB:.0f} MiB; weights have taken "
+            f"{weights}. Less is needed with a smaller context_tokens, slots, chunk_tokens or kv_memory_mib"
+        )
+
+
+def _work(memory: DeviceMemory, num_tokens: int, num_choices: int) -> int:
+    return memory.work + memory.work_per_token * num_tokens + memory.work_per_choice * num_choices

@@ -132,8 +132,7 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
     with workers(draft_ms=3.0, before_draft=look) as both:
         epoch = make_epoch(both, chunk_tokens=2, run_ahead=run_ahead)
         epoch.run([make_job(prompt_tokens=60)])
-        assert max(behind) <= ring_rows(run_ahead)
-        assert behind[-1] == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
+        assert max(behind) == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
         assert (
             metric(
                 epoch,

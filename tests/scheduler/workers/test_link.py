@@ -20,8 +20,7 @@ from slipstream.common.errors import (
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
-from slipstream.scheduler.workers.dispatch import DispatchAcknowledged, DispatchTogether
-from slipstream.scheduler.workers.link import LinkThread, WorkerLink
+from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
 from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left

@@ -13,7 +13,7 @@ from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import MismatchError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.workers.sharing import check_sharing
+from slipstream.scheduler.workers.session import check_sharing
 from slipstream.scheduler.workers.sizing import Workers
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import until
