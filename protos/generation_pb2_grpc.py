@@ -101,21 +101,21 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """How far a job is. NOT_FOUND if there never was one, or it ended too long ago.
+        """Returns a job's progress. NOT_FOUND if there never was one, or it ended too long ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """The jobs that wait, run, or ended not long ago, the latest first.
+        """Lists the jobs that wait, run, or ended not long ago, the latest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends a job with all its samples, wherever it is; its streams end with finish reason ABORT. No effect on a job that
+        """Ends a job with all its samples, in any state; its streams end with finish reason ABORT. No effect on a job that
         is over, so the call can be repeated. NOT_FOUND if there never was one, or it ended too long ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -123,7 +123,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What this server runs: the models, the sizes, and where its parts are.
+        """Returns what this server runs: the models, the sizes, and the addresses of its services.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

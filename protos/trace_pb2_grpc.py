@@ -127,7 +127,7 @@ class RecorderServicer:
     """
 
     def ReadRecords(self, request, context):
-        """The records of the last steps, at any time and as often as wanted.
+        """Returns the records of the last steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

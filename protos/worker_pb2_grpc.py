@@ -68,7 +68,7 @@ class WorkerServicer:
     """
 
     def Describe(self, request, context):
-        """What this worker is and what it costs. Changes nothing.
+        """Returns what this worker is and what it costs. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,9 +86,9 @@ class WorkerServicer:
     def Execute(self, request_iterator, context):
         """The steps of the epoch, in order. Each is enqueued at once, for one stream (on a CPU, a thread) that carries them
         out one after the other; commands come long before what they wait for. An acknowledgement returns when a step that
-        asks for one is enqueued, not when it is done. A command that makes no sense ends the stream with an error. Whoever
-        ends the stream ends the epoch: the worker then gives up what it waits for, since nobody may signal it any more,
-        drops the rest, and can be attached anew.
+        asks for one is enqueued, not when it is done. A command that makes no sense ends the stream with an error. The
+        end of the stream, by either side, ends the epoch: the worker then gives up what it waits for, since it may never
+        be signalled, drops the rest, and can be attached anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
