@@ -1,4 +1,4 @@
-"""What both clients send, and how they read what comes back."""
+"""The requests of both clients, and the reading of their answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.keepalive import ChannelOption
 
 RECONNECT_S = 30.0
-"""How long a client tries to get a lost connection back, unless it is told otherwise."""
+"""Default time for which a client tries to get a lost connection back."""
 CONNECT_TIMEOUT_S = 5.0
-"""For one attempt to connect."""
+"""Limit of one attempt to connect."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
@@ -36,7 +36,7 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How to continue a prompt. The fields of `SamplingParams` in generation.proto; None takes the server's default."""
+    """The fields of `SamplingParams` in generation.proto; None takes the server's default."""
 
     max_new_tokens: int | None
     min_new_tokens: int | None
@@ -58,19 +58,19 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """All that a request says beside its prompt. None takes the server's default."""
+    """The fields of a request beside its prompt; None takes the server's default."""
 
     speculation: bool | None
     """Whether drafts may be used."""
     max_draft_tokens: int | None
-    """Draft tokens that may be accepted in a step."""
+    """Most draft tokens that are accepted in a step."""
 
 
 def channel_options(keepalive: Keepalive | None) -> list[ChannelOption]:
-    """The arguments of a client's channel."""
+    """Returns the arguments of a client's channel."""
     pauses: list[ChannelOption] = [
         ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE_S)),
-        # By its name a pause between two attempts; what gRPC does with it is to let an attempt take that long.
+        # Its name says a pause between two attempts; gRPC lets an attempt take that long.
         ("grpc.min_reconnect_backoff_ms", int(1000 * CONNECT_TIMEOUT_S)),
         ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE_S)),
     ]
@@ -78,12 +78,12 @@ def channel_options(keepalive: Keepalive | None) -> list[ChannelOption]:
 
 
 def new_job_id() -> str:
-    """A name that no other job has."""
+    """Draws a name that no other job has."""
     return uuid.uuid4().hex
 
 
 def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: RequestOptions) -> _Request:
-    """A GenerateRequest or a CreateJobRequest. Raises InvalidArgumentError for what does not fit its field's type."""
+    """Builds a GenerateRequest or a CreateJobRequest. Raises InvalidArgumentError for a value of the wrong type."""
     sampling: dict[str, Any] = {**options}
     speculation = {
         "enabled": sampling.pop("speculation", None),
@@ -108,7 +108,7 @@ def _prompt_field(prompt: Prompt) -> dict[str, Any]:
 
 
 def build(kind: type[_Request], **values: Any) -> _Request:
-    """A message; what does not fit its field's type is refused as the server would, but for the name of the field."""
+    """Builds a message. Raises InvalidArgumentError, which names only the message, for a value of the wrong type."""
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -126,25 +126,25 @@ def our_errors() -> Iterator[None]:
 
 
 class OutputReader:
-    """Reads the messages of one job's output, over any number of calls, and sees to it that none is left out."""
+    """Reads the messages of one job's output, over any number of calls, and checks that no token is left out."""
 
     def __init__(self, from_token: int | Sequence[int] = 0) -> None:
-        """`from_token`: tokens that are there already, of the first sample or, in order, of each."""
+        """`from_token`: number of tokens that the caller has, of the first sample or, in order, of each."""
         offsets = [from_token] if isinstance(from_token, int) else from_token
         self.is_over = False
-        """Whether the last message of all has come."""
+        """Whether the job's last message has come."""
         self._offsets = dict(enumerate(offsets))
         self._finished: set[int] = set()
 
     def request(self, job_id: str) -> generation_pb2.WatchJobRequest:
-        """What to ask for to go on."""
+        """Builds the request for the rest of the output."""
         offsets = [self._offsets.get(index, 0) for index in range(max(self._offsets, default=0) + 1)]
         if len(offsets) == 1:
             return build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=offsets[0])
         return build(generation_pb2.WatchJobRequest, job_id=job_id, from_tokens=offsets)
 
     def read(self, message: generation_pb2.GenerateResponse) -> OutputChunk | None:
-        """The next part; None for an end that came before. Raises InternalError for tokens left out or repeated."""
+        """Returns the next chunk; None for a repeated end. Raises InternalError for tokens left out or repeated."""
         chunk = OutputChunk.from_pb(message)
         sample, expected = chunk.sample_index, self._offsets.get(chunk.sample_index, 0)
         if chunk.token_offset != expected or (chunk.token_ids and sample in self._finished):
@@ -153,11 +153,12 @@ class OutputReader:
         self._offsets[sample] = expected + len(chunk.token_ids)
         self.is_over = chunk.job_usage is not None
         if sample in self._finished:
-            # Another call tells the end of a sample anew, and perhaps that of the job with it.
-            rest = OutputChunk(
+            # A new call repeats the end of a sample, and the job's end may come with it.
+            if not self.is_over:
+                return None
+            return OutputChunk(
                 job_id=chunk.job_id, token_offset=expected, sample_index=sample, job_usage=chunk.job_usage
             )
-            return rest if self.is_over else None
         if chunk.finish_reason is not None:
             self._finished.add(sample)
         return chunk
@@ -169,11 +170,11 @@ class OutputReader:
 
 
 RETRIED = (ConnectionLostError, ResourceExhaustedError)
-"""What a call that watches a job can be made again after: the second is for those who did not read for a while."""
+"""Errors after which a job can be watched again: the second cuts off a client that did not read for a while."""
 
 
 class Reconnection:
-    """How long, and how often, to try again. Begins anew whenever something came through."""
+    """Decides how long, and how often, to try again. Begins anew whenever a message came through."""
 
     def __init__(self, reconnect_s: float, timeout_s: float | None) -> None:
         """Tries for `reconnect_s` after a failure; all calls together take `timeout_s` at most."""
@@ -184,15 +185,15 @@ class Reconnection:
 
     @property
     def time_left_s(self) -> float | None:
-        """For the deadline of the next call."""
+        """Timeout of the next call."""
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
     def came_through(self) -> None:
-        """The connection works."""
+        """Called after each message: the connection works."""
         self._lost_at, self._pause_s = None, FIRST_PAUSE_S
 
     def pause_after(self, error: Exception) -> float:
-        """Seconds to wait before the next try. Raises the error when there should be none."""
+        """Returns the seconds to wait before the next try. Raises the error if there should be none."""
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)

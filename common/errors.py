@@ -5,23 +5,23 @@
     ├── NotFoundError               no such job
     ├── AlreadyExistsError          a job of this name is alive
     ├── ResourceExhaustedError      the queue is full; try again later
-    ├── UnavailableError            a service needed for this is not there (any more)
-    │   └── ConnectionLostError       ... nor says so itself; what was asked of it may still go on
-    ├── DeadlineExceededError       something did not happen in the time it was given
-    ├── CancelledError              the caller, or the server on its way down, ended it
-    ├── FailedPreconditionError     two parts do not fit each other
-    │   ├── DeviceError               ... a GPU, its driver or its memory, and what is asked of it
-    │   ├── MismatchError             ... draft, verify and scheduler: says what differs
-    │   ├── StaleEpochError           ... a command of an epoch that is over
-    │   └── OutOfMemoryError          ... what was asked for does not fit the device's memory
+    ├── UnavailableError            a service that is needed is not there
+    │   └── ConnectionLostError     no answer came; a job that was created may still go on
+    ├── DeadlineExceededError       something took longer than it may
+    ├── CancelledError              the caller, or the server as it stops, ended the work
+    ├── FailedPreconditionError     the system is not in the state that this needs
+    │   ├── DeviceError             a GPU failed, or cannot do what is needed
+    │   ├── MismatchError           two services cannot work together; says what differs
+    │   ├── StaleEpochError         a command belongs to an epoch that is over
+    │   └── OutOfMemoryError        the device's memory is too small
     ├── ConfigError                 a setting of a service is wrong
-    │   └── AddressInUseError         ... somebody serves there already
+    │   └── AddressInUseError       another process serves at this address
     ├── CheckpointError             a model directory cannot be served
     ├── ManifestError               a layout of shared memory cannot be trusted
-    ├── OrderingError               our own order of the steps has a hole
-    │   ├── PendingLengthError        ... a length was used before it was known
-    │   └── FutureMapError            ... a row was read before it was written, or twice
-    └── InternalError               a service failed for a reason that only its log has
+    ├── OrderingError               the order of the steps, ours to guarantee, does not hold
+    │   ├── PendingLengthError      a length that only the device knows was used as a number
+    │   └── FutureMapError          a row was read before it was published, or twice
+    └── InternalError               a service failed; only its log has the reason
 
 `status.py` maps them to gRPC status codes by one table.
 """
@@ -39,14 +39,14 @@ class InvalidArgumentError(SlipstreamError):
     """A field of a request cannot be honoured."""
 
     def __init__(self, field: str, given: object, accepted: str) -> None:
-        """`field` is the path of the field, `accepted` says in words what it takes."""
+        """`field`: path of the field; `accepted`: the accepted values in words."""
         self.field = field
         self.description = f"got {_shorten(given)}, accepted: {accepted}"
         super().__init__(f"{field}: {self.description}")
 
     @classmethod
     def described(cls, field: str, description: str) -> Self:
-        """The same error from its parts, as a client gets it."""
+        """Makes the error from the parts that a client gets."""
         error = cls.__new__(cls)
         error.field = field
         error.description = description
@@ -100,7 +100,7 @@ class DeviceError(FailedPreconditionError):
 
     @property
     def is_lasting(self) -> bool:
-        """Whether every other call of this process will fail as well: its context is lost."""
+        """Whether the process's context is lost, so that all its other calls will fail as well."""
         return self.code in _LASTING or "_MPS_" in self.code
 
 
@@ -133,7 +133,7 @@ class AddressInUseError(ConfigError):
     """Another process serves at this address."""
 
     def __init__(self, field: str, address: str) -> None:
-        super().__init__(field, address, "an address that nobody serves at")
+        super().__init__(field, address, "an address that no process serves at")
 
 
 class CheckpointError(SlipstreamError):
@@ -157,7 +157,7 @@ class FutureMapError(OrderingError):
 
 
 class InternalError(SlipstreamError):
-    """A service failed in a way that nobody foresaw; its log has the traceback."""
+    """A service failed unexpectedly; its log has the traceback."""
 
 
 _LASTING = frozenset(

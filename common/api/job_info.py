@@ -1,4 +1,4 @@
-"""What a server says of a job: the answer to `CreateJob`, `GetJob` and `ListJobs`."""
+"""A job's state, as `CreateJob`, `GetJob` and `ListJobs` answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.protos import generation_pb2
 
 
 class JobState(enum.StrEnum):
-    """Where a job is."""
+    """The state of a job."""
 
     WAITING = "waiting"
     """In the queue."""
@@ -26,11 +26,7 @@ class JobState(enum.StrEnum):
     """`finish_reason` or `error` says how."""
 
 
-_STATE_TO_PB: dict[JobState, generation_pb2.JobState] = {
-    JobState.WAITING: generation_pb2.JOB_STATE_WAITING,
-    JobState.RUNNING: generation_pb2.JOB_STATE_RUNNING,
-    JobState.ENDED: generation_pb2.JOB_STATE_ENDED,
-}
+_STATE_TO_PB = {state: generation_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
 _STATE_FROM_PB: dict[int, JobState] = {number: state for state, number in _STATE_TO_PB.items()}
 
 
@@ -43,12 +39,11 @@ class SampleInfo:
     finish_reason: FinishReason | None = None
     """Why it ended; None before that, and when the job failed first."""
     matched_stop: MatchedStop | None = None
-    """What stopped it, when the reason is "stop"."""
+    """The stop that matched, when the reason is "stop"."""
     usage: Usage | None = None
-    """What it took. Set when it has ended."""
+    """Set when it has ended."""
 
     def to_pb(self) -> generation_pb2.Sample:
-        """The sample as it travels."""
         return generation_pb2.Sample(
             num_tokens=self.num_tokens,
             finish_reason=FinishReason.to_pb(self.finish_reason),
@@ -58,7 +53,6 @@ class SampleInfo:
 
     @classmethod
     def from_pb(cls, message: generation_pb2.Sample) -> SampleInfo:
-        """The sample that `to_pb` was made of."""
         return cls(
             num_tokens=message.num_tokens,
             finish_reason=FinishReason.from_pb(message.finish_reason),
@@ -80,9 +74,9 @@ class JobInfo:
     finish_reason: FinishReason | None = None
     """Why it ended; None before that, and for a job that failed. If its samples differ: "abort", else "length"."""
     error: str = ""
-    """What made it fail; empty if nothing did."""
+    """The error that ended it; empty if there was none."""
     usage: Usage | None = None
-    """What it took, all samples together. Set when it has ended."""
+    """The usage of all samples together. Set when it has ended."""
     samples: tuple[SampleInfo, ...] = ()
     """Each of its outputs."""
 
@@ -92,7 +86,6 @@ class JobInfo:
         return self.state is JobState.ENDED
 
     def to_pb(self) -> generation_pb2.Job:
-        """The job as it travels."""
         message = generation_pb2.Job(
             job_id=self.job_id,
             state=_STATE_TO_PB[self.state],
@@ -107,7 +100,7 @@ class JobInfo:
 
     @classmethod
     def from_pb(cls, message: generation_pb2.Job) -> JobInfo:
-        """The job that `to_pb` was made of. A state that is not known yet is one that goes on."""
+        """Decodes it. A state that this version does not know counts as running."""
         return cls(
             job_id=message.job_id,
             state=_STATE_FROM_PB.get(message.state, JobState.RUNNING),
@@ -129,11 +122,9 @@ class JobPage:
     """For the next page; empty when this is the last."""
 
     def to_pb(self) -> generation_pb2.ListJobsResponse:
-        """The page as it travels."""
         jobs = [job.to_pb() for job in self.jobs]
         return generation_pb2.ListJobsResponse(jobs=jobs, next_page_token=self.next_page_token)
 
     @classmethod
     def from_pb(cls, message: generation_pb2.ListJobsResponse) -> JobPage:
-        """The page that `to_pb` was made of."""
         return cls(jobs=tuple(map(JobInfo.from_pb, message.jobs)), next_page_token=message.next_page_token)

@@ -1,4 +1,4 @@
-"""A part of a job's output, as the server sends it and the client gets it."""
+"""A part of a job's output: tokens, text, logprobs, usage."""
 
 from __future__ import annotations
 
@@ -25,26 +25,24 @@ class FinishReason(enum.StrEnum):
 
     @staticmethod
     def to_pb(reason: FinishReason | None) -> generation_pb2.FinishReason:
-        """The reason as it travels; None is a job that has not ended."""
+        """Encodes the reason; None is a job that has not ended."""
         return _TO_PB[reason]
 
     @staticmethod
     def from_pb(number: int) -> FinishReason | None:
-        """The reason that `to_pb` was made of."""
+        """Decodes the reason."""
         return _FROM_PB.get(number)
 
 
 _TO_PB: dict[FinishReason | None, generation_pb2.FinishReason] = {
     None: generation_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
+    **{reason: generation_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
 }
 _FROM_PB: dict[int, FinishReason | None] = {number: reason for reason, number in _TO_PB.items()}
 
 
 MatchedStop = int | str
-"""What stopped a sample: a token id, or a stop string."""
+"""The token id or the stop string that stopped a sample."""
 
 
 class _HoldsMatchedStop(Protocol):
@@ -55,14 +53,14 @@ class _HoldsMatchedStop(Protocol):
 
 
 def matched_stop_to_pb(matched: MatchedStop | None) -> dict[str, Any]:
-    """The field of `matched_stop` that it travels in; none if nothing matched."""
+    """Returns the field of the oneof `matched_stop` with its value; none if nothing matched."""
     if matched is None:
         return {}
     return {"matched_string" if isinstance(matched, str) else "matched_token_id": matched}
 
 
 def matched_stop_from_pb(message: _HoldsMatchedStop) -> MatchedStop | None:
-    """What a message says of what stopped a sample."""
+    """Decodes the oneof `matched_stop`."""
     match message.WhichOneof("matched_stop"):
         case "matched_token_id":
             return message.matched_token_id
@@ -74,18 +72,14 @@ def matched_stop_from_pb(message: _HoldsMatchedStop) -> MatchedStop | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities.
-
-    The model's: before bias, penalties, masks, temperature and filters.
-    """
+    """Natural logarithms of the model's probabilities, before bias, penalties, masks, temperature and filters."""
 
     logprob: float
-    """Of the output token."""
+    """The output token's."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens, likeliest first, as many as were asked for: id and logprob."""
+    """Id and logprob of the most likely tokens, likeliest first, as many as the request asked for."""
 
     def to_pb(self) -> generation_pb2.TokenLogprobs:
-        """As it travels."""
         return generation_pb2.TokenLogprobs(
             logprob=self.logprob,
             top_token_ids=[token for token, _ in self.top],
@@ -94,36 +88,36 @@ class TokenLogprobs:
 
     @classmethod
     def from_pb(cls, message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
-        """What `to_pb` was made of, in float32."""
+        """Decodes it; the numbers are float32."""
         return cls(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)))
 
 
 def mean_accept_length(num_accepted: int, num_verify_steps: int) -> float:
-    """Tokens per verify step: 1 + accepted / steps; 1 when nothing was drafted."""
+    """Returns the tokens of a verify step: 1 + accepted / steps; 1 when nothing was drafted."""
     return 1.0 + num_accepted / num_verify_steps if num_verify_steps else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a sample took, or all samples of a job together. All times in seconds, from the job's arrival."""
+    """Tokens, drafts and times of a sample, or of all samples of a job. Times are in seconds from the job's arrival."""
 
     prompt_tokens: int
     completion_tokens: int
     """Tokens generated, as the client has them."""
     total_draft_tokens: int
-    """Tokens that the draft proposed. Drafts are counted in all steps: behind a stop string there may be a few."""
+    """Draft tokens that could be accepted. Drafts are counted in all steps, a few perhaps behind a stop string."""
     total_accepted_tokens: int
-    """Those of them that the target accepted."""
+    """Draft tokens that the target accepted."""
     num_verify_steps: int
     """Steps in which the target checked a draft."""
     mean_accept_length: float
     """1 + total_accepted_tokens / num_verify_steps; 1 when nothing was drafted."""
     accepted_per_position: tuple[int, ...] = ()
-    """For each place in a draft, in how many of the checked drafts the token there was accepted."""
+    """For each position in a draft, the number of checked drafts whose token there was accepted."""
     seed: int
-    """The one given, or drawn for the job; of several samples, the first one's."""
+    """The seed of the sample, or of the first one."""
     queue_seconds: float
-    """To its admission."""
+    """Until the admission."""
     time_to_first_token_seconds: float
     """0 when there is none."""
     end_to_end_seconds: float
@@ -132,7 +126,7 @@ class Usage:
 
     @classmethod
     def together(cls, samples: Sequence[Usage]) -> Usage:
-        """Of all samples of a job: the prompt counts once; the first admission and token count, and the last end."""
+        """Sums up a job's samples: the prompt counts once; the first admission and token, and the last end."""
         if len(samples) == 1:
             return samples[0]
         num_accepted = sum(usage.total_accepted_tokens for usage in samples)
@@ -157,12 +151,10 @@ class Usage:
         )
 
     def to_pb(self) -> generation_pb2.Usage:
-        """The usage as it travels."""
         return generation_pb2.Usage(**{name: getattr(self, name) for name in Usage.__slots__})
 
     @classmethod
     def from_pb(cls, message: generation_pb2.Usage) -> Self:
-        """The usage that `to_pb` was made of."""
         values = {name: getattr(message, name) for name in Usage.__slots__}
         return cls(**values | {"accepted_per_position": tuple(message.accepted_per_position)})
 
@@ -175,28 +167,27 @@ class OutputChunk:
     token_offset: int
     """Tokens of the sample before this chunk."""
     token_ids: tuple[int, ...] = ()
-    """The token that stops the output is among them, but not in `text`; what completes a stop string is the last."""
+    """Includes the token that stops the output, which is not in `text`. One that completes a stop string is last."""
     text: str = ""
-    """The text that became certain; never half a character or what may become a stop string: it may lag the tokens."""
+    """The text that became certain. May lag the tokens: half a character or a possible stop string is held back."""
     is_draft: tuple[bool, ...] = ()
-    """For each token, whether the draft proposed it."""
+    """For each token, whether it was an accepted draft token."""
     text_lengths: tuple[int, ...] = ()
     """For each token, how many code points of `text` became certain with it; a cancelled job may end with more."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """For each token; empty if they were not asked for."""
+    """For each token; empty if the request did not ask for logprobs."""
     sample_index: int = 0
-    """Which of the job's samples this is of."""
+    """Index of the sample in its job."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk of a sample."""
     matched_stop: MatchedStop | None = None
-    """What stopped the sample. Set in its last chunk, when the reason is "stop"."""
+    """The stop that matched. Set in the sample's last chunk, when the reason is "stop"."""
     usage: Usage | None = None
-    """What the sample took. Set in its last chunk."""
+    """The sample's usage. Set in its last chunk."""
     job_usage: Usage | None = None
-    """What all samples took together. Set in the last chunk of all."""
+    """The usage of all samples together. Set in the job's last chunk."""
 
     def to_pb(self) -> generation_pb2.GenerateResponse:
-        """The chunk as it travels."""
         return generation_pb2.GenerateResponse(
             job_id=self.job_id,
             token_offset=self.token_offset,
@@ -214,7 +205,6 @@ class OutputChunk:
 
     @classmethod
     def from_pb(cls, message: generation_pb2.GenerateResponse) -> OutputChunk:
-        """The chunk that `to_pb` was made of."""
         return cls(
             job_id=message.job_id,
             token_offset=message.token_offset,

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: the checked parameters that every process agrees on."""
+"""The sampling parameters of a request, checked, as every process uses them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEAST_REPETITION_PENALTY = 2.0**-16
 """Below it, dividing the logits would overflow float32."""
 MAX_REPETITION_PENALTY = 2.0
 MAX_COUNT_PENALTY = 2.0
-"""Of the frequency and the presence penalty, either way."""
+"""Largest frequency or presence penalty, of either sign."""
 MAX_LOGIT_BIAS = 100.0
 MAX_TOP_LOGPROBS = 20
 """Most likely tokens that a request may ask for at each place."""
 MAX_LISTED_IDS = 256
-"""Token ids with a bias, and masked ones: each request's are a row of a table of this width."""
+"""Most token ids with a bias, and most masked ones: they are a row of a table of this width."""
 _MAX_TOKEN_ID = 2**31 - 1
 
 
@@ -29,8 +29,8 @@ _MAX_TOKEN_ID = 2**31 - 1
 class SamplingParams:
     """Logit bias, penalties and the mask come first, then temperature, top-k, top-p and min-p.
 
-    The former count for greedy requests too. The order is vLLM's: of the penalties the repetition penalty comes first,
-    and the mask leaves nothing of what came before it.
+    The former count for greedy requests too. The order is vLLM's: the repetition penalty is the first of the penalties,
+    and the mask overrides all before it.
     """
 
     temperature: float = 0.0
@@ -52,9 +52,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids, ascending, and what is added to their logits. -100 is added like any other: it bans nothing."""
     masked_before: int = 0
-    """Tokens at absolute positions below it are none of `masked_token_ids`; 0 is off.
+    """No token at an absolute position below it is one of `masked_token_ids`; 0 is off.
 
-    A request with min_new_tokens has the length of its prompt plus that here, and all that would end it as the ids.
+    For min_new_tokens: the length of the prompt plus that number, with the ids of all tokens that would end the output.
     """
     masked_token_ids: tuple[int, ...] = ()
     """Ascending."""
@@ -93,7 +93,7 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether it matters which tokens there are already."""
+        """Whether the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
@@ -108,7 +108,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token is no more than the likeliest, with or without noise."""
+        """Whether neither filters nor adjustments apply."""
         return not self.has_filter and not self.adjusts_logits
 
     @property

@@ -1,15 +1,15 @@
-"""What a server runs, and how full it is: the answer to `GetServerInfo`."""
+"""The configuration and load of a server, as `GetServerInfo` answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from slipstream.protos import generation_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """A service and where it is."""
+    """A service of the server."""
 
     name: str
     """ "scheduler", "draft" or "verify"."""
@@ -22,7 +22,7 @@ class ServiceState:
     model: str = ""
     """Name of its model; empty if it has none."""
     device: str = ""
-    """What it computes on."""
+    """Device that it computes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +62,12 @@ class ServerState:
     """Whether the workers share the GPU under NVIDIA MPS."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
-        """The state as it travels."""
         plain = {name: getattr(self, name) for name in _PLAIN}
-        services = [
-            generation_pb2.ServiceInfo(**{name: getattr(service, name) for name in _SERVICE})
-            for service in self.services
-        ]
+        services = [generation_pb2.ServiceInfo(**asdict(service)) for service in self.services]
         return generation_pb2.GetServerInfoResponse(**plain, services=services)
 
     @classmethod
     def from_pb(cls, message: generation_pb2.GetServerInfoResponse) -> ServerState:
-        """The state that `to_pb` was made of."""
         plain = {name: getattr(message, name) for name in _PLAIN}
         services = tuple(
             ServiceState(**{name: getattr(service, name) for name in _SERVICE}) for service in message.services

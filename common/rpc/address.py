@@ -1,4 +1,4 @@
-"""Where a service listens and is dialled: `HOST:PORT` or `unix:PATH`."""
+"""Addresses of services: `HOST:PORT` or `unix:PATH`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from slipstream.common.errors import ConfigError
 
 MAX_UNIX_PATH_BYTES = 107
-"""What the kernel takes, less the closing zero."""
+"""The kernel's limit, without the closing zero."""
 
 ACCEPTED = "HOST:PORT with a port of 0 to 65535, [IPV6]:PORT, or unix:PATH"
 
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A host, by name or number, and a port; port 0 stands for any free one."""
+    """A host, by name or number, and a port; port 0 is any free one."""
 
     host: str
     port: int

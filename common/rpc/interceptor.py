@@ -1,4 +1,4 @@
-"""What stands between gRPC and every handler: errors become statuses here, and calls are counted."""
+"""Turns the errors of all handlers into statuses, and counts calls."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""By whether request and response stream."""
+"""By (request streams, response streams)."""
 
 
 class StatusInterceptor(_ServerInterceptor):
-    """Ends a call whose handler raises with the status of the exception; what is not ours is INTERNAL and logged.
+    """Ends a call whose handler raises with the exception's status. Errors that are not ours are INTERNAL and logged.
 
-    A handler that streams is an asynchronous generator. It is closed before its call ends, however that
-    ends, so its `finally` runs at once also when the client has gone away.
+    A handler that streams is an asynchronous generator. It is closed before its call ends, so that its `finally` runs
+    at once, also when the client has gone away.
     """
 
     def __init__(self, metrics: RpcMetrics | None = None) -> None:
@@ -50,7 +50,7 @@ class StatusInterceptor(_ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        """Wraps the handler of a call; None, for a method that nobody serves, stays None."""
+        """Wraps the handler of a call; None, for an unknown method, stays None."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -95,10 +95,10 @@ class StatusInterceptor(_ServerInterceptor):
         except asyncio.CancelledError:
             if _is_being_cancelled():
                 raise
-            # gRPC leaves the client waiting when a handler is cancelled by anyone but gRPC itself.
+            # gRPC leaves the client waiting when a handler is cancelled by other code than gRPC.
             await _abort(context, status_from_error(CancelledError("the server gave the call up")))
         except grpc.aio.InternalError as error:
-            # What a write to a client that has gone away may raise, instead of a cancellation.
+            # A write to a client that has gone away may raise this instead of a cancellation.
             raise asyncio.CancelledError from error
         except NotImplementedError:
             code = grpc.StatusCode.UNIMPLEMENTED
@@ -106,11 +106,11 @@ class StatusInterceptor(_ServerInterceptor):
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            # Not only an Exception: a panic of a library in Rust is none, and the client must hear of that, too.
+            # A panic of a library in Rust is no Exception, but the client must hear of it too.
             answer = _answer(method, error)
             code = code_of(answer)
             await _abort(context, status_from_error(answer))
-            # The traceback has this frame, too, which would refer to itself.
+            # The traceback refers to this frame, and would make a cycle.
             del answer
         finally:
             if self._metrics is not None:
@@ -123,7 +123,7 @@ def _is_being_cancelled() -> bool:
 
 
 def _answer(method: str, error: BaseException) -> SlipstreamError:
-    """What the client is told. The traceback of what should not have happened goes to the log, and only there."""
+    """Returns the error for the client. The traceback of an internal error goes to the log, and only there."""
     if isinstance(error, SlipstreamError) and code_of(error) is not grpc.StatusCode.INTERNAL:
         return error
     logger.error("%s failed", method, exc_info=error)
@@ -131,7 +131,7 @@ def _answer(method: str, error: BaseException) -> SlipstreamError:
 
 
 async def _abort(context: Any, status: status_pb2.Status) -> None:
-    """Ends the call with this status. gRPC raises what says so by itself when the handler has returned."""
+    """Ends the call with a status, without the exception that gRPC raises for it."""
     grpc_status = rpc_status.to_status(status)
     try:
         await context.abort(grpc_status.code, grpc_status.details, grpc_status.trailing_metadata)
@@ -142,5 +142,5 @@ async def _abort(context: Any, status: status_pb2.Status) -> None:
 
 
 def _forget_frames(abort: BaseException) -> None:
-    """The call keeps `abort`, and frames keep the call: with the request, and all that the handler had in its hands."""
+    """The call keeps `abort`, and its frames would keep the call, the request and the handler's locals."""
     abort.__traceback__ = abort.__context__ = abort.__cause__ = None

@@ -1,4 +1,4 @@
-"""How soon a connection notices that its other end has stopped."""
+"""Settings that let a connection notice that its other end has stopped."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ ChannelOption = tuple[str, str | int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """Pings on an idle connection. A peer that was killed shows at once; these are for one that hangs."""
+    """Pings on an idle connection, which find a peer that hangs; one that was killed is noticed at once."""
 
     interval_ms: int = 10_000
     """Silence after which a ping is sent."""
     timeout_ms: int = 5_000
-    """Time for its answer; then the connection is given up, and its calls end with UNAVAILABLE."""
+    """Time for the answer; then the connection is given up, and its calls end with UNAVAILABLE."""
 
     def options(self) -> list[ChannelOption]:
-        """The arguments of a gRPC channel or server."""
+        """Returns the arguments of a gRPC channel or server."""
         return [
             ("grpc.keepalive_time_ms", self.interval_ms),
             ("grpc.keepalive_timeout_ms", self.timeout_ms),
-            # Without this one the two above do not end a connection whose peer is stopped but not dead.
+            # Without it the two above do not end a connection whose peer is stopped but not dead.
             ("grpc.http2.ping_timeout_ms", self.timeout_ms),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),

@@ -1,7 +1,7 @@
-"""The claim of a process to its address, made before anything that takes long.
+"""Claims the address of a server, before anything that takes long.
 
-A second server must not come between a first one and its clients: gRPC on its own binds a TCP port
-twice without a word, and takes over a live Unix socket, which it then removes when it exits.
+A second server must not come between a first one and its clients: gRPC on its own binds a TCP port twice without an
+error, and takes over a live Unix socket, which it then removes when it exits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# What a host without IPv6 answers when `localhost` also stands for ::1.
+# The errors of a host without IPv6 when `localhost` also stands for ::1.
 _NOT_ON_THIS_HOST = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 
 
@@ -31,9 +31,9 @@ class Listener:
     def __init__(
         self, address: TcpAddress | UnixAddress, targets: tuple[str, ...], release: ExitStack, *, field: str
     ) -> None:
-        """Made by `claim`. `targets`: what gRPC binds; `release`: lets go of what was held until then."""
+        """Made by `claim`. `targets`: the addresses that gRPC binds; `release`: closes the claims until then."""
         self.address = str(address)
-        """What clients dial; a port of 0 is replaced by the one that was picked."""
+        """The address that clients dial, with the port that was picked for a port of 0."""
         self._targets = targets
         self._is_unix = isinstance(address, UnixAddress)
         self._release = release
@@ -44,7 +44,7 @@ class Listener:
     def claim(cls, address: str, *, field: str = "address") -> Iterator[Listener]:
         """Holds `address` until the context ends.
 
-        Raises AddressInUseError when somebody serves there, ConfigError when nobody could, both naming `field`.
+        Raises AddressInUseError if another process serves there, ConfigError if none could; both name `field`.
         """
         parsed = parse_address(address, field=field)
         with ExitStack() as held:
@@ -59,8 +59,8 @@ class Listener:
                 yield cls(TcpAddress(parsed.host, port), targets, claims, field=field)
 
     def bind(self, add_port: Callable[[str], int]) -> None:
-        """Has a gRPC server, made with `grpc.so_reuseport` 0, listen here; `add_port` is its `add_insecure_port`."""
-        # A socket's permissions come from the umask, which is the process's: nothing else may create files meanwhile.
+        """Lets a gRPC server, made with `grpc.so_reuseport` 0, listen here; `add_port` is its `add_insecure_port`."""
+        # A socket's permissions come from the process's umask: no other thread may create files meanwhile.
         umask = os.umask(0o177) if self._is_unix else None
         try:
             for target in self._targets:
@@ -74,7 +74,7 @@ class Listener:
 
 
 def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket.socket]:
-    """Binds, without listening, a socket for each of the host's addresses: that fails where somebody listens."""
+    """Binds, without listening, a socket for each of the host's addresses; fails if another process listens there."""
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -103,7 +103,7 @@ def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket
 
 
 def _claim_name(claim: socket.socket, held: ExitStack) -> None:
-    """Keeps out other claims, which a bound socket does not: a name that, as ports are, is the network namespace's."""
+    """Keeps out other claims, which a bound socket does not, by a socket's name in the network namespace."""
     host, port = claim.getsockname()[:2]
     name = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     name.bind(f"\0slipstream/{host}/{port}")
@@ -127,7 +127,7 @@ def _claim_path(path: Path, field: str) -> Iterator[None]:
 
 
 def _make_private_directory(directory: Path, field: str) -> None:
-    """Whoever may write to the directory could put a socket of their own in our place."""
+    """Makes a directory that no other user can write to: they could put a socket of their own in our place."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -140,12 +140,12 @@ def _make_private_directory(directory: Path, field: str) -> None:
 
 
 def _lock(lock_path: Path, path: Path, field: str) -> int:
-    """Opens and locks the file beside the socket; the kernel lets go of the lock however the process ends."""
+    """Opens and locks the file beside the socket; the kernel releases the lock however the process ends."""
     while True:
         lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The owner before us may have removed the file between our opening and our locking it.
+            # The previous owner may have removed the file between our opening and our locking it.
             if _is_file_at(lock, lock_path):
                 return lock
         except BlockingIOError as error:
@@ -162,7 +162,7 @@ def _is_file_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_stale(path: Path, field: str) -> None:
-    """Removes the socket of a process that is gone; one that answers belongs to a stranger without our lock."""
+    """Removes the socket of a process that is gone; one that answers belongs to a server that does not lock."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

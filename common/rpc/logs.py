@@ -1,6 +1,6 @@
 """The log of a service: lines on standard error, for people or as JSON.
 
-Code logs with the standard library; what a line belongs to goes into `extra`: `job`, `step`, `epoch`.
+Code logs with the standard library and passes a line's context in `extra`: `job`, `step`, `epoch`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 CONSOLE, JSON = FORMATS = ("console", "json")
 CONTEXT = ("job", "step", "epoch")
-"""What a line may belong to; nothing else is taken out of a record's `extra`."""
+"""The names that are taken from a record's `extra`."""
 
 
 def configure_logging(service: str, level: str = "INFO", log_format: str = CONSOLE) -> None:
-    """Sends everything logged in this process to stderr: time (UTC), level, `service`, logger, message, context.
+    """Sends the logs of this process to stderr: time (UTC), level, `service`, logger, message, context.
 
-    Raises ConfigError for a `level` or a `log_format` that is none.
+    Raises ConfigError for an unknown `level` or `log_format`.
     """
     if level.upper() not in LEVELS:
         raise ConfigError("log_level", level, ", ".join(LEVELS))
@@ -47,7 +47,7 @@ class _ConsoleFormatter(logging.Formatter):
 
 
 def _json_formatter(service: str) -> logging.Formatter:
-    # Takes 40 ms, which a start that nobody's log collector waits for need not have.
+    # Imported here, because it takes 40 ms.
     from structlog.processors import JSONRenderer, TimeStamper, format_exc_info
     from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
 

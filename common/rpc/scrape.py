@@ -15,13 +15,13 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """The samples of one moment: value by (name, sorted labels)."""
+    """The samples of one scrape: value by (name, sorted labels)."""
 
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
     @classmethod
     def read(cls, text: str) -> Scrape:
-        """From the text format. Raises ValueError for anything else."""
+        """Reads the text format. Raises ValueError for anything else."""
         return cls(
             {
                 (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -31,22 +31,22 @@ class Scrape:
         )
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum of all samples of this name that have these labels; 0 if there are none."""
+        """Returns the sum of all samples of this name that have these labels; 0 if there are none."""
         wanted = set(labels.items())
         return sum(value for (found, given), value in self.samples.items() if found == name and wanted <= set(given))
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """`total` for each value of `label` that there is, in the order of the samples."""
+        """Returns `total` for each value of `label`, in the order of the samples."""
         values = dict.fromkeys(dict(given)[label] for found, given in self.samples if found == name)
         return {value: self.total(name, **labels, **{label: value}) for value in values}
 
     def since(self, earlier: Scrape) -> Scrape:
-        """What was added since."""
+        """Returns the differences to an earlier scrape."""
         return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
 
 
 async def scrape(port: int, *, timeout_s: float = TIMEOUT_S) -> Scrape:
-    """The endpoint of this host at `port`, now. Raises OSError when it cannot be read."""
+    """Reads the endpoint of this host at `port`. Raises OSError when it cannot be read."""
     return Scrape.read(await asyncio.to_thread(_fetch, port, timeout_s))
 
 

@@ -1,4 +1,4 @@
-"""How a process ends: the first signal lets it finish what it has, the second does not wait."""
+"""Ends a process: the first signal lets it finish its work, the second does not wait."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ShutdownSignals:
-    """SIGTERM and SIGINT while the context is open, which must be entered on the main thread in a running loop.
+    """Handles SIGTERM and SIGINT while the context is open. Enter it on the main thread in a running loop.
 
-    The second one ends the process at once with 128 + its number. The handlers are the interpreter's, not the
-    event loop's, so that a loop that is stuck can still be ended.
+    The second signal ends the process at once with 128 + its number. The handlers are the interpreter's, not the event
+    loop's, so that a process with a stuck loop can still be ended.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class ShutdownSignals:
         return self._requested.is_set()
 
     def request(self) -> None:
-        """Asks for the end as the first signal would; call it on the event loop."""
+        """Requests the end as the first signal would; call it on the event loop."""
         self._requested.set()
 
     async def wait(self) -> None:
@@ -58,5 +58,5 @@ class ShutdownSignals:
             os._exit(128 + number)
         self._is_first = False
         self._loop.call_soon_threadsafe(self._requested.set)
-        # Later, and not here: the handler may have interrupted a thread that holds a lock of `logging`.
+        # Not here: the handler may have interrupted code that holds a lock of `logging`.
         self._loop.call_soon_threadsafe(logger.info, "%s: finishing up", signal.Signals(number).name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from slipstream.common import errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from google.protobuf.message import Message
 
@@ -23,7 +24,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 MAX_TEXT_BYTES = 1024
 """A status travels in the trailing metadata, of which gRPC takes 16 KiB, percent-encoded."""
 
-CODES: Mapping[type[errors.SlipstreamError], grpc.StatusCode] = {
+CODES: dict[type[errors.SlipstreamError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
@@ -39,16 +40,16 @@ CODES: Mapping[type[errors.SlipstreamError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
     errors.SlipstreamError: grpc.StatusCode.UNKNOWN,
 }
-"""The one table; a class that is not in it takes the code of the nearest base that is."""
+"""A class that is not in the table takes the code of its nearest base that is."""
 
 
 def code_of(error: errors.SlipstreamError) -> grpc.StatusCode:
-    """The status code that an RPC ends with when it raises `error`."""
+    """Returns the status code of an RPC that raises `error`."""
     return next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
 
 
 def status_from_error(error: errors.SlipstreamError) -> status_pb2.Status:
-    """The whole status: code, message, and what a program needs to act on it."""
+    """Returns the status with its code, message and details."""
     status = status_pb2.Status(code=code_of(error).value[0], message=_clip(str(error)))
     for detail in (error_details_pb2.ErrorInfo(reason=_reason(type(error)), domain=DOMAIN), *_details(error)):
         status.details.add().Pack(detail)
@@ -56,21 +57,20 @@ def status_from_error(error: errors.SlipstreamError) -> status_pb2.Status:
 
 
 def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
-    """The exception that the server raised, or the nearest one that we have for the status of a failed call."""
+    """Returns the exception that the server raised, or the nearest one to the status of a failed call."""
     call: Any = error
     code: grpc.StatusCode = call.code()
     message: str = call.details() or code.name
     status = _status_in(call.trailing_metadata())
     info = error_details_pb2.ErrorInfo()
-    if status is not None and _unpack(status, info) and info.domain == DOMAIN and info.reason in _FROM_REASON:
-        return _FROM_REASON[info.reason](message, status)
-    kind = _FROM_CODE.get(code)
-    if kind is errors.UnavailableError and info.domain != DOMAIN:
-        # The server's own errors say so.
-        kind = errors.ConnectionLostError
+    is_ours = _unpack(status, info) and info.domain == DOMAIN
+    kind = _FROM_REASON.get(info.reason) if is_ours else None
     if kind is None:
-        return errors.InternalError(f"{code.name}: {message}")
-    return _build(kind, message, status or status_pb2.Status())
+        kind = _FROM_CODE.get(code)
+        if kind is errors.UnavailableError and not is_ours:
+            # gRPC's own: a server that is unavailable says so in the details.
+            kind = errors.ConnectionLostError
+    return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, status)
 
 
 def _details(error: errors.SlipstreamError) -> list[Message]:
@@ -118,19 +118,18 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
     return kind(message)
 
 
-def _status_in(metadata: Any) -> status_pb2.Status | None:
-    """The details that came along, if there are any and they are a status."""
+def _status_in(metadata: Any) -> status_pb2.Status:
+    """Returns the details that came along; an empty status if there are none or they are no status."""
     for key, value in metadata or ():
         if key == DETAILS_KEY:
-            try:
+            with contextlib.suppress(DecodeError):
                 return status_pb2.Status.FromString(value)
-            except DecodeError:
-                return None
-    return None
+            break
+    return status_pb2.Status()
 
 
 def _unpack(status: status_pb2.Status, target: Message) -> bool:
-    """Reads the detail of `target`'s kind into it, and says whether there was one."""
+    """Reads the detail of `target`'s kind into it. Returns whether there was one."""
     try:
         return any(detail.Is(target.DESCRIPTOR) and detail.Unpack(target) for detail in status.details)
     except DecodeError:
@@ -149,36 +148,18 @@ def _clip(text: str, limit_bytes: int = MAX_TEXT_BYTES) -> str:
     return encoded[: limit_bytes - 3].decode(errors="ignore") + "…"
 
 
-def _builder(kind: type[errors.SlipstreamError]) -> Callable[[str, status_pb2.Status], errors.SlipstreamError]:
-    return lambda message, status: _build(kind, message, status)
-
-
 # A ConfigError cannot be put together from a message, and is about the server's settings, not the client's.
 _REBUILT = (
     *(kind for kind in CODES if not issubclass(kind, errors.ConfigError)),
-    errors.ConnectionLostError,
-    errors.DeviceError,
-    errors.MismatchError,
-    errors.StaleEpochError,
-    errors.OutOfMemoryError,
-    errors.PendingLengthError,
-    errors.FutureMapError,
+    *(errors.ConnectionLostError, errors.DeviceError, errors.MismatchError, errors.StaleEpochError),
+    *(errors.OutOfMemoryError, errors.PendingLengthError, errors.FutureMapError),
 )
-_FROM_REASON = {_reason(kind): _builder(kind) for kind in _REBUILT}
+_FROM_REASON = {_reason(kind): kind for kind in _REBUILT}
+_NOT_TOLD_APART = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _FROM_CODE: Mapping[grpc.StatusCode, type[errors.SlipstreamError]] = {
+    # Reversed: of the kinds with the same code, the first one stands for it.
+    **{code: kind for kind, code in reversed(CODES.items()) if code not in _NOT_TOLD_APART},
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgumentError,
     grpc.StatusCode.ABORTED: errors.FailedPreconditionError,
     grpc.StatusCode.UNIMPLEMENTED: errors.FailedPreconditionError,
-} | {
-    CODES[kind]: kind
-    for kind in (
-        errors.InvalidArgumentError,
-        errors.NotFoundError,
-        errors.AlreadyExistsError,
-        errors.ResourceExhaustedError,
-        errors.UnavailableError,
-        errors.DeadlineExceededError,
-        errors.CancelledError,
-        errors.FailedPreconditionError,
-    )
 }

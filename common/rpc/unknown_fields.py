@@ -1,4 +1,4 @@
-"""Refusal of what a message says in fields that we do not know: nothing a client asks for is ever ignored."""
+"""Refuses messages with unknown fields: nothing that a client asks for is ignored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def reject_unknown_fields(message: Message) -> None:
-    """Raises InvalidArgumentError for an unknown field, here or in a message within, naming its path and number."""
+    """Raises an InvalidArgumentError that names the path and number of an unknown field, also in nested messages."""
     _reject(message, "")
 
 
@@ -35,7 +35,7 @@ def _reject(message: Message, path: str) -> None:
 
 
 def _messages(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:
-    """The messages in a field's value, each with what its path has after the field's name."""
+    """Yields the messages in a field's value, each with the index or key that its path has after the field's name."""
     kind: Any = field.message_type
     if kind.GetOptions().map_entry:
         if kind.fields_by_name["value"].message_type is not None:

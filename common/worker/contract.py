@@ -1,4 +1,4 @@
-"""What a scheduler and a worker tell each other about themselves, as plain data."""
+"""Descriptions of a worker and of its attachment to a scheduler, as plain data."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import Role
 
 PROTOCOL_VERSION = 1
-"""Grows when a message of the worker's contract changes its meaning."""
+"""Grows when a message of the worker contract changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What a worker has and needs of its device's memory, in bytes; all 0 where it is the host's."""
+    """A worker's memory and its needs on its device, in bytes; all 0 where it is the host's."""
 
     total: int = 0
     free: int = 0
-    """What nobody has taken, when this was asked."""
+    """Free when this was asked."""
     weights: int = 0
-    """What the model's weights have taken."""
+    """Taken by the model's weights."""
     work: int = 0
-    """What an epoch will take beside KV pages and the steps' own tokens: graphs, libraries' workspaces."""
+    """Needs of an epoch beside KV pages and the steps' own tokens: graphs, libraries' workspaces."""
     work_per_token: int = 0
-    """What an epoch will take for each token of its largest step."""
+    """Needs of an epoch for each token of its largest step."""
     work_per_choice: int = 0
-    """What an epoch will take for each token that is chosen in its largest step."""
+    """Needs of an epoch for each token that is chosen in its largest step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDescription:
-    """What a worker is, and what it must have in common with the one beside it."""
+    """A worker, with everything that it must have in common with the other worker."""
 
     role: Role
     device: str
@@ -52,7 +52,7 @@ class WorkerDescription:
     metrics_port: int = 0
     hidden_width: int = 0
     hidden_layers: tuple[int, ...] = ()
-    """The target's layers whose inputs a draft reads, side by side; empty where it leaves the choice to verify."""
+    """The target's layers whose inputs a draft reads, side by side; empty if verify chooses them."""
     algorithm: str = ""
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str = ""
@@ -62,14 +62,14 @@ class WorkerDescription:
     """The largest epoch that it was attached to."""
     memory: DeviceMemory = DeviceMemory()
     pid_namespace: str = ""
-    """As `/proc/self/ns/pid` has it; empty if unknown."""
+    """The target of `/proc/self/ns/pid`; empty if unknown."""
     shm_device: int = 0
-    """Of what is mounted at /dev/shm; 0 if unknown."""
+    """Number of the device at /dev/shm; 0 if unknown."""
     has_scheduler: bool = False
-    """Whether somebody has its stream of commands."""
+    """Whether a scheduler has its stream of commands."""
 
     def check_fits(self, other: WorkerDescription) -> None:
-        """Raises MismatchError that says everything in which the two differ and must not."""
+        """Raises a MismatchError that names all differences that must not be."""
         pairs = (
             ("protocol version", self.protocol_version, other.protocol_version),
             ("device", self.device, other.device),
@@ -118,6 +118,6 @@ class Attachment:
 
     @property
     def max_pages_per_slot(self) -> int:
-        """Entries of a slot's page list: a whole context and what run-ahead may write behind it."""
+        """Length of a slot's page list: a whole context and what run-ahead may write behind it."""
         slack = (self.shape.run_ahead + 1) * (self.shape.num_draft_tokens + 1)
         return -(-(self.context_tokens + slack) // self.page_tokens)

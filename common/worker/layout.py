@@ -12,7 +12,7 @@ from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.worker.step import Role
 
 PADDING_SLOT = 0
-"""The row of the slot buffers that stands for no request: anyone may write it, and nobody uses it."""
+"""The row of the slot buffers that belongs to no request: any process may write it, and none uses it."""
 
 
 class BufferName(enum.StrEnum):
@@ -29,7 +29,7 @@ class BufferName(enum.StrEnum):
     TOP_TOKENS = "top_tokens"
     """[ring, slots, K+1, 20]. As OUTPUT_LOGPROBS: the most likely tokens at each place."""
     TOP_LOGPROBS = "top_logprobs"
-    """[ring, slots, K+1, 20]. As OUTPUT_LOGPROBS: those of TOP_TOKENS."""
+    """[ring, slots, K+1, 20]. As OUTPUT_LOGPROBS: the logprobs of TOP_TOKENS."""
     SEQ_LENS = "seq_lens"
     """[slots]. Verify stashes it for the next forward of either worker."""
     BONUS_TOKENS = "bonus_tokens"
@@ -64,7 +64,7 @@ SLOT_BUFFERS = frozenset(
 
 
 def ring_rows(run_ahead: int) -> int:
-    """Rows of the buffers that are indexed by `step % ring_rows`.
+    """Returns the number of rows of buffers that are indexed by `step % ring_rows`.
 
     One row for each step that may be unfinished (`run_ahead + 1`), and a spare one: the writer of a
     step may poison the next step's row, and a step's stamps are read when the step after it is consumed.
@@ -73,13 +73,13 @@ def ring_rows(run_ahead: int) -> int:
 
 
 def last_consumed(step: int, run_ahead: int) -> int:
-    """The step that must have been consumed before `step` is sent; 0 or less where there is none."""
+    """Returns the step that must have been consumed before `step` is sent; 0 or less if there is none."""
     return step - run_ahead - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FutureMapShape:
-    """The sizes that all three processes agree on."""
+    """The sizes of the FutureMap, the same in all three processes."""
 
     num_slots: int
     """Rows of the slot buffers, row 0 (padding) included."""
@@ -97,7 +97,7 @@ class FutureMapShape:
         return ring_rows(self.run_ahead)
 
     def specs(self) -> list[BufferSpec]:
-        """The buffers; those that nobody would read are left out."""
+        """Returns the buffers, without those that no process would read."""
         ring, slots, width = self.ring, self.num_slots, self.num_draft_tokens + 1
         verify, draft = Role.VERIFY.value, Role.DRAFT.value
         specs = [

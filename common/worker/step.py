@@ -1,8 +1,4 @@
-"""One step as the scheduler orders it and a worker carries it out.
-
-Plain data: protobuf is turned into these at the edge (`wire.py`), and neither the scheduler's
-loop nor a worker's engine sees anything else.
-"""
+"""One step as the scheduler orders it and a worker carries it out, as plain data (`wire.py` encodes it)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Role(enum.Enum):
-    """Which of the two workers a process is."""
+    """The role of a worker."""
 
     DRAFT = "draft"
     VERIFY = "verify"
@@ -33,7 +29,7 @@ class FenceName(enum.IntEnum):
 
 
 class StepKind(enum.IntEnum):
-    """What a step does with its slots."""
+    """The work of a step."""
 
     PREFILL = 1
     """Run chunks of prompts through both models."""
@@ -44,14 +40,14 @@ class StepKind(enum.IntEnum):
 
 
 class FencePoint(NamedTuple):
-    """A fence and the value it is signalled with, or waited for (`>= value`)."""
+    """A fence and the value that is signalled, or waited for (`>= value`)."""
 
     fence: FenceName
     value: int
 
 
 class FenceOps(NamedTuple):
-    """What one command waits for before its work, and signals during it, each at its own place."""
+    """The points that a command waits for before its work, and signals during it, each at its own place."""
 
     waits: tuple[FencePoint, ...] = ()
     signals: tuple[FencePoint, ...] = ()
@@ -71,25 +67,25 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotUpdate:
-    """What changes for a slot before the step it comes with; a worker keeps it until the next change."""
+    """A change of a slot before the step that it comes with; a worker keeps it until the next change."""
 
     slot: int
     generation: int
     """Grows each time the slot is given to another request."""
     first_page_index: int = 0
-    """Where in the slot's page list `pages` begin; 0 replaces the list from its start."""
+    """Index in the slot's page list of the first of `pages`; 0 replaces the list from its start."""
     pages: tuple[int, ...] = ()
     limit_tokens: int = 0
     """Positions from here on are never read: their KV goes to the padding page."""
     sampling: SamplingParams | None = None
     """Set when a request takes the slot; None leaves the slot's parameters as they are."""
     max_draft_tokens: int | None = None
-    """Draft tokens of the slot that verify accepts in a step at most; None is as many as are drafted."""
+    """Most draft tokens of the slot that verify accepts in a step; None is all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommand:
-    """What one worker does in one step. Steps are numbered from 1 in each epoch."""
+    """The work of one worker in one step. Steps are numbered from 1 in each epoch."""
 
     epoch: int
     step: int
@@ -102,4 +98,4 @@ class StepCommand:
     wants_acknowledgement: bool = False
     """Whether the worker is to say when the step is enqueued."""
     top_logprobs: int | None = None
-    """How many of the most likely tokens verify publishes with each token's own logprob; None is no logprobs."""
+    """Number of most likely tokens that verify publishes with each token's own logprob; None publishes no logprobs."""

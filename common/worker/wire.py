@@ -1,10 +1,10 @@
-"""Between protobuf and the plain data that the house works with: the worker's side of the contract."""
+"""Encodes the worker contract as protobuf, and decodes and checks it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from dataclasses import fields as dataclass_fields
-from typing import TYPE_CHECKING, cast
+from dataclasses import asdict, fields
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -28,65 +28,44 @@ from slipstream.protos import worker_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_SAME_FIELDS = (
-    "protocol_version",
-    "device",
-    "vocab_size",
-    "tokenizer_sha256",
-    "dtype",
-    "max_context_tokens",
-    "kv_bytes_per_token",
-    "hidden_width",
-    "algorithm",
-    "model",
-    "tokenizer_path",
-    "pid",
-    "metrics_port",
-    "last_epoch",
-    "has_scheduler",
-    "under_mps",
-    "pid_namespace",
-    "shm_device",
+_Enum = TypeVar("_Enum", bound=Enum)
+
+_SAME_FIELDS = tuple(
+    field.name
+    for field in fields(WorkerDescription)
+    if field.name not in ("role", "memory", "eos_token_ids", "hidden_layers")
 )
-_SAMPLING_NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "masked_before",
+_SAMPLING_NUMBERS = tuple(
+    field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "masked_token_ids")
 )
+
+
+def _enum(kind: type[_Enum], value: object, field: str, accepted: str) -> _Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidArgumentError(field, value, accepted) from None
 
 
 def description_to_pb(description: WorkerDescription) -> pb.DescribeResponse:
     """Encodes a worker's description."""
-    message = pb.DescribeResponse(role=description.role.value, eos_token_ids=description.eos_token_ids)
-    message.hidden_layers.extend(description.hidden_layers)
-    if description.memory.total:
-        message.memory.CopyFrom(pb.DeviceMemory(**asdict(description.memory)))
-    for name in _SAME_FIELDS:
-        setattr(message, name, getattr(description, name))
-    return message
+    return pb.DescribeResponse(
+        role=description.role.value,
+        eos_token_ids=description.eos_token_ids,
+        hidden_layers=description.hidden_layers,
+        memory=pb.DeviceMemory(**asdict(description.memory)) if description.memory.total else None,
+        **{name: getattr(description, name) for name in _SAME_FIELDS},
+    )
 
 
 def description_from_pb(message: pb.DescribeResponse) -> WorkerDescription:
-    """Decodes it. Raises InvalidArgumentError for a role that does not exist."""
-    try:
-        role = Role(message.role)
-    except ValueError:
-        raise InvalidArgumentError("role", message.role, "draft or verify") from None
-    fields = {name: getattr(message, name) for name in _SAME_FIELDS}
+    """Decodes a worker's description. Raises InvalidArgumentError for a role that does not exist."""
     return WorkerDescription(
-        role=role,
+        role=_enum(Role, message.role, "role", "draft or verify"),
         eos_token_ids=tuple(message.eos_token_ids),
         hidden_layers=tuple(message.hidden_layers),
-        memory=DeviceMemory(
-            **{field.name: getattr(message.memory, field.name) for field in dataclass_fields(DeviceMemory)}
-        ),
-        **fields,
+        memory=DeviceMemory(**{field.name: getattr(message.memory, field.name) for field in fields(DeviceMemory)}),
+        **{name: getattr(message, name) for name in _SAME_FIELDS},
     )
 
 
@@ -115,7 +94,7 @@ def manifest_to_pb(manifest: Manifest) -> pb.Manifest:
 
 
 def manifest_from_pb(message: pb.Manifest) -> Manifest:
-    """Decodes and checks it. Raises ManifestError."""
+    """Decodes and checks a manifest. Raises ManifestError."""
     buffers = []
     for buffer in message.buffers:
         if buffer.dtype not in DTYPES:
@@ -155,7 +134,7 @@ def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:
 
 
 def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
-    """Decodes and checks it. Raises ManifestError, ConfigError or InvalidArgumentError."""
+    """Decodes and checks an attachment. Raises ManifestError, ConfigError or InvalidArgumentError."""
     manifest = manifest_from_pb(message.manifest)
     hidden = next((placed.spec for placed in manifest.buffers if placed.spec.name == BufferName.HIDDEN_STATES), None)
     shape = FutureMapShape(
@@ -202,15 +181,11 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
 
 
 def command_from_pb(message: pb.StepCommand) -> StepCommand:
-    """Decodes a step. Raises InvalidArgumentError for a kind, a fence or a number that there cannot be."""
-    try:
-        kind = StepKind(message.kind)
-    except ValueError:
-        raise InvalidArgumentError("kind", message.kind, "a step kind") from None
+    """Decodes a step. Raises InvalidArgumentError for an impossible kind, fence or number."""
     return StepCommand(
         epoch=message.epoch,
         step=message.step,
-        kind=kind,
+        kind=_enum(StepKind, message.kind, "kind", "a step kind"),
         slots=tuple(message.slots),
         ops=FenceOps(_points_from_pb(message.waits), _points_from_pb(message.signals)),
         chunks=tuple(
@@ -248,17 +223,14 @@ def _update_from_pb(message: pb.SlotUpdate) -> SlotUpdate:
 
 
 def _sampling_to_pb(sampling: SamplingParams) -> pb.SlotSampling:
-    message = pb.SlotSampling(
+    return pb.SlotSampling(
         logit_bias=[pb.TokenBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
         masked_token_ids=sampling.masked_token_ids,
+        **{name: getattr(sampling, name) for name in _SAMPLING_NUMBERS},
     )
-    for name in _SAMPLING_NUMBERS:
-        setattr(message, name, getattr(sampling, name))
-    return message
 
 
 def _sampling_from_pb(message: pb.SlotSampling) -> SamplingParams:
-    """Raises InvalidArgumentError, as SamplingParams does."""
     return SamplingParams(
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
         masked_token_ids=tuple(message.masked_token_ids),
@@ -279,11 +251,4 @@ def _points_to_pb(points: Iterable[FencePoint]) -> list[pb.FencePoint]:
 
 
 def _points_from_pb(messages: Iterable[pb.FencePoint]) -> tuple[FencePoint, ...]:
-    return tuple(FencePoint(_fence_name(message.fence), message.value) for message in messages)
-
-
-def _fence_name(number: int) -> FenceName:
-    try:
-        return FenceName(number)
-    except ValueError:
-        raise InvalidArgumentError("fence", number, "a fence") from None
+    return tuple(FencePoint(_enum(FenceName, message.fence, "fence", "a fence"), message.value) for message in messages)
