@@ -26,8 +26,7 @@ class JobState(enum.StrEnum):
     """`finish_reason` or `error` says how."""
 
 
-_STATE_TO_PB = {state: generation_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
-_STATE_FROM_PB: dict[int, JobState] = {number: state for state, number in _STATE_TO_PB.items()}
+_STATE_FROM_PB = {generation_pb2.JobState.Value(f"JOB_STATE_{state.name}"): state for state in JobState}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class JobInfo:
     def to_pb(self) -> generation_pb2.Job:
         message = generation_pb2.Job(
             job_id=self.job_id,
-            state=_STATE_TO_PB[self.state],
+            state=f"JOB_STATE_{self.state.name}",
             num_tokens=self.num_tokens,
             finish_reason=FinishReason.to_pb(self.finish_reason),
             error=self.error,

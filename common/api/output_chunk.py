@@ -36,7 +36,9 @@ class FinishReason(enum.StrEnum):
 
 _TO_PB: dict[FinishReason | None, generation_pb2.FinishReason] = {
     None: generation_pb2.FINISH_REASON_UNSPECIFIED,
-    **{reason: generation_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason},
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
 _FROM_PB: dict[int, FinishReason | None] = {number: reason for reason, number in _TO_PB.items()}
 
