@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.worker.language_model import warm_up_widths
-from slipstream.services.worker.paged_slots import PagedSlots
+from slipstream.services.worker.language_model import PagedSlots, warm_up_widths
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from slipstream.services.models.eagle3 import Eagle3Head
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
+    from slipstream.services.worker.language_model import SlotRows
     from slipstream.services.worker.padded_chunks import PaddedChunks
-    from slipstream.services.worker.paged_slots import SlotRows
 
 
 class Eagle3Drafter:

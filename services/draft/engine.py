@@ -85,7 +85,7 @@ class DraftEngine:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
         work: Callable[[], None] = _do_nothing
         if command.slots and command.kind is StepKind.PREFILL:
-            # Where padding costs more than another forward does.
+            # On a GPU padding costs more than another forward.
             groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
             work = partial(self._prefill, state, command.step, padded)
@@ -144,11 +144,11 @@ class DraftGraphs:
 
 
 def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:
-    """Stream work: guesses for B slots, from the stash to the arena. `rows`: [B] int64."""
+    """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64."""
     stash = state.future_map.gather(step, rows, state.slots.limits_of(rows))
     tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, mode)
     state.future_map.propose(step, rows, tokens)
 
 
 def _do_nothing() -> None:
-    """The work of a step in which no slot takes part: its fence is signalled all the same."""
+    """The work of a step without slots: its fence is signalled all the same."""

@@ -30,7 +30,7 @@ class StandaloneDrafter:
         self._model.close()
 
     def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
-        """See `Drafter.prefill`. A language model reads no one's states."""
+        """See `Drafter.prefill`. A language model reads no hidden states."""
         self._model.prefill(self._model.slots.take(chunks.rows), chunks)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:

@@ -6,12 +6,12 @@ ask for more than the graphs were captured for still has its forward from one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.services.verify.target import TargetForward
+from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
 from slipstream.services.worker.graphs import GraphedPart, Latest, batch_buckets, capture_buckets
@@ -102,72 +102,53 @@ class VerifyGraphs:
         return _Ending(graphed.capture_part(publish), graphed.capture_part(stash))
 
 
+@dataclass(slots=True, eq=False)
 class _Step:
     """One step, by graphs as far as there are any for it. Its methods are stream work."""
 
-    def __init__(
-        self,
-        command: StepCommand,
-        graphs: _Graphs | None,
-        padded: torch.Tensor,
-        target: Target,
-        state: EpochState,
-        graphed: GraphedStep,
-    ) -> None:
-        """`padded`: the slots of a forward without a graph, and perhaps padding."""
-        self._command = command
-        self._graphs = graphs
-        self._padded = padded
-        self._target = target
-        self._state = state
-        self._graphed = graphed
-        self._rows = graphed.slots[: len(command.slots)]
-        self._ending: _Ending | None = None
-        self._result: VerifyResult | None = None
+    command: StepCommand
+    graphs: _Graphs | None
+    padded: torch.Tensor
+    """The slots of a forward without a graph, and perhaps padding."""
+    target: Target
+    state: EpochState
+    graphed: GraphedStep
+    ending: _Ending | None = None
+    result: VerifyResult | None = None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[B] int64: the command's slots."""
+        return self.graphed.slots[: len(self.command.slots)]
 
     def publish(self) -> None:
         """Computes the step and writes what the scheduler consumes."""
-        mode = self._state.slots.sampling_mode(self._command.slots)
-        if self._graphs is None:
-            self._graphed.stamp_start()
-            has_draft = self._command.kind is StepKind.DECODE
-            self._sample(self._target.forward(self._command.step, self._padded, has_draft=has_draft), mode)
+        mode = self.state.slots.sampling_mode(self.command.slots)
+        if self.graphs is None:
+            self.graphed.stamp_start()
+            has_draft = self.command.kind is StepKind.DECODE
+            self._sample(self.target.forward(self.command.step, self.padded, has_draft=has_draft), mode)
             return
-        self._graphs.forward.replay(self._state.future_map, self._command)
-        if self._command.top_logprobs is None:
-            self._ending = self._graphs.endings.get(mode)
-        if self._ending is not None:
-            self._ending.publish.replay(self._state.future_map, self._command)
+        self.graphs.forward.replay(self.state.future_map, self.command)
+        if self.command.top_logprobs is None:
+            self.ending = self.graphs.endings.get(mode)
+        if self.ending is not None:
+            self.ending.publish.replay(self.state.future_map, self.command)
         else:
-            self._sample(self._graphs.result.value, mode)
+            self._sample(self.graphs.result.value, mode)
 
     def stash(self) -> None:
         """Writes what the next forward reads."""
-        if self._ending is not None:
-            self._ending.stash.replay(self._state.future_map, self._command)
+        if self.ending is not None:
+            self.ending.stash.replay(self.state.future_map, self.command)
             return
-        assert self._result is not None, "publish comes first"
-        self._state.future_map.stash(self._command.step, self._rows, self._result)
-        self._target.record_output(self._rows, self._result)
-        self._graphed.stamp_end()
+        assert self.result is not None, "publish comes first"
+        self.state.future_map.stash(self.command.step, self.rows, self.result)
+        self.target.record_output(self.rows, self.result)
+        self.graphed.stamp_end()
 
     def _sample(self, forward: TargetForward, mode: SamplingMode) -> None:
-        result = self._target.sample(forward, mode, self._command.top_logprobs)
-        self._result = _without_padding(result, len(self._command.slots))
-        self._state.future_map.publish(self._command.step, self._rows, self._result)
-
-
-def _without_padding(result: VerifyResult, num_rows: int) -> VerifyResult:
-    """Returns the first rows."""
-    logprobs = result.logprobs
-    if logprobs is not None:
-        logprobs = type(logprobs)(
-            **{field.name: getattr(logprobs, field.name)[:num_rows] for field in fields(logprobs)}
-        )
-    return VerifyResult(
-        seq_lens=result.seq_lens[:num_rows],
-        num_accepted=result.num_accepted[:num_rows],
-        tokens=result.tokens[:num_rows],
-        hidden_states=None if result.hidden_states is None else result.hidden_states[:num_rows],
-        logprobs=logprobs,
-    )
+        result = self.target.sample(forward, mode, self.command.top_logprobs)
+        # Rows beyond the command's slots are padding.
+        self.result = merged(lambda rows: rows[0][: len(self.command.slots)], result)
+        self.state.future_map.publish(self.command.step, self.rows, self.result)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,17 +14,18 @@ from slipstream.services.worker.future_map import Logprobs, VerifyResult
 from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from slipstream.common.worker.step import PrefillChunk, StepCommand
     from slipstream.services.models.acceptance import SimulatedAcceptance
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import StepNumber
-    from slipstream.services.worker.language_model import LanguageModel
-    from slipstream.services.worker.paged_slots import SlotRows
+    from slipstream.services.worker.language_model import LanguageModel, SlotRows
     from slipstream.services.worker.slots import SamplingMode
     from slipstream.services.worker.staging import Staging
+
+_Result = TypeVar("_Result", VerifyResult, Logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,9 @@ class Target:
                 results.append(self._first_tokens(output, group.ends, command.top_logprobs))
         if states:
             self._state.future_map.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
-        return _concatenated(results) if results else None
+        if len(results) > 1:
+            return merged(torch.cat, *results)
+        return results[0] if results else None
 
     def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, top_logprobs: int | None) -> VerifyResult:
         """Samples the tokens behind the prompts that end in a group."""
@@ -220,24 +223,16 @@ class Target:
         return forward.seq_lens + num_accepted + 1, num_accepted
 
 
-def _concatenated(results: list[VerifyResult]) -> VerifyResult:
-    if len(results) == 1:
-        return results[0]
-    hidden = [result.hidden_states for result in results if result.hidden_states is not None]
-    logprobs = [result.logprobs for result in results if result.logprobs is not None]
-    return VerifyResult(
-        seq_lens=torch.cat([result.seq_lens for result in results]),
-        num_accepted=torch.cat([result.num_accepted for result in results]),
-        tokens=torch.cat([result.tokens for result in results]),
-        hidden_states=torch.cat(hidden) if hidden else None,
-        logprobs=Logprobs(
-            output=torch.cat([row.output for row in logprobs]),
-            top_tokens=torch.cat([row.top_tokens for row in logprobs]),
-            top=torch.cat([row.top for row in logprobs]),
-        )
-        if logprobs
-        else None,
-    )
+def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Result) -> _Result:
+    """Merges results field by field, logprobs included; a field that none of them has stays None."""
+
+    def field(name: str) -> Any:
+        values = [value for result in results if (value := getattr(result, name)) is not None]
+        if not values or isinstance(values[0], torch.Tensor):
+            return merge(values) if values else None
+        return merged(merge, *values)
+
+    return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
 
 
 def _positions(seq_lens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

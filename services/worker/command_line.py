@@ -1,4 +1,4 @@
-"""How the commands `slipstream-draft` and `slipstream-verify` begin. Light until the address is claimed."""
+"""Starts the commands `slipstream-draft` and `slipstream-verify`. Light until the address is claimed."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Engine:
         self._open = opened
 
     def enqueue(self, command: StepCommand) -> None:
-        """Enqueues a step and returns. Raises before anything is enqueued if the command makes no sense."""
+        """Enqueues a step and returns. Raises InvalidArgumentError and others before anything is enqueued."""
         begun_ns = time.monotonic_ns()
         with self._enqueueing:
             if self._refuses_waits:
@@ -183,7 +183,7 @@ class Engine:
         state = opened.state
         state.slots.check(command)
         state.staging.begin(command.step % state.attachment.shape.ring, command.slots)
-        take_over = self._taking_over(state, command.updates)
+        take_over = self._staged(state, command.updates) if command.updates else None
         phases = self._role.phases(command, state)
         _check_signals(command, phases)
         self.last_step = command.step
@@ -191,7 +191,7 @@ class Engine:
             self._stream.enqueue(lambda: self._log.recv(epoch=command.epoch, step=command.step))
         if not self.enqueues_at_once:
             self._stream.enqueue(state.staging.flush)
-        if command.updates:
+        if take_over is not None:
             self._stream.enqueue(take_over)
         for point in command.ops.waits:
             self._wait(opened, point, command.step)
@@ -211,19 +211,19 @@ class Engine:
                 if point.fence is phase.fence:
                     self._signal(opened, point, command.step)
 
-    def _taking_over(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
-        """Stages what changed in the slots, and returns the stream work that takes it over."""
+    def _staged(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
+        """Stages changes of slots, and returns the stream work that takes them over."""
         if self.enqueues_at_once:
             return lambda: state.slots.take_over(state.slots.changes(updates, state.staging))
-        return partial(state.slots.take_over, state.slots.changes(updates, state.staging)) if updates else _do_nothing
+        return partial(state.slots.take_over, state.slots.changes(updates, state.staging))
 
     def synchronize(self) -> None:
-        """Blocks until everything enqueued is done: only for a worker told to acknowledge work that is done."""
+        """Blocks until the enqueued work is done; only for a worker that acknowledges steps when they are done."""
         with self.stalls.at(ACKNOWLEDGEMENT):
             self._stream.synchronize(DRAIN_TIMEOUT_S)
 
     def drain(self, epoch: int = 0) -> None:
-        """Finishes what is enqueued and ends the epoch; no effect if it is not open. 0 stands for the open one."""
+        """Finishes the enqueued work and ends the epoch; no effect if it is not open. 0 stands for the open one."""
         if self._open is not None and epoch in (0, self.epoch):
             self._take_no_more()
             with self.stalls.at(DRAIN):
@@ -313,10 +313,6 @@ class Engine:
             name = BufferName.DRAFT_STAMPS if is_draft else BufferName.VERIFY_STAMPS
             row = step % state.attachment.shape.ring
             self._stream.enqueue(lambda: self._log.access(name, [row], is_write=True, step=step))
-
-
-def _do_nothing() -> None:
-    """Nothing has changed."""
 
 
 def _check_signals(command: StepCommand, phases: list[Phase]) -> None:

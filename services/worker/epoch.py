@@ -71,7 +71,7 @@ class Epoch:
 
     @property
     def release_timeout_s(self) -> float:
-        """How long the stream may take to come to its end once its producer is gone."""
+        """Time for the stream to come to its end once its producer is gone."""
         return RELEASED_TIMEOUT_S if all(fence.is_releasable for fence in self._waited) else HOPELESS_TIMEOUT_S
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes what a worker does from its settings: loads the model and describes it."""
+"""Makes a worker's role engine from its settings: loads the model and describes it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOWHERE = torch.device("meta")
 
 
 def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
-    """The verify service's side of a step. Raises CheckpointError, OutOfMemoryError."""
+    """Loads the target model. Raises CheckpointError, OutOfMemoryError."""
     if config.simulate_accept_length is not None:
         logger.warning(
             "draft tokens are accepted by chance, %g tokens a step: the output is not the model's",
@@ -53,14 +53,14 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
 
 
 def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
-    """The draft service's side of a step. Raises CheckpointError, OutOfMemoryError."""
+    """Loads the draft model. Raises CheckpointError, OutOfMemoryError."""
     description = describe_draft(config, device, metrics_port)
     is_head = config.algorithm == EAGLE3
     return DraftEngine(_load_head(config, device) if is_head else StandaloneDrafter(_load(config, device)), description)
 
 
 def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
-    """What to compute in. Raises ConfigError for what a CPU does not: it computes in float32."""
+    """The dtype to compute in. Raises ConfigError for any but float32 on a CPU."""
     is_cpu = device.torch_device.type == "cpu"
     if config.dtype == "auto":
         return torch.float32 if is_cpu else torch.bfloat16
@@ -135,7 +135,7 @@ def describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> W
 def _describe(
     role: Role, config: WorkerConfig, model: ModelConfig, device: Device, metrics_port: int
 ) -> WorkerDescription:
-    """What all have in common; `model` has the layers that keep keys and values."""
+    """`model`: the layers that keep keys and values."""
     directory = config.model.resolve()
     dtype = dtype_of(config, device)
     tokenizer = directory
@@ -160,7 +160,7 @@ def _describe(
 
 
 def _name(config: WorkerConfig) -> str:
-    """The model's name, and what there is to know of it before anybody takes its output for text."""
+    """The model's name, with a note if its output is no text."""
     notes = [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
     if config.simulate_accept_length is not None:
         notes.append(f"accept length simulated: {config.simulate_accept_length:g}")

@@ -1,4 +1,4 @@
-"""The FutureMap on a GPU: its rows are read and written by kernels, while a graph is captured for them."""
+"""The FutureMap on a GPU: in captured steps, kernels read and write its rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FusedFutureMap(FutureMap):
-    """As `FutureMap`. Steps that are not captured go its way, as do results with logprobs."""
+    """A FutureMap with kernels for captured steps; other steps, and results with logprobs, go the base class's way."""
 
     def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         """See `FutureMap.publish`."""

@@ -1,4 +1,4 @@
-"""The FutureMap: what one step leaves in shared memory for the next, before any host knows it.
+"""The FutureMap: results of one step in shared memory, for the next step, before any host knows them.
 
 Two kinds of rows. *Ring* rows, one per step, carry what the scheduler consumes (`publish`). *Slot* rows, one
 per running request, carry what only the next forward needs (`stash`). Filtering or merging a batch moves no
@@ -66,19 +66,19 @@ StepNumber = int | CapturedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """How likely the model found tokens: natural logarithms of its own probabilities, for W places in B slots."""
+    """Natural logarithms of the model's own probabilities, for W places in B slots."""
 
     output: torch.Tensor
-    """[B, W] float32: of the tokens that were chosen."""
+    """[B, W] float32: of the sampled tokens."""
     top_tokens: torch.Tensor
     """[B, W, N] int32: the N most likely tokens, likeliest first, of equals the lowest first."""
     top: torch.Tensor
-    """[B, W, N] float32: theirs."""
+    """[B, W, N] float32: their logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What verify found in one step, for B slots."""
+    """Result of a verify step, for B slots."""
 
     seq_lens: torch.Tensor
     """[B] int64: tokens whose KV is committed now."""
@@ -89,12 +89,12 @@ class VerifyResult:
     hidden_states: torch.Tensor | None = None
     """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
     logprobs: Logprobs | None = None
-    """Of `tokens`, if the step is asked for them."""
+    """Logprobs of `tokens`, if the step is asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStepState:
-    """What a forward finds of a slot's last step, for B slots; in range, whatever was in the memory."""
+    """A slot's last step as the next forward reads it, for B slots; in range, whatever was in the memory."""
 
     seq_lens: torch.Tensor
     """[B] int64."""
@@ -127,7 +127,7 @@ class FutureMap:
         self._log = log
         self._is_debug = is_debug
         self._buffers = {BufferName(spec.name): arena.tensor(spec.name) for spec in shape.specs()}
-        # Views made once: what a step does to the ring is no more than its writes.
+        # Views made once, so that a step only writes.
         self._ring_rows = {name: self._buffers[name].unbind() for name in _RING_BUFFERS}
         self._flat = {name: self._buffers[name].flatten(0, 1) for name in _RING_BUFFERS}
         self._stamps = {
@@ -142,11 +142,11 @@ class FutureMap:
             self._buffers[BufferName.NEW_SEQ_LENS].fill_(POISON)
 
     def stamps(self, role: Role, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the start and the end of a worker's own work in `step` are stamped: two [] int64."""
+        """The places for the stamps of start and end of a worker's own work in `step`: two [] int64."""
         return self._stamps[role, step % self._shape.ring]
 
     def stamp_columns(self, role: Role) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of all rows of the ring: two [ring] int64."""
+        """The places of the stamps in all rows of the ring: two [ring] int64."""
         stamps = self._buffers[_STAMPS[role]]
         return stamps[:, 0], stamps[:, 1]
 
@@ -170,7 +170,7 @@ class FutureMap:
             _copy_rows(self._ring_write(name, step)[:, :, :num_top], places, values)
 
     def stash(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
-        """Verify: writes what the next forward on these slots needs. `rows`: [B] int64 slots."""
+        """Verify: writes what the next forward on these slots reads. `rows`: [B] int64 slots."""
         bonus = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
         self._slot_write(BufferName.SEQ_LENS, rows, step).index_copy_(0, rows, result.seq_lens)
         self._slot_write(BufferName.BONUS_TOKENS, rows, step).index_copy_(0, rows, bonus)
@@ -205,7 +205,7 @@ class FutureMap:
         return torch.clamp(seq_lens, self._zero, limits), self._tokens(BufferName.BONUS_TOKENS, rows, step)
 
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
-        """Reads the whole stash of B slots; as `gather_ends`."""
+        """Reads the whole stash of B slots. Arguments and errors as in `gather_ends`."""
         seq_lens, bonus_tokens = self.gather_ends(step, rows, limits)
         return NextStepState(
             seq_lens=seq_lens,
@@ -216,7 +216,7 @@ class FutureMap:
         )
 
     def forget(self, step: int, rows: torch.Tensor) -> None:
-        """Verify, in debug mode: another request takes these slots, and nothing of the last one may be read."""
+        """Verify, in debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
         if self._is_debug:
             self._slot_write(BufferName.SEQ_LENS, rows, step)[rows] = POISON
 
@@ -225,11 +225,11 @@ class FutureMap:
         self._slot_write(BufferName.DRAFT_TOKENS, rows, step).index_copy_(0, rows, tokens)
 
     def copy_in(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor:
-        """Verify: a private copy of the draft tokens, [B, K] int64, each a token whatever a draft wrote."""
+        """Verify: returns a private copy of the draft tokens, [B, K] int64, in range whatever a draft wrote."""
         return self._tokens(BufferName.DRAFT_TOKENS, rows, step)
 
     def log_replay(self, accesses: Iterable[CapturedAccess], step: int, slots: Sequence[int]) -> None:
-        """Logs what a graph that is replayed for `step` and these slots accesses."""
+        """Logs the accesses of a graph that is replayed for `step` and these slots."""
         if not self._log.is_enabled:
             return
         for name, is_write in accesses:

@@ -1,4 +1,4 @@
-"""How long a worker's device thread was blocked on the device, by place."""
+"""Time that a worker's device thread was blocked on the device, by place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ acknowledges work that is done; an epoch comes to its end."""
 
 
 class HostStalls:
-    """Written by the thread that is blocked, read by the scraper's."""
+    """Written by the blocked thread, read by the scraper's."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(SITES, 0.0)
@@ -36,7 +36,7 @@ class HostStalls:
             self._seconds[site] += time.monotonic() - begun
 
     def seconds(self) -> dict[str, float]:
-        """Until now, by site."""
+        """Seconds until now, by site."""
         return dict(self._seconds)
 
 

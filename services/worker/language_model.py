@@ -1,23 +1,161 @@
-"""A decoder with the pages and the sampling of an epoch's slots: what verify and a standalone draft both are."""
+"""A decoder with the KV pages and the sampling of an epoch's slots; serves verify and the standalone draft."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.worker.paged_slots import PagedSlots
+from slipstream.common.errors import OutOfMemoryError
+from slipstream.services.models.adjustments import adjust
+from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.sampler import sample
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
+    from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import Decoder, DecoderOutput
+    from slipstream.services.models.sampler import SamplingRows
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.padded_chunks import PaddedChunks
-    from slipstream.services.worker.paged_slots import SlotRows
+    from slipstream.services.worker.slots import SlotTable
+
+
+class SlotRows:
+    """The state of B slots, each part read at its first use.
+
+    Good for one graph: a part belongs to the graph that read it, and replays of another do not renew it.
+    """
+
+    def __init__(self, rows: torch.Tensor, table: SlotTable) -> None:
+        """`rows`: [B] int64 slots."""
+        self.rows = rows
+        self._table = table
+        self._sampling: dict[int, SamplingRows] = {}
+
+    @cached_property
+    def page_table(self) -> torch.Tensor:
+        """[B, pages] int64."""
+        return self._table.page_table.index_select(0, self.rows)
+
+    @cached_property
+    def limits(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._table.limits_of(self.rows)
+
+    def sampling(self, width: int) -> SamplingRows:
+        """Sampling parameters, each slot's repeated for `width` tokens: [B * width]."""
+        if width not in self._sampling:
+            self._sampling[width] = _take_sampling(self._table.sampling, self.rows, width)
+        return self._sampling[width]
+
+
+class PagedSlots:
+    """KV pages and sampling of all slots. All methods but `open` and `close` are stream work."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        """`config`: of the layers that keep keys and values."""
+        self._config = config
+        self._device = device
+        self._dtype = dtype
+        self._state: EpochState | None = None
+        self._cache: PagedKV | None = None
+
+    @property
+    def state(self) -> EpochState:
+        """The open epoch."""
+        assert self._state is not None, "stream work belongs into an epoch"
+        return self._state
+
+    @property
+    def cache(self) -> PagedKV:
+        """Its pages."""
+        assert self._cache is not None, "a forward belongs into an epoch"
+        return self._cache
+
+    def open(self, state: EpochState) -> None:
+        """Allocates the KV pages. Raises OutOfMemoryError."""
+        attachment = state.attachment
+        num_pages, page_tokens = attachment.num_pages, attachment.page_tokens
+        try:
+            self._cache = PagedKV(
+                self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self._dtype
+            )
+        except RuntimeError as error:  # what PyTorch raises on a CPU, too
+            message = f"{num_pages} KV pages of {page_tokens} tokens do not fit into memory"
+            raise OutOfMemoryError(message) from error
+        self._state = state
+
+    def close(self) -> None:
+        """Frees them."""
+        self._cache = self._state = None
+
+    def take(self, rows: torch.Tensor) -> SlotRows:
+        """`rows`: [B] int64 slots."""
+        return SlotRows(rows, self.state.slots)
+
+    def batch(
+        self, slots: SlotRows, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
+    ) -> ForwardBatch:
+        """B rows of W tokens. `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W], None for all."""
+        return ForwardBatch(
+            tokens=tokens,
+            positions=positions,
+            is_valid=torch.ones_like(tokens, dtype=torch.bool) if is_valid is None else is_valid,
+            page_table=slots.page_table,
+            limits=slots.limits,
+            # Only where the host can read it without waiting; elsewhere the whole page list is read.
+            max_kv_len=int(positions.max()) + 1 if self._device.type == "cpu" else None,
+        )
+
+    def sample(
+        self,
+        slots: SlotRows,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        mode: SamplingMode,
+        chain: torch.Tensor | None = None,
+        *,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Samples the tokens at `positions` ([B, W] int64) from their logits ([B, W, vocab_size]): [B, W].
+
+        `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`. `token_ids`: the tokens of the
+        logits, where these are not all; only on a GPU, and without adjustments.
+        """
+        (num_rows, width), table = positions.shape, self.state.slots
+        if mode is SamplingMode.ADJUSTMENTS:
+            assert token_ids is None, "bias, penalties and masks are by the target's ids"
+            chain = positions[:, :0] if chain is None else chain
+            logits = logits.to(torch.float32)
+            logits = adjust(logits, table.adjustments, table.history, slots.rows, positions, chain)
+        rows = slots.sampling(width)
+        flat, places = logits.reshape(num_rows * width, -1), positions.reshape(-1)
+        if self._device.type != "cuda":
+            return sample(flat, rows, places).view(num_rows, width)
+        # Imported here, as there is no triton where there is no GPU.
+        from slipstream.services.models.kernels.sampling import sample as fused_sample
+
+        has_filters = mode is not SamplingMode.NOISE
+        tokens = fused_sample(flat, rows, places, has_filters=has_filters, token_ids=token_ids)
+        return tokens.view(num_rows, width)
+
+    def record_prompt(self, chunks: PaddedChunks) -> None:
+        """Records chunks of B prompts, for the penalties."""
+        slots = self.state.slots
+        if slots.has_penalties:
+            slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid)
+
+    def record_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+        """Records the first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) as output, for the penalties."""
+        slots = self.state.slots
+        if slots.has_penalties:
+            slots.history.add_output(rows, tokens, num_tokens)
 
 
 class LanguageModel:
-    """Stream work, all of it but `open` and `close`."""
+    """All methods but `open` and `close` are stream work."""
 
     def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self.decoder = decoder
@@ -59,7 +197,7 @@ class LanguageModel:
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
 
     def prefill(self, slots: SlotRows, chunks: PaddedChunks, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
-        """Runs chunks of prompts side by side; `slots` are theirs."""
+        """Runs chunks of prompts side by side; `slots`: of the chunks."""
         self.slots.record_prompt(chunks)
         is_valid = chunks.is_valid
         return self.forward(slots, chunks.tokens, chunks.positions, is_valid=is_valid, aux_layers=aux_layers)
@@ -72,7 +210,7 @@ class LanguageModel:
         mode: SamplingMode,
         chain: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The model's tokens at `positions` ([B, W] int64) from the hidden states before them ([B, W, H]): [B, W].
+        """Samples the tokens at `positions` ([B, W] int64) from the hidden states before them ([B, W, H]): [B, W].
 
         `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`.
         """
@@ -80,7 +218,16 @@ class LanguageModel:
 
 
 def warm_up_widths(state: EpochState, device: torch.device) -> list[int]:
-    """Of steps and prompts, as far as different code runs for them."""
+    """Widths of steps and prompts for which different code runs."""
     shape = state.attachment.shape
     prompts = (16,) if device.type == "cpu" else (16, 32, 64, 300, shape.chunk_tokens)
     return sorted({1, shape.num_draft_tokens + 1, *(min(width, shape.chunk_tokens) for width in prompts)})
+
+
+def _take_sampling(table: SamplingRows, rows: torch.Tensor, width: int) -> SamplingRows:
+    if rows.device.type == "cpu":
+        return table.take(rows if width == 1 else rows.repeat_interleave(width))
+    # Imported here, as there is no triton where there is no GPU.
+    from slipstream.services.models.kernels.step_ops import take_sampling
+
+    return take_sampling(table, rows, width)

@@ -1,4 +1,4 @@
-"""Parts of prompts side by side, as a forward takes them."""
+"""Chunks of prompts side by side, padded to one length for a forward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 MOST_PADDING = 0.25
-"""Of what a group of chunks has: more of it costs more than another forward, on a device that is fast."""
+"""Share of a group's tokens: on a fast device more padding costs more than another forward."""
 
 
 def of_similar_length(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """The same chunks in their order, those side by side that are nearly as long as each other."""
+    """Groups neighbouring chunks of nearly the same length, in their order."""
     groups: list[list[PrefillChunk]] = []
     for chunk in chunks:
         if groups and _padding([*groups[-1], chunk]) <= MOST_PADDING:
@@ -36,7 +36,7 @@ def _padding(chunks: Sequence[PrefillChunk]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PaddedChunks:
-    """B rows of as many tokens as the longest has, T tokens that count in all. Everything is on the device."""
+    """B rows as long as the longest chunk, with T tokens without the padding. All tensors are on the device."""
 
     rows: torch.Tensor
     """[B] int64: their slots."""
@@ -49,7 +49,7 @@ class PaddedChunks:
     lengths: torch.Tensor
     """[B] int64."""
     places: torch.Tensor
-    """[T] int64: which of the B * W tokens count, row after row."""
+    """[T] int64: which of the B * W tokens are no padding, row after row."""
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None) -> PaddedChunks:
@@ -70,10 +70,10 @@ class PaddedChunks:
         )
 
     def without_padding(self, states: torch.Tensor) -> torch.Tensor:
-        """Those that belong to tokens that count: [B, W, size] to [T, size], chunk after chunk."""
+        """Drops the padding: [B, W, size] to [T, size], chunk after chunk."""
         return states.flatten(0, 1).index_select(0, self.places)
 
     def with_padding(self, states: torch.Tensor) -> torch.Tensor:
-        """The other way: [T, size] to [B, W, size], with zeros for padding."""
+        """Adds zeros as padding: [T, size] to [B, W, size]."""
         laid_out = states.new_zeros(self.tokens.numel(), states.shape[1])
         return laid_out.index_copy_(0, self.places, states).view(*self.tokens.shape, -1)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 STOP_GRACE_S = 0.2
 """An Execute call never ends by itself; what it was sent is finished after it, by the engine."""
 SWITCH_INTERVAL_S = 0.0005
-"""The stream's thread computes in Python too; a command must not wait 5 ms for its turn."""
+"""The stream's thread computes in Python, too; a command must not wait 5 ms for its turn."""
 
 
 async def run_worker(
@@ -88,7 +88,7 @@ async def run_worker(
         logger.info("serving %s at %s", engine.description.model, server.address)
         broken.add_done_callback(lambda _: signals.request())
         await signals.wait()
-        # A broken stream brings nobody's step to its end: the scheduler learns of it when its call ends.
+        # A broken stream finishes no step: the scheduler learns of it when its call ends.
         await server.stop(0 if broken.done() else STOP_GRACE_S)
         await loop.run_in_executor(device_thread, engine.close)
         if broken.done():
@@ -99,7 +99,7 @@ async def run_worker(
 
 
 def end_at_once(engine: Engine) -> NoReturn:
-    """Ends this process, whose stream does not come to its end: whatever frees something would wait for it, too."""
+    """Ends this process, whose stream does not come to its end; freeing anything would wait for it, too."""
     context = {"epoch": engine.last_epoch, "step": engine.last_step}
     logger.error(
         "the %s stream waits for what does not come, nor can be released, as when the process is gone that was to "

@@ -71,7 +71,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
     async def Execute(
         self, requests: AsyncIterator[pb.StepCommand], context: ServicerContext
     ) -> AsyncIterator[pb.StepAck]:
-        """See worker.proto. Whoever ends the stream ends the epoch."""
+        """See worker.proto. The end of the stream ends the epoch."""
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
         epoch = self._engine.epoch

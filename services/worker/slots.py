@@ -1,4 +1,4 @@
-"""What a worker keeps of each slot: its pages, its limit and how it samples. Private, written in stream order."""
+"""A worker's state of each slot: pages, limit, sampling. Private to the worker, written in stream order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _Rows = TypeVar("_Rows", bound="ParameterRows")
 
 
 class SamplingMode(enum.Enum):
-    """What it takes to choose the tokens of a batch; each includes what is above it."""
+    """The work that sampling a batch takes; each mode includes those above it."""
 
     NOISE = enum.auto()
-    """Some requests are greedy, the others have noise."""
+    """Greedy requests, and others with noise."""
     FILTERS = enum.auto()
-    """Some have top-k, top-p or min-p."""
+    """Requests with top-k, top-p or min-p."""
     ADJUSTMENTS = enum.auto()
-    """Some change the logits before: bias, penalties, a mask."""
+    """Requests that change the logits before: bias, penalties, a mask."""
 
 
 class SlotTable:
@@ -62,14 +62,14 @@ class SlotTable:
         self.history = TokenHistory(slots, vocab_size, device)
         """One row a slot; kept up to date while `has_penalties`."""
         self.adjusts_logits = False
-        """Stream work: whether the last request of any slot has logit bias, penalties or a mask."""
+        """Stream work: True if the last request of any slot has logit bias, penalties or a mask."""
         self.has_penalties = False
-        """Stream work: whether the last request of any slot has penalties."""
+        """Stream work: True if the last request of any slot has penalties."""
         self._params: dict[int, SamplingParams] = {}
         self._adjusted: set[int] = set()
 
     def check(self, command: StepCommand) -> None:
-        """Raises InvalidArgumentError for a slot, page or token that there is not, before anything is enqueued."""
+        """Raises InvalidArgumentError for slots, pages and tokens out of range, before anything is enqueued."""
         for slot in command.slots:
             _check("slots", slot, 1, self._num_slots - 1)
         if len(set(command.slots)) < len(command.slots):
@@ -85,14 +85,14 @@ class SlotTable:
         return self.limits.index_select(0, rows)
 
     def sampling_mode(self, slots: Sequence[int]) -> SamplingMode:
-        """Stream work: what it takes to choose tokens for these slots."""
+        """Stream work: the mode of a batch of these slots."""
         if self._params.keys().isdisjoint(slots):
             return SamplingMode.NOISE
         params = [self._params[slot] for slot in slots if slot in self._params]
         return SamplingMode.ADJUSTMENTS if any(row.adjusts_logits for row in params) else SamplingMode.FILTERS
 
     def changes(self, updates: tuple[SlotUpdate, ...], staging: Staging) -> SlotChanges:
-        """What `take_over` is to write, in the order of the commands: it depends on what was taken over before."""
+        """Stages updates for `take_over`. Call in the order of commands: the result depends on earlier updates."""
         return SlotChanges.of(
             updates,
             staging,
@@ -102,7 +102,7 @@ class SlotTable:
         )
 
     def take_over(self, changes: SlotChanges) -> None:
-        """Stream work: writes what changed."""
+        """Stream work: writes staged changes."""
         self.page_table.index_fill_(0, changes.emptied, 0)
         self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
         self.limits.index_copy_(0, changes.slots, changes.limits)
@@ -155,20 +155,20 @@ def _check(field: str, value: int, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenSlots:
-    """The slots that other requests take, and how those sample."""
+    """Slots that other requests take, and the sampling of those requests."""
 
     slots: torch.Tensor
     """[T] int64."""
     sampling: SamplingRows
     adjustments: AdjustmentRows | None
-    """None where neither they nor those before them have any."""
+    """None if neither these requests nor the ones before them have any."""
     params: dict[int, SamplingParams]
     """By slot, on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotChanges:
-    """Of U slots. All tensors are on the device."""
+    """Changes of U slots before a step: made on the host, staged. All tensors are on the device."""
 
     slots: torch.Tensor
     """[U] int64."""

@@ -1,9 +1,8 @@
-"""How what a command brings gets to the device: packed into pinned memory, and fetched at once, without waiting.
+"""Brings the contents of a command to the device: packed into pinned memory, fetched at once, without waiting.
 
-A step puts together all that it needs of its command (slots, pages, limits, sampling, prompts), each piece as a host
-tensor for which it gets a device tensor, and flushes: one kernel on the worker's stream fetches it all. The device's
-side is one buffer, used over and over in stream order; the host's is a ring of buffers, each used again when what it
-had is fetched.
+A step puts each piece of its command (slots, pages, limits, sampling, prompts) as a host tensor, for which it gets a
+device tensor, and flushes: one kernel on the worker's stream fetches it all. On the device there is one buffer, used
+again in stream order; on the host a ring of buffers, each used again when its contents are fetched.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ _ALIGNMENT_BYTES = 16
 
 
 class Staging(Protocol):
-    """Belongs to the thread that enqueues. `begin`, then `put` what there is, then `flush` as stream work."""
+    """Belongs to the thread that enqueues. Call `begin`, then `put` many times, then `flush` as stream work."""
 
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
-        """Begins a step: its row of the ring, and who takes part."""
+        """Begins a step: its row of the ring, and its slots."""
         ...
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """Where the values (on the host, contiguous) are for the step's work, once flushed; good for that step only."""
+        """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
         ...
 
     def flush(self) -> None:
-        """Stream work: brings over what was put."""
+        """Stream work: brings the staged values to the device."""
         ...
 
 
 class HostStaging:
-    """Implements `Staging` where the device is the host: nothing needs to be brought anywhere."""
+    """Implements `Staging` where the device is the host: values stay where they are."""
 
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
         """See `Staging.begin`."""
@@ -70,9 +69,9 @@ class PinnedStaging:
         fetch: Callable[[torch.Tensor, torch.Tensor], None],
         blocked: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`num_bytes`: of all that is `put` in a step; more takes a copy of its own. `depth`: host buffers.
+        """`num_bytes`: of all values in a step; more takes copies of their own. `depth`: host buffers.
 
-        `fetch` brings to the first tensor, on the device, what the second has, on the host: whole words of 64 bits.
+        `fetch` copies the second tensor, on the host, to the first, on the device, in words of 64 bits.
         `blocked` is entered for as long as the thread waits for the device.
         """
         self._fetch = fetch
@@ -82,7 +81,7 @@ class PinnedStaging:
         size = fixed + _aligned(num_bytes)
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(depth)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        # Views that are made once: a step takes no longer than its writes.
+        # Views made once, so that a step only writes.
         self._bytes = [buffer.numpy() for buffer in self._host]
         self._heads = [buffer[: (1 + num_slots) * 8].view(torch.int64).numpy() for buffer in self._host]
         self._copied = [_Event(device) for _ in range(depth)]
@@ -135,10 +134,10 @@ class PinnedStaging:
 
 
 class _Event:
-    """When a copy is done; at once where there are no streams."""
+    """Tells when a copy is done: at once where there are no streams."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = _event() if device.type == "cuda" else None
+        self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         if self._event is not None:
@@ -153,14 +152,10 @@ class _Event:
 
 
 def staged_bytes(attachment: Attachment) -> int:
-    """What a step's command takes at most, but for chunks of very different lengths side by side."""
+    """Bytes that a step's command takes at most, but for chunks of very different lengths side by side."""
     shape, page_bytes, row_bytes = attachment.shape, 16, 8192
     token_bytes = 2 * (8 + 8 + 1)
     return attachment.num_pages * page_bytes + shape.num_slots * row_bytes + shape.chunk_tokens * token_bytes
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _aligned(offset: int) -> int:
