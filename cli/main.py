@@ -121,7 +121,7 @@ def status(
 
     With --watch also where the time of steps goes, what drafting brings, and what requests get, until Ctrl-C.
     """
-    from slipstream.cli.server_status import fetch_status
+    from slipstream.cli.status import fetch_status
     from slipstream.cli.up.state_dir import server_of
 
     def locate() -> str:
@@ -166,7 +166,7 @@ def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
 ) -> None:
     """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
-    from slipstream.cli.health import check
+    from slipstream.cli.status import check
     from slipstream.common.rpc.address import parse_address
 
     found = asyncio.run(check(str(parse_address(address, field="ADDRESS"))))

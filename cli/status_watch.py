@@ -4,48 +4,211 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from slipstream.cli.cancellation import StopSignals
-from slipstream.cli.status_watch_look import Watcher, read_server
-from slipstream.cli.status_watch_screen import frame
-from slipstream.common.errors import ConfigError
+from slipstream.cli.status import HEALTHY, ServerStatus, fetch_status
+from slipstream.cli.step_times import StepTimes
+from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.rpc.scrape import Scrape, scrape
+from slipstream.gateway.request_metrics import GENERATION_TOKENS
+from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Awaitable, Callable
 
-    from slipstream.cli.status_watch_look import Look
+DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 3600.0
+_SCRAPE_TIMEOUT_S = 2.0
+_PLAIN_WIDTH = 160
 
-    Show = Callable[[Look], None]
 
-DEFAULT_INTERVAL_S = 1.0
-MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
-_BLOCK_WIDTH = 160
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A server at one moment."""
+
+    at_s: float
+    """On the monotonic clock."""
+    status: ServerStatus
+    metrics: Scrape | None
+    """The scheduler's; None when they cannot be read."""
+    why_no_metrics: str = ""
+
+    def is_same_process(self, earlier: Reading) -> bool:
+        """True if both are of one scheduler process, so that their counters can be subtracted."""
+        if self.status.service("scheduler").pid != earlier.status.service("scheduler").pid:
+            return False
+        # In containers the next process can have the same id.
+        both = [reading.metrics for reading in (self, earlier) if reading.metrics is not None]
+        return len({metrics.total("process_start_time_seconds") for metrics in both}) <= 1
+
+    def since(self, earlier: Reading | None) -> dict[str, Any] | None:
+        """Rates and means of the time between; None for a first reading, another process, or without metrics."""
+        if earlier is None or earlier.metrics is None or self.metrics is None or not self.is_same_process(earlier):
+            return None
+        added, seconds = self.metrics.since(earlier.metrics), self.at_s - earlier.at_s
+        steps, drafts = StepTimes.of(added), added.total(DRAFTS.name)
+        bubbles = {edge: s / steps.num_steps for edge, s in added.by("edge", BUBBLE_SECONDS.name).items() if s > 0}
+        return {
+            "seconds": seconds,
+            "overlap_efficiency": None if math.isnan(steps.overlap_efficiency) else steps.overlap_efficiency,
+            "steps_per_s": steps.num_steps / seconds,
+            "step_s": steps.mean_step_s if steps.num_steps else None,
+            "bubbles_s": bubbles,
+            "mean_accept_length": 1 + added.total(ACCEPTED_TOKENS.name) / drafts if drafts else None,
+            "tokens_per_s": added.total(GENERATION_TOKENS.name) / seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Everything that is known at one moment."""
+
+    at: datetime
+    """With the time zone."""
+    reading: Reading | None
+    """None when no server answers."""
+    error: str = ""
+    interval: dict[str, Any] | None = None
+    """See `Reading.since`: the time since the look before."""
+    event: str = ""
+    """The last change that was seen, and when: the server went away, came back, was started anew."""
+
+    def as_json(self) -> dict[str, object]:
+        """For `json.dumps`."""
+        status: dict[str, object] = {"healthy": False} if self.reading is None else self.reading.status.as_json()
+        at = self.at.isoformat(timespec="milliseconds")
+        return {
+            "time": at,
+            "event": self.event or None,
+            "error": self.error or None,
+            "interval": self.interval,
+        } | status
+
+
+class Watcher:
+    """Remembers what the last look found."""
+
+    def __init__(self, locate: Callable[[], str], read: Callable[[str], Awaitable[Reading]]) -> None:
+        """`locate` gives the server's address, `read` reads it; both raise SlipstreamError while there is no server."""
+        self._locate = locate
+        self._read = read
+        self._last: Reading | None = None
+        self._gone_since_s: float | None = None
+        self._event = ""
+
+    async def look(self) -> Look:
+        """Asks the server and its services, and reads the metrics. A server that does not answer is no error."""
+        at = datetime.now().astimezone()
+        try:
+            reading = await self._read(self._locate())
+        except SlipstreamError as error:
+            if self._gone_since_s is None:
+                self._gone_since_s, self._event = time.monotonic(), f"no answer since {at:%H:%M:%S}"
+            return Look(at=at, reading=None, error=str(error), event=self._event)
+        self._event = self._what_happened(reading, at) or self._event
+        interval = reading.since(self._last)
+        self._last, self._gone_since_s = reading, None
+        return Look(at=at, reading=reading, error=reading.why_no_metrics, interval=interval, event=self._event)
+
+    def _what_happened(self, reading: Reading, at: datetime) -> str:
+        last, gone_since_s = self._last, self._gone_since_s
+        away = "" if gone_since_s is None else f", after {reading.at_s - gone_since_s:.1f} s without an answer"
+        if last is not None and not reading.is_same_process(last):
+            return f"the scheduler was started anew, seen at {at:%H:%M:%S}{away}"
+        if last is not None and last.status.state.epoch != (epoch := reading.status.state.epoch):
+            return f"workers attached anew, epoch {epoch}, seen at {at:%H:%M:%S}{away}"
+        return f"answers since {at:%H:%M:%S}{away}" if away else ""
+
+
+async def read_server(server: str) -> Reading:
+    """Asks this server. Raises a SlipstreamError when it does not answer; without its metrics, the reading says why."""
+    status = await fetch_status(server)
+    port, metrics, why = status.service("scheduler").metrics_port, None, "the server has no metrics"
+    if port:
+        try:
+            metrics, why = await scrape(port, timeout_s=_SCRAPE_TIMEOUT_S), ""
+        except (OSError, HTTPException, ValueError) as error:
+            why = f"the metrics, on port {port} of the server's host, cannot be read from here: {error}"
+    return Reading(at_s=time.monotonic(), status=status, metrics=metrics, why_no_metrics=why)
+
+
+def frame(look: Look) -> Table:
+    """One look as a table: a name and a text in each row."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(f"{look.at:%H:%M:%S}", Text(look.event, "yellow"))
+    if look.error:
+        table.add_row("error", Text(look.error, "bold red"))
+    if look.interval is not None:
+        _add_interval(table, look.interval)
+    if look.reading is not None:
+        _add_server(table, look.reading.status)
+    return table
+
+
+def _add_interval(table: Table, found: dict[str, Any]) -> None:
+    efficiency, step_s = found["overlap_efficiency"], found["step_s"]
+    if efficiency is None or not step_s:
+        table.add_row("overlap", "-  no steps")
+    else:
+        style = "green" if efficiency >= 0.97 else "yellow" if efficiency >= 0.9 else "bold red"
+        table.add_row("overlap", Text(f"{efficiency:.1%} of the steps' time is work", style))
+        table.add_row("step", f"{1e3 * step_s:.3g} ms; {found['steps_per_s']:.1f} steps per second")
+        bubbles = [f"{edge} {1e3 * s:.3g} ms ({s / step_s:.1%})" for edge, s in found["bubbles_s"].items()]
+        table.add_row("bubbles", ", ".join(bubbles) or "none")
+    accepted = found["mean_accept_length"]
+    table.add_row("accept", "-  no drafts" if accepted is None else f"{accepted:.2f} tokens a step")
+    table.add_row("tokens", f"{found['tokens_per_s']:.1f} per second")
+
+
+def _add_server(table: Table, status: ServerStatus) -> None:
+    state = status.state
+    waiting = f"{state.num_waiting} of {state.queue_capacity} waiting"
+    table.add_row("requests", f"{state.num_running} of {state.num_slots} running, {waiting}")
+    used = state.num_pages - state.num_free_pages
+    table.add_row("KV", f"{used} of {state.num_pages} pages" + (f", {used / state.num_pages:.1%}" if used else ""))
+    table.add_row("runs", Text(f"{state.model}; {status.describe()}; epoch {state.epoch}"))
+    for service in state.services:
+        health = status.health[service.name]
+        line = Text(health, "green" if health in HEALTHY else "bold red")
+        table.add_row(service.name, line.append(f"  pid {service.pid}  {service.address}", "dim"))
 
 
 async def run_watch(locate: Callable[[], str], *, interval_s: float | None, as_json: bool) -> int:
-    """Shows a look now and after each interval. Returns 0 when a signal ends it.
+    """Shows a look now and after each interval: on a terminal redrawn, elsewhere as lines. Returns 0 after a signal.
 
-    `locate` gives the server's address, or raises UnavailableError while there is none. Raises ConfigError naming
-    `interval`.
+    `locate`: see `Watcher`. Raises ConfigError naming `interval`.
     """
     interval_s = DEFAULT_INTERVAL_S if interval_s is None else interval_s
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError("interval", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
-    stop = StopSignals()
-    with _output(as_json=as_json) as show:
-        await stop.cancel(_watch(Watcher(locate, read_server), interval_s, show))
+    watcher = Watcher(locate, read_server)
+    if as_json:
+        await StopSignals().cancel(_watch(watcher, interval_s, print_json))
+    elif sys.stdout.isatty() and not Console().is_dumb_terminal:
+        with Live(Text("asking ..."), auto_refresh=False) as screen:
+            await StopSignals().cancel(
+                _watch(watcher, interval_s, lambda look: screen.update(frame(look), refresh=True))
+            )
+    else:
+        plain = Console(width=_PLAIN_WIDTH, color_system=None)
+        await StopSignals().cancel(_watch(watcher, interval_s, lambda look: print_lines(plain, look)))
     return 0
 
 
-async def _watch(watcher: Watcher, interval_s: float, show: Show) -> None:
+async def _watch(watcher: Watcher, interval_s: float, show: Callable[[Look], None]) -> None:
     loop = asyncio.get_running_loop()
     due_s = loop.time()
     while True:
@@ -54,46 +217,13 @@ async def _watch(watcher: Watcher, interval_s: float, show: Show) -> None:
         await asyncio.sleep(due_s - loop.time())
 
 
-def _output(*, as_json: bool) -> AbstractContextManager[Show]:
-    if as_json:
-        return json_lines()
-    is_live = sys.stdout.isatty() and not Console().is_dumb_terminal
-    return live(Console()) if is_live else blocks(Console(width=_BLOCK_WIDTH, color_system=None))
+def print_json(look: Look) -> None:
+    """Prints a JSON object on a line of its own."""
+    print(json.dumps(look.as_json(), allow_nan=False), flush=True)
 
 
-@contextmanager
-def live(console: Console) -> Iterator[Show]:
-    """Fills the terminal with the newest look, and leaves the last one behind."""
-    last: list[Look] = []
-
-    def show(look: Look) -> None:
-        last[:] = [look]
-        screen.update(frame(look), refresh=True)
-
-    with Live(Text("asking ..."), console=console, screen=True, auto_refresh=False) as screen:
-        yield show
-    for look in last:
+def print_lines(console: Console, look: Look) -> None:
+    """Prints the table's lines, with an empty line behind them."""
+    with console.capture() as captured:
         console.print(frame(look))
-
-
-@contextmanager
-def blocks(console: Console) -> Iterator[Show]:
-    """Prints a block of lines for each look, with an empty line behind it."""
-
-    def show(look: Look) -> None:
-        with console.capture() as captured:
-            console.print(frame(look))
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        print(*lines, "", sep="\n", file=console.file, flush=True)
-
-    yield show
-
-
-@contextmanager
-def json_lines() -> Iterator[Show]:
-    """Prints a JSON object on a line of its own for each look."""
-
-    def show(look: Look) -> None:
-        print(json.dumps(look.as_json(), allow_nan=False), flush=True)
-
-    yield show
+    print(*(line.rstrip() for line in captured.get().splitlines()), "", sep="\n", file=console.file, flush=True)

@@ -12,14 +12,13 @@ from slipstream.scheduler.telemetry.step_metrics import BUBBLE_SECONDS, STEP_SEC
 class StepTimes:
     """Seconds that all steps took together, whatever their labels."""
 
-    wall_s: float = 0.0
+    wall_s: float
     """From the end of one step to the end of the next."""
-    num_steps: float = 0.0
-    bubble_s: float = 0.0
-    """Of `wall_s`, what no worker worked in."""
+    num_steps: float
+    bubble_s: float
+    """The part of `wall_s` in which no worker worked."""
 
     def __sub__(self, earlier: StepTimes) -> StepTimes:
-        """What came since."""
         return StepTimes(
             wall_s=self.wall_s - earlier.wall_s,
             num_steps=self.num_steps - earlier.num_steps,
@@ -28,7 +27,7 @@ class StepTimes:
 
     @property
     def mean_step_s(self) -> float:
-        """Of the steps that were timed; NaN when none was."""
+        """Mean time of a step; NaN when none was timed."""
         return self.wall_s / self.num_steps if self.num_steps else float("nan")
 
     @property
@@ -38,7 +37,7 @@ class StepTimes:
 
     @classmethod
     def of(cls, samples: Scrape) -> StepTimes:
-        """From a scrape, or from what was added between two."""
+        """Reads a scrape, or what was added between two."""
         return cls(
             wall_s=samples.total(f"{STEP_SECONDS.name}_sum"),
             num_steps=samples.total(f"{STEP_SECONDS.name}_count"),
@@ -46,11 +45,6 @@ class StepTimes:
         )
 
     @classmethod
-    def read(cls, text: str) -> StepTimes:
-        """From a scrape in the text format."""
-        return cls.of(Scrape.read(text))
-
-    @classmethod
     async def scrape(cls, metrics_port: int) -> StepTimes:
-        """From the endpoint on this host."""
+        """Reads the endpoint on this host."""
         return cls.of(await scrape(metrics_port))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.doctor.finding import failed, note, ok
-from slipstream.cli.health import check
+from slipstream.cli.status import check
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse_address
 

@@ -7,10 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
-from slipstream.cli.loading import LoadingDisplay
-from slipstream.cli.log_follower import LogFollower
-from slipstream.cli.nonfailing_console import nonfailing_console
-from slipstream.cli.server_status import fetch_status
+from slipstream.cli.status import fetch_status
 from slipstream.cli.up.commands import (
     LOOPBACK,
     free_address,
@@ -18,6 +15,7 @@ from slipstream.cli.up.commands import (
     scheduler_command,
     worker_command,
 )
+from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.state_dir import StateDir
 from slipstream.cli.up.supervisor import Supervisor

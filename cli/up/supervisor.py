@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slipstream.cli.cancellation import shielded
-from slipstream.cli.health import wait_until_serving
+from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.process import ServiceProcess
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.mark.parametrize("module", ["main", "up", "server_status", "supervisor"])
+@pytest.mark.parametrize("module", ["main", "up.run", "status", "up.supervisor"])
 def test_no_command_imports_what_only_services_need(module: str) -> None:
     heavy = ("torch", "transformers", "numpy", "prometheus_client")
     code = f"import sys, slipstream.cli.{module}; print([name for name in {heavy} if name in sys.modules])"

@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from slipstream.bundled import Prompt
-from slipstream.cli.demo_report import DemoRun, comparison, first_difference, speed_sentence
-from slipstream.cli.demo_run import pieces
-from slipstream.cli.demo_screen import LineScreen, LiveScreen, legend
+from slipstream.cli.demo import DemoRun, first_difference, pieces, report
+from slipstream.cli.demo_screen import DemoScreen, legend
 from slipstream.cli.step_times import StepTimes
+from slipstream.common.api.output_chunk import Usage
+from slipstream.common.rpc.scrape import Scrape
 
 SCRAPE = """\
 # HELP slipstream_step_seconds Time of a step.
@@ -39,18 +40,29 @@ def run(
         title="a run",
         token_ids=token_ids,
         seconds=seconds,
-        num_verify_steps=accepted,
-        total_draft_tokens=4 * accepted,
-        total_accepted_tokens=accepted,
+        usages=(
+            Usage(
+                prompt_tokens=1,
+                completion_tokens=accepted,
+                num_verify_steps=accepted,
+                total_draft_tokens=4 * accepted,
+                total_accepted_tokens=accepted,
+                mean_accept_length=2.0,
+                seed=1,
+                queue_seconds=0.0,
+                time_to_first_token_seconds=0.0,
+                end_to_end_seconds=seconds,
+            ),
+        ),
         times=StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.5),
     )
 
 
 def test_scrapes_are_summed_over_labels_and_subtracted() -> None:
-    times = StepTimes.read(SCRAPE) - StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.2)
+    times = StepTimes.of(Scrape.read(SCRAPE)) - StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.2)
     assert (times.wall_s, times.num_steps) == (2.0, 6.0)
     assert times.overlap_efficiency == pytest.approx(0.9)
-    assert math.isnan(StepTimes.read("").overlap_efficiency)
+    assert math.isnan(StepTimes.of(Scrape.read("")).overlap_efficiency)
 
 
 def test_text_is_cut_where_each_token_made_it_certain() -> None:
@@ -60,7 +72,7 @@ def test_text_is_cut_where_each_token_made_it_certain() -> None:
 def test_lines_mark_accepted_drafts_line_by_line() -> None:
     output = io.StringIO()
     prompts = [Prompt(id="", source="a.py", line=line, num_tokens=1, text="import os\nx = ") for line in (1, 2)]
-    with LineScreen(Console(file=output, width=40), prompts) as screen:
+    with DemoScreen(Console(file=output, width=40), prompts) as screen:
         screen.add(0, [("a", False), ("b", True), ("c\nd", True)])
         screen.add(1, [("[red]", False)])
         screen.add(0, [("e", False), ("\n\n", True)])
@@ -78,7 +90,7 @@ def test_live_boxes_fit_the_terminal_and_color_accepted_drafts(size: tuple[int, 
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=size[0], height=size[1], color_system="standard")
     prompts = [Prompt(id=f"{i}", source="a.py", line=i, num_tokens=1, text="def f():\n" * 50) for i in range(4)]
-    with LiveScreen(console, prompts) as screen:
+    with DemoScreen(console, prompts) as screen:
         screen.add(0, [("DRAFTED", True), ("TARGET", False)])
     frame = output.getvalue()
     assert "\x1b[1;32mDRAFTED\x1b[0m\x1b[33mTARGET" in frame
@@ -89,17 +101,18 @@ def test_the_legend_reads_like_the_screen() -> None:
     assert "«" in legend(Console(file=io.StringIO())).plain
 
 
-def test_the_comparison_has_both_runs() -> None:
+def test_the_report_has_both_runs() -> None:
     output = io.StringIO()
-    Console(file=output, width=100).print(comparison(run(accepted=3), run(seconds=3.0)))
-    for words in ("tokens per second", "6.0", "2.0", "mean accept length", "2.00", "500 ms", "0.750"):
+    assert report(Console(file=output, width=100), run(accepted=3), run(seconds=3.0)) == 0
+    for words in ("tokens per second", "6.0", "2.0", "mean accept length", "2.00", "500 ms", "0.750", "3.00 times"):
         assert words in output.getvalue()
+    assert "the same, all 6 tokens of 2 prompts" in output.getvalue()
 
 
-def test_slower_is_called_slower() -> None:
-    assert speed_sentence(run(), run(seconds=2.0)).startswith("Drafting is 2.00 times as fast")
-    assert speed_sentence(run(), run(seconds=1.01)).startswith("Drafting is neither")
-    assert speed_sentence(run(seconds=2.0), run()).startswith("Drafting is slower here, 0.50 times")
+def test_different_tokens_fail() -> None:
+    output = io.StringIO()
+    assert report(Console(file=output, width=100), run(), run(((1, 2, 3), (4, 9, 6)))) == 1
+    assert "DIFFER, first at token 1 of prompt 2" in output.getvalue()
 
 
 def test_the_first_difference_is_found() -> None:

@@ -71,7 +71,7 @@ def test_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom slipstream.cli.main import app\n"
         "try:\n    app(['health', 'unix:/nobody'])\nexcept BaseException:\n    pass\n"
-        f"print('slipstream.cli.health' in sys.modules, [name for name in {heavy} if name in sys.modules])"
+        f"print('slipstream.cli.status' in sys.modules, [name for name in {heavy} if name in sys.modules])"
     )
     found = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=30, check=True)
     assert found.stdout.strip() == "True []"

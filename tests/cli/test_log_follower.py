@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.log_follower import LogFollower
+from slipstream.cli.up.display import LogFollower
 
 if TYPE_CHECKING:
     from pathlib import Path

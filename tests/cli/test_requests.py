@@ -29,14 +29,6 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_new_tokens": 60, 
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The bundled models, ready."""
-    state_dir = tmp_path_factory.mktemp("state")
-    with running_up(state_dir, "--slots", "8"):
-        yield (state_dir / "server").read_text()
-
-
 @pytest.fixture
 def client(server: str) -> Iterator[Client]:
     with Client(server) as connected:
@@ -158,6 +150,7 @@ def test_a_model_without_a_chat_template_says_so(client: Client) -> None:
         generate(client, [{"role": "user", "content": "Hello"}])
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_through_the_model_s_own_template(tmp_path: Path) -> None:
     target = tmp_path / "target"
     shutil.copytree(target_dir(), target)

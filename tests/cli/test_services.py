@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import psutil
@@ -21,42 +20,6 @@ if TYPE_CHECKING:
     from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def three_ports() -> int:
-    """The first of three that follow each other and that nobody serves at."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
-            port: int = first.getsockname()[1]
-            with suppress(OSError, OverflowError):
-                for number in (1, 2):
-                    others.enter_context(socket.create_server(("127.0.0.1", port + number)))
-                return port
-
-
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the `up` that most tests share."""
-    return tmp_path_factory.mktemp("state")
-
-
-@pytest.fixture(scope="module")
-def metrics_port() -> int:
-    """The first of its three."""
-    return three_ports()
-
-
-@pytest.fixture(scope="module")
-def up(state_dir: Path, metrics_port: int) -> Iterator[Running]:
-    """The bundled pair, ready."""
-    with running_up(state_dir, "--metrics-port", str(metrics_port), "--log-format", "json") as up:
-        yield up
-
-
-@pytest.fixture
-def server(up: Running, state_dir: Path) -> str:
-    """Its address."""
-    return (state_dir / "server").read_text()
 
 
 def test_status_shows_every_service(server: str, up: Running) -> None:
@@ -118,53 +81,65 @@ def test_a_second_up_is_refused_and_the_first_serves_on(server: str, state_dir: 
     assert slipstream("status", "--server", server).returncode == 0
 
 
-def test_up_ends_with_an_error_that_names_the_service_that_died(up: Running, state_dir: Path) -> None:
-    services = {service["name"]: service["pid"] for service in status(state_dir)["services"]}
-    children = up.children()
-    os.kill(services["draft"], signal.SIGKILL)
-    assert up.end() == 1
-    assert "draft was killed by SIGKILL" in up.errors()
-    assert "serving" in up.errors()  # the end of its log
-    assert "Slipstream" in up.output()  # the table from when it was ready
+@pytest.mark.slow
+def test_up_ends_with_an_error_that_names_the_service_that_died(tmp_path: Path) -> None:
+    with running_up(tmp_path) as up:
+        services = {service["name"]: service["pid"] for service in status(tmp_path)["services"]}
+        children = up.children()
+        os.kill(services["draft"], signal.SIGKILL)
+        assert up.end() == 1
+        assert "draft was killed by SIGKILL" in up.errors()
+        assert "serving" in up.errors()  # the end of its log
+        assert "Slipstream" in up.output()  # the table from when it was ready
     assert not psutil.wait_procs(children, timeout=5)[1]
-    assert not leftovers(state_dir)
+    assert not leftovers(tmp_path)
 
 
-def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -> None:
-    state_dir = tmp_path / "state"
+@contextmanager
+def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]]:
+    """An `up` whose workers load their models, and its three services."""
     with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
         until(lambda: len(list(state_dir.glob("sockets/*.lock"))) == 2, up)
         children = up.children()
         assert len(children) == 3
+        yield up, children
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_up_ends_when_a_service_dies_while_it_loads(tmp_path: Path) -> None:
+    with loading_up(tmp_path) as (up, children):
+        next(child for child in children if "slipstream.services.draft.main" in child.cmdline()).kill()
+        assert up.end() == 1
+        assert "draft was killed by SIGKILL before it was ready" in up.errors()
+    assert not leftovers(tmp_path)
+
+
+def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -> None:
+    with loading_up(tmp_path) as (up, _):
         up.signal(signal.SIGKILL)
         up.end()
-        assert not psutil.wait_procs(children, timeout=5)[1]
-    with running_up(state_dir, "--algorithm", "none") as up:
-        assert status(state_dir)["algorithm"] == "none"
+    with running_up(tmp_path, "--algorithm", "none") as up:
+        assert status(tmp_path)["algorithm"] == "none"
         children = up.children()
         assert len(children) == 2
-        server = (state_dir / "server").read_text()
-        # What runs when the first signal comes is finished.
+        server = (tmp_path / "server").read_text()
+        # A request that runs when the first signal comes is finished.
         with running("generate", "--server", server, "--json", "--max-new-tokens", "400", "--ignore-eos", "x") as job:
-            until(lambda: status(state_dir)["num_running"] == 1, job)
+            until(lambda: status(tmp_path)["num_running"] == 1, job)
             up.signal(signal.SIGTERM)
             assert job.end() == 0, job.errors()
             assert len(json.loads(job.output())["token_ids"]) == 400
         assert up.end() == 0
     assert not psutil.wait_procs(children, timeout=5)[1]
-    assert not leftovers(state_dir)
+    assert not leftovers(tmp_path)
 
 
 def test_the_first_interrupt_stops_and_the_second_does_not_wait(tmp_path: Path) -> None:
-    state_dir = tmp_path / "state"
-    with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
-        until(lambda: len(list(state_dir.glob("sockets/*.lock"))) == 2, up)
-        children = up.children()
+    with loading_up(tmp_path) as (up, children):
         for child in children:
-            child.suspend()  # which no signal but SIGKILL ends
+            child.suspend()  # only SIGKILL ends it then
         up.signal(signal.SIGINT)
         until(lambda: "scheduler: stopping" in up.errors(), up)
         up.signal(signal.SIGINT)
         assert up.end() == 130
-    assert not psutil.wait_procs(children, timeout=5)[1]
-    assert not leftovers(state_dir)
+    assert not leftovers(tmp_path)

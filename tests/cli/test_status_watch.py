@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from slipstream.client import Client
 from tests.harness.running import COMMAND, Running, running, running_up, slipstream, until
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
-NUM_TOKENS = 150
 INTERVAL = ("--interval", "0.2")
+NUM_TOKENS = 100
 
 
 def looks(watch: Running) -> list[dict[str, Any]]:
@@ -29,14 +30,33 @@ def looks(watch: Running) -> list[dict[str, Any]]:
     return [json.loads(line) for line in watch.output().split("\n")[:-1]]
 
 
-def generate(state_dir: Path) -> None:
-    """One request that ends at its length."""
-    server = (state_dir / "server").read_text()
-    options = ("--max-new-tokens", f"{NUM_TOKENS}", "--ignore-eos")
-    assert slipstream("generate", "--server", server, *options, "class Queue:").returncode == 0
+def test_it_watches_a_server_that_works(server: str) -> None:
+    with running("status", "--watch", "--server", server, "--json", *INTERVAL) as watch:
+        until(lambda: len(looks(watch)) > 1, watch)
+        with Client(server) as client:
+            list(client.generate("class Queue:", max_new_tokens=NUM_TOKENS, ignore_eos=True))
+
+        def intervals() -> list[dict[str, Any]]:
+            return [look["interval"] for look in looks(watch) if look["interval"]]
+
+        def num_tokens() -> int:
+            return round(sum(each["tokens_per_s"] * each["seconds"] for each in intervals()))
+
+        until(lambda: num_tokens() >= NUM_TOKENS, watch)
+        watch.signal(signal.SIGINT)
+        assert watch.end() == 0
+        assert watch.errors() == ""
+        assert all(look["healthy"] for look in looks(watch))
+        assert [service["health"] for service in looks(watch)[0]["services"]] == ["SERVING"] * 3
+        worked = [each for each in intervals() if each["step_s"]]
+        assert num_tokens() == NUM_TOKENS
+        assert all(sum(each["bubbles_s"].values()) <= each["step_s"] for each in worked)
+        assert all(each["overlap_efficiency"] <= 1 for each in worked)
+        assert max(each["mean_accept_length"] or 0 for each in worked) > 1
 
 
-def test_it_follows_a_server_that_works_goes_away_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_it_follows_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     with running("status", "--watch", "--state-dir", str(state_dir), "--json", *INTERVAL) as watch:
 
@@ -46,18 +66,13 @@ def test_it_follows_a_server_that_works_goes_away_and_comes_back(tmp_path: Path)
 
         assert "no `slipstream up` is ready" in wait(lambda look: True)["error"]
         with running_up(state_dir) as up:
-            found = wait(lambda look: look["healthy"])
-            assert "answers since" in found["event"]
-            assert [service["health"] for service in found["services"]] == ["SERVING"] * 3
-            generate(state_dir)
-            wait(lambda look: look["healthy"] and look["finished"]["length"] == 1)
-            check_numbers([look["interval"] for look in looks(watch) if look.get("interval")])
+            assert "answers since" in wait(lambda look: look["healthy"])["event"]
             up.signal(signal.SIGINT)
             assert up.end() == 0
         wait(lambda look: "no answer" in (look["event"] or "") and "no `slipstream up` is ready" in look["error"])
         seen = len(looks(watch))
         with running_up(state_dir):
-            until(lambda: any(look.get("interval") for look in looks(watch)[seen:]), watch)
+            until(lambda: any(look["interval"] for look in looks(watch)[seen:]), watch)
             again = [look for look in looks(watch)[seen:] if look["healthy"]]
         assert "started anew" in again[0]["event"]
         assert again[0]["interval"] is None
@@ -66,27 +81,10 @@ def test_it_follows_a_server_that_works_goes_away_and_comes_back(tmp_path: Path)
         assert watch.errors() == ""
 
 
-def check_numbers(intervals: list[dict[str, Any]]) -> None:
-    """Together they have the one request, and their steps are made of their parts."""
-    assert round(sum(each["requests"]["tokens_per_s"] * each["seconds"] for each in intervals)) == NUM_TOKENS
-    assert round(sum(each["requests"]["finished_per_s"]["length"] * each["seconds"] for each in intervals)) == 1
-    assert sum(each["requests"]["first_token"]["p50_s"] is not None for each in intervals) == 1
-    steps_s, parts_s = 0.0, 0.0
-    for each in intervals:
-        if each["steps"]["decode_per_s"]:
-            num_steps = each["steps"]["decode_per_s"] * each["seconds"]
-            steps_s += num_steps * each["steps"]["decode_step_s"]
-            parts_s += num_steps * sum(each["steps"]["decode_parts_s"].values())
-            assert each["steps"]["overlap_efficiency"] <= 1
-    assert steps_s > 0
-    assert parts_s > 0.9 * steps_s
-    assert max(each["drafts"]["mean_accept_length"] or 0 for each in intervals) > 1
-
-
-def test_blocks_elsewhere_and_one_screen_on_a_terminal(tmp_path: Path) -> None:
-    with running_up(tmp_path), running("status", "--watch", "--state-dir", str(tmp_path), *INTERVAL) as watch:
+def test_lines_elsewhere_and_one_table_on_a_terminal(server: str, state_dir: Path) -> None:
+    with running("status", "--watch", "--server", server, *INTERVAL) as watch:
         until(lambda: "overlap" in watch.output(), watch)
-        on_terminal, exit_status = watched_on_a_terminal("--state-dir", str(tmp_path))
+        on_terminal, exit_status = watched_on_a_terminal("--state-dir", str(state_dir))
         watch.signal(signal.SIGTERM)
         assert watch.end() == 0
         assert watch.errors() == ""
@@ -95,10 +93,9 @@ def test_blocks_elsewhere_and_one_screen_on_a_terminal(tmp_path: Path) -> None:
     for block in blocks:
         assert "\x1b" not in block
         assert block.count("SERVING") == 3
-        assert "services  scheduler" in block
     assert exit_status == 0
-    assert on_terminal.startswith("\x1b[?1049h")  # to the other screen, and back from it
-    assert "Slipstream" in on_terminal.rpartition("\x1b[?1049l")[2]
+    assert on_terminal.count("scheduler") >= 2
+    assert "\x1b[" in on_terminal
 
 
 def watched_on_a_terminal(*options: str) -> tuple[str, int]:

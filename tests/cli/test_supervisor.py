@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from slipstream.cli.cancellation import StopSignals
-from slipstream.cli.health import check
+from slipstream.cli.status import check
 from slipstream.cli.up.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.waiting import until

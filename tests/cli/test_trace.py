@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.harness.grpc_server import running_server
-from tests.harness.running import running, running_up, slipstream, until
+from tests.harness.running import running, slipstream, until
 from tests.harness.trace_format import check, slices_by_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,16 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 NOBODY = ("--server", "127.0.0.1:9")
 
 
-@pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of an `up` that is ready, and that ends well after all of its traces."""
-    state_dir = tmp_path_factory.mktemp("state")
-    with running_up(state_dir) as up:
-        yield state_dir
-        up.signal(signal.SIGINT)
-        assert up.end() == 0
-
-
+@pytest.mark.usefixtures("up")
 def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
     server, out = ("--state-dir", str(state_dir)), tmp_path / "out.json"
     nothing = slipstream("trace", *server, "--wait", "0.1", str(out))
@@ -110,6 +100,7 @@ async def test_a_server_that_cannot_be_traced(tmp_path: Path) -> None:
     assert found.stderr == f"slipstream: error: the server at {server.address} is too old to be traced\n"
 
 
+@pytest.mark.usefixtures("up")
 def test_ctrl_c_ends_the_wait_and_leaves_nothing(state_dir: Path, tmp_path: Path) -> None:
     with running("trace", "--state-dir", str(state_dir), "--wait", "60", str(tmp_path / "out.json")) as trace:
         until(lambda: any(tmp_path.iterdir()), trace)

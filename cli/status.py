@@ -1,4 +1,4 @@
-"""What a server says about itself and its services, and how each of them is."""
+"""The health of a service, and what a server says about itself and its services."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.health import check
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from slipstream.client import AsyncClient
 from slipstream.common.errors import UnavailableError
 
@@ -17,13 +19,51 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.server_state import ServerState, ServiceState
 
-_TIMEOUT_S = 5.0
-_UNFOLDED_WIDTH = 240
-
-HEALTHY = ("SERVING", "ELSEWHERE")
 UNREACHABLE = "UNREACHABLE"
 ELSEWHERE = "ELSEWHERE"
-"""Its socket can only be opened on its own host, and that is another."""
+"""The service's socket can only be opened on its own host, which is another."""
+HEALTHY = ("SERVING", ELSEWHERE)
+
+_RETRY_S = 0.05
+_CHECK_TIMEOUT_S = 2.0
+_TIMEOUT_S = 5.0
+_UNFOLDED_WIDTH = 240
+# Health is asked on this host, where a proxy has no business and a retry costs nothing.
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 100),
+)
+_WHOLE_SERVER = health_pb2.HealthCheckRequest(service="")
+
+
+async def wait_until_serving(address: str) -> None:
+    """Returns when the server at `address` says SERVING. Tries for ever: bound it, and watch its process."""
+    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            try:
+                async for response in stub.Watch(_WHOLE_SERVER):
+                    if response.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError:
+                pass  # no server is there yet
+            await asyncio.sleep(_RETRY_S)
+
+
+async def check(address: str) -> str:
+    """Health of the server at `address` now: "SERVING", "NOT_SERVING" or "UNKNOWN".
+
+    Raises UnavailableError when no server answers there.
+    """
+    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            response = await stub.Check(_WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"{address} does not answer: {error.details()}") from error
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +77,21 @@ class ServerStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing is known to be wrong with any service."""
+        """True if nothing is known to be wrong with any service."""
         return all(health in HEALTHY for health in self.health.values())
 
     def service(self, name: str) -> ServiceState:
         """The service of this name, which there must be."""
         return next(service for service in self.state.services if service.name == name)
 
+    def describe(self) -> str:
+        """Algorithm, kind of fences, and whether under MPS, in words."""
+        state = self.state
+        drafting = f", {state.num_draft_tokens} draft tokens a step" if state.algorithm != "none" else ""
+        return f"algorithm {state.algorithm}{drafting}, {state.fence} fences" + (", MPS" if state.under_mps else "")
+
     def as_json(self) -> dict[str, object]:
-        """All of it, for `json.dumps`."""
+        """For `json.dumps`."""
         services = [{**asdict(service), "health": self.health[service.name]} for service in self.state.services]
         return {"server": self.server, "healthy": self.is_healthy, **asdict(self.state), "services": services}
 
@@ -55,14 +101,11 @@ class ServerStatus:
         from rich.console import Console
         from rich.table import Table
 
-        state = self.state
-        drafting = f", {state.num_draft_tokens} draft tokens a step" if state.algorithm != "none" else ""
-        order = f"{state.fence} fences" + (", MPS" if state.under_mps else "")
-        title = f"Slipstream {state.version} at {self.server}, algorithm {state.algorithm}{drafting}, {order}"
+        title = f"Slipstream {self.state.version} at {self.server}, {self.describe()}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for heading in ("service", "health", "pid", "address", "metrics port", "model"):
             table.add_column(heading, overflow="fold")
-        for service in state.services:
+        for service in self.state.services:
             health = self.health[service.name]
             table.add_row(
                 service.name,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from slipstream.cli.server_status import fetch_status
+from slipstream.cli.status import fetch_status
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.protos import generation_pb2_grpc
