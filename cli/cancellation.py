@@ -1,4 +1,4 @@
-"""What ends a command that has services to stop, and work that a cancellation does not cut short."""
+"""Signals that cancel a command's work, and work that a cancellation does not cut short."""
 
 from __future__ import annotations
 

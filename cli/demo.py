@@ -20,18 +20,16 @@ from slipstream.cli.demo_screen import DemoScreen, legend
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.status import fetch_status
 from slipstream.cli.step_times import StepTimes
-from slipstream.cli.up.commands import free_address, placed, scheduler_command, worker_command
+from slipstream.cli.up.commands import free_address, scheduler_command, worker_command
 from slipstream.cli.up.config import UpConfig
 from slipstream.cli.up.display import LoadingDisplay
-from slipstream.cli.up.mps import mps_daemon
-from slipstream.cli.up.supervisor import Supervisor
+from slipstream.cli.up.run import supervising
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from slipstream.cli.up.mps import MpsDaemon
-    from slipstream.cli.up.process import ServiceCommand
+    from slipstream.cli.up.supervisor import Supervisor
     from slipstream.common.api.output_chunk import Usage
 
 PROMPT_STRIDE = 16
@@ -90,46 +88,32 @@ async def _serve(algorithm: str, device: str, hurry: asyncio.Event) -> int:
         models = ModelChoice.choose(target=None, draft=None, algorithm=algorithm, num_draft_tokens=None)
         config = UpConfig(models=models, device=device, dtype=DTYPE, state_dir=Path(folder), listen="127.0.0.1:0")
         loading = LoadingDisplay(console, is_live=console.is_terminal)
-        async with mps_daemon(config.mps_mode, config.mps_dir) as mps:
-            supervisor = Supervisor(
-                ready_timeout_s=config.ready_timeout_s,
-                drain_timeout_s=config.drain_timeout_s,
-                on_change=loading.on_change,
-                before_kill=None if mps is None else mps.let_go,
-                hurry=hurry,
-            )
-            return await _Demo(console, supervisor, loading, mps).run(config)
+        async with supervising(config, loading.on_change, hurry) as supervisor:
+            return await _Demo(console, supervisor, loading).run(config)
 
 
 class _Demo:
-    def __init__(
-        self, console: Console, supervisor: Supervisor, loading: LoadingDisplay, mps: MpsDaemon | None
-    ) -> None:
+    def __init__(self, console: Console, supervisor: Supervisor, loading: LoadingDisplay) -> None:
         self._console = console
         self._supervisor = supervisor
         self._loading = loading
-        self._mps = mps
         self._prompts = bundled.prompts()[::PROMPT_STRIDE]
 
     async def run(self, config: UpConfig) -> int:
-        async with self._supervisor:
-            self._start(config, *(worker_command(config, name) for name in config.workers))
-            drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
-            # The workers stay: verify decodes plainly for a scheduler that has no draft.
-            await self._supervisor.stop("scheduler")
-            plain = replace(config, models=replace(config.models, draft=None))
-            undrafted = await self._measure(plain, "no drafting")
-            return report(self._console, drafted, undrafted)
+        self._supervisor.start(*(worker_command(config, name) for name in config.workers))
+        drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
+        # The workers stay: verify decodes plainly for a scheduler that has no draft.
+        await self._supervisor.stop("scheduler")
+        plain = replace(config, models=replace(config.models, draft=None))
+        undrafted = await self._measure(plain, "no drafting")
+        return report(self._console, drafted, undrafted)
 
     async def _measure(self, config: UpConfig, title: str) -> DemoRun:
         scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
         with self._loading:
-            self._start(config, scheduler)
+            self._supervisor.start(scheduler)
             await self._supervisor.wait_ready()
         return await self._supervisor.while_alive(self._run_prompts(scheduler.address, title))
-
-    def _start(self, config: UpConfig, *services: ServiceCommand) -> None:
-        self._supervisor.start(*(placed(service, config.mps_dir, self._mps) for service in services))
 
     async def _run_prompts(self, server: str, title: str) -> DemoRun:
         status = await fetch_status(server)

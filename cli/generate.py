@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
@@ -66,7 +67,7 @@ def _text(chunks: list[OutputChunk]) -> str:
 
 
 def _report(chunks: list[OutputChunk]) -> dict[str, object]:
-    """What there is to say of one sample."""
+    """Text, tokens, end and usage of one sample."""
     last, usage = chunks[-1], chunks[-1].usage
     assert usage is not None, "the last chunk has the usage"
     report: dict[str, object] = {
@@ -76,18 +77,7 @@ def _report(chunks: list[OutputChunk]) -> dict[str, object]:
         "token_ids": [token for chunk in chunks for token in chunk.token_ids],
         "finish_reason": last.finish_reason,
         "matched_stop": last.matched_stop,
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_draft_tokens": usage.total_draft_tokens,
-        "total_accepted_tokens": usage.total_accepted_tokens,
-        "num_verify_steps": usage.num_verify_steps,
-        "accepted_per_position": usage.accepted_per_position,
-        "mean_accept_length": usage.mean_accept_length,
-        "seed": usage.seed,
-        "queue_seconds": usage.queue_seconds,
-        "time_to_first_token_seconds": usage.time_to_first_token_seconds,
-        "mean_inter_token_latency_seconds": usage.mean_inter_token_latency_seconds,
-        "end_to_end_seconds": usage.end_to_end_seconds,
+        **asdict(usage),
     }
     logprobs = [token for chunk in chunks for token in chunk.logprobs]
     if logprobs:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, cast
 
 from slipstream.common.settings import Settings, setting
 
@@ -47,22 +47,13 @@ class GenerateOptions(Settings):
 
     def request(self) -> RequestOptions:
         """The keyword arguments of `AsyncClient.generate`."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "min_new_tokens": self.min_new_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "n": self.n,
-            "stop": self.stop,
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("chat", "no_speculation", "stop_token_id"):
+            del named[name]
+        named |= {
             "stop_token_ids": self.stop_token_id,
-            "ignore_eos": self.ignore_eos,
             "logprobs": self.logprobs is not None,
             "top_logprobs": self.logprobs,
             "speculation": False if self.no_speculation else None,
         }
+        return cast("RequestOptions", named)

@@ -73,7 +73,7 @@ class ServerStatus:
     server: str
     state: ServerState
     health: Mapping[str, str]
-    """Of each service: as in grpc.health.v1, or UNREACHABLE or ELSEWHERE."""
+    """By service: as in grpc.health.v1, or UNREACHABLE or ELSEWHERE."""
 
     @property
     def is_healthy(self) -> bool:

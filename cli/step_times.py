@@ -1,4 +1,4 @@
-"""Where the time of steps went, from the scheduler's Prometheus endpoint."""
+"""Times of steps, from the scheduler's Prometheus endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All checks one after the other, and the report."""
+"""Runs all checks one after the other, and prints the report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from slipstream.cli.doctor.finding import Verdict
-from slipstream.cli.doctor.gpu import check_cuda, check_driver, check_gpu
-from slipstream.cli.doctor.host import check_descriptors, check_namespaces, check_port, check_shm, check_state_dir
-from slipstream.cli.doctor.models import check_models
+from slipstream.cli.doctor.checks import (
+    Verdict,
+    check_cuda,
+    check_descriptors,
+    check_driver,
+    check_gpu,
+    check_models,
+    check_namespaces,
+    check_port,
+    check_shm,
+    check_state_dir,
+)
 from slipstream.cli.doctor.sharing import check_sharing_on_cpu, check_sharing_on_gpu
 from slipstream.cli.up.mps import outside_mps
 
@@ -18,17 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from slipstream.cli.doctor.finding import Finding
+    from slipstream.cli.doctor.checks import Finding
     from slipstream.cli.model_choice import ModelChoice
 
 METRICS_PORTS = {"scheduler": 9401, "verify": 9402, "draft": 9403}
-"""As in compose.yaml and prometheus.yml."""
+"""The ports in compose.yaml and prometheus.yml."""
 _MARKS = {Verdict.OK: "✓", Verdict.NOTE: "!", Verdict.FAILED: "✗"}
 
 
 async def run_doctor(models: ModelChoice, device: str, listen: str, state_dir: Path, *, as_json: bool) -> int:
     """Prints each finding as it comes, or all as one JSON object; returns 1 if anything failed."""
-    # Before anything asks for the GPU: like the scheduler, this process owns what the two others share.
+    # Before anything asks for the GPU: like the scheduler, this process owns the memory that the two others share.
     os.environ.update(outside_mps(state_dir))
     findings = []
     async for finding in examine(models, device, listen, state_dir):
@@ -45,7 +53,7 @@ async def run_doctor(models: ModelChoice, device: str, listen: str, state_dir: P
 
 
 async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path) -> AsyncIterator[Finding]:
-    """The findings in order. `device`: "auto" asks for a GPU only where there is one."""
+    """Yields the findings in order. `device`: "auto" asks for a GPU only where there is one."""
     from slipstream.common.device.choose import CPU, CUDA, cuda_obstacle
 
     if device != CPU:

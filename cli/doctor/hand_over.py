@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
 
 WORDS = 8
-"""Passed from hand to hand, one by one, to see that memory and fences work."""
+"""Words that are passed there and back one by one, to see that memory and fences work."""
 BATCH, BATCHES = 100, 6
 """Hand-overs there and back; the first batch is not counted."""
 TIMED = BATCH * (BATCHES - 1)
@@ -38,21 +38,21 @@ _PEER = (sys.executable, "-m", "slipstream.cli.doctor.peer")
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """What a hand-over from one process's stream to the other's takes; both saw each other's words."""
+    """Times of hand-overs from one process's stream to the other's, after both saw each other's words."""
 
     fence_kind: str
     under_mps: bool
     times_us: tuple[float, ...] = ()
-    """None for an "event" fence: it is waited for only after its signal was enqueued, which takes the host's turn."""
+    """Empty for an "event" fence: a wait is enqueued only after its signal was, which needs the host each time."""
 
     @property
     def p50_us(self) -> float:
-        """The middle one."""
+        """Median time."""
         return median(self.times_us)
 
     @property
     def p99_us(self) -> float:
-        """One in a hundred takes longer."""
+        """99th percentile."""
         return quantiles(self.times_us, n=100)[98]
 
     def overlap(self, step_ms: float) -> float:
@@ -89,10 +89,10 @@ def _pass_words(one: _Process, other: _Process) -> None:
 
 
 def _time(one: _Process, other: _Process, device: Device, arena: Arena) -> tuple[float, ...]:
-    """Half of each round, in microseconds.
+    """Returns half of each round, in microseconds.
 
     A batch is enqueued as a whole and then let go, so that the streams alone hand over. Larger ones would fill the
-    queue of a GPU's stream, and nobody could go on.
+    queue of a GPU's stream and stop it.
     """
     times: list[float] = []
     for gate in range(WORDS + 1, WORDS + 1 + BATCHES * (BATCH + 1), BATCH + 1):

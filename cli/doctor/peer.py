@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Fence
 
 HERE, THERE = FenceName.DRAFT_DONE, FenceName.VERIFY_STASH
-"""What the first process signals, and what the second one does."""
+"""The fence that the first process signals, and the one that the second process signals."""
 TIMEOUT_S = 20.0
 
 
@@ -33,7 +33,7 @@ class Peer:
         self._stream = self._device.create_stream("peer", lambda error: None)
 
     def describe(self) -> str:
-        """Whether this process is under MPS."""
+        """Says if this process is under MPS."""
         return "under MPS" if self._device.under_mps else "without MPS"
 
     def lead(self, gate: int, last: int) -> str:

@@ -1,4 +1,4 @@
-"""Checks of what two processes share: memory, fences, and MPS between them."""
+"""Checks memory, fences and MPS between two processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from slipstream.cli.doctor.finding import failed, note, ok
+from slipstream.cli.doctor.checks import failed, note, ok
 from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
 from slipstream.cli.up.mps import MpsMode, mps_daemon
 from slipstream.common.device.manifest import EVENT, TIMELINE
@@ -16,7 +16,7 @@ from slipstream.common.errors import SlipstreamError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from slipstream.cli.doctor.finding import Finding
+    from slipstream.cli.doctor.checks import Finding
     from slipstream.cli.doctor.hand_over import HandOver
 
 STEPS_MS = (1.0, 5.0)

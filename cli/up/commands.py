@@ -68,7 +68,7 @@ def free_address(address: str, *, field: str) -> str:
 
 
 def dialled(listen: str) -> str:
-    """Where a client on this host finds a server that listens there: a wildcard stands for the loopback."""
+    """Address for a client on this host of a server that listens there: the loopback in place of a wildcard."""
     address = parse_address(listen)
     if isinstance(address, TcpAddress) and address.host in _LOOPBACK_OF:
         return str(TcpAddress(_LOOPBACK_OF[address.host], address.port))

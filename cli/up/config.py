@@ -17,10 +17,10 @@ from slipstream.scheduler.main import LISTEN
 from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
 
 DEFAULT_SERVER = LISTEN
-"""Where `up` listens, and where `generate` and `status` look."""
+"""Address at which `up` listens, and to which `generate` and `status` connect."""
 
 METRICS_PORT = 9401
-"""Where deploy/prometheus expects a scheduler's metrics."""
+"""The scheduler's port in deploy/prometheus."""
 _METRICS_PORTS = ("scheduler", "verify", "draft")
 """Services in the order of their metrics ports, which follow each other."""
 _SOCKET_FOLDER = "sockets"
@@ -109,7 +109,7 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
 
     @property
     def mps_mode(self) -> MpsMode:
-        """Whether MPS is started on this host: OFF where the workers cannot be on a GPU."""
+        """Mode of MPS on this host: OFF where the workers cannot be on a GPU."""
         is_possible = self.device != "cpu" and (self.mps == MpsMode.ON or has_nvidia_device())
         return MpsMode(self.mps) if is_possible else MpsMode.OFF
 

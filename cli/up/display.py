@@ -1,4 +1,4 @@
-"""What `slipstream up` shows: how services come up, what they log, on a console that outlives its reader."""
+"""The output of `slipstream up`: states and logs of the services, on a console that may lose its reader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TextIO, cast
 
 from rich.console import Console
@@ -23,7 +22,6 @@ from slipstream.cli.up.supervisor import ServiceState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
-    from types import TracebackType
 
 _STYLES = {
     ServiceState.LOADING: "yellow",
@@ -38,83 +36,63 @@ _NO_READER = (errno.EIO, errno.EPIPE)
 """Errors of a terminal that is gone, and of a pipe without a reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    state: ServiceState
-    since: float
-    took: float | None
-    """Seconds that the state before took, if this one ends something."""
-
-
 class LoadingDisplay:
-    """What each service is doing. `on_change` is for the supervisor."""
+    """Shows how services come up: redrawn on a terminal, a line for each change elsewhere."""
 
     def __init__(self, console: Console, *, is_live: bool) -> None:
-        """Writes to `console`; `is_live` lets it redraw lines there."""
+        """Writes to `console`; `is_live` lets it redraw lines there while the context is open."""
         self._console = console
-        self._is_live = is_live
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, tuple[ServiceState, float, float | None]] = {}
+        """By service: its state, since when, and the seconds that the state before took, if this one ends it."""
         self._spinner = Spinner("dots", style="yellow")
-        self._live: Live | None = None
+        self._is_live = is_live
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=8)
 
     def __enter__(self) -> Self:
-        """Shows the display while the context is open; `on_change` prints a line at other times."""
         if self._is_live:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=8)
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Leaves the last state on the screen."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def on_change(self, name: str, state: ServiceState) -> None:
-        """A service's state has changed."""
+        """Called by the supervisor when a service's state has changed."""
         now = time.monotonic()
-        before = self._rows.get(name)
-        took = now - before.since if before is not None and state in _FINISHED else None
-        self._rows[name] = _Row(state, now, took)
-        if self._live is None:
-            self._console.print(f"{name}: {state.value}{_after(took)}", highlight=False)
+        took = now - self._rows[name][1] if name in self._rows and state in _FINISHED else None
+        self._rows[name] = (state, now, took)
+        if not self._live.is_started:
+            self._console.print(
+                f"{name}: {state.value}{'' if took is None else f' after {took:.1f} s'}", highlight=False
+            )
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 1))
-        for name, row in self._rows.items():
-            style = _STYLES[row.state]
-            mark = Text("●", style=style) if row.state in _FINISHED else self._spinner
-            waited = _after(time.monotonic() - row.since if row.took is None else row.took)
-            table.add_row(mark, name, Text(row.state.value, style=style), Text(waited.strip(), style="dim"))
+        for name, (state, since, took) in self._rows.items():
+            style = _STYLES[state]
+            mark = Text("●", style=style) if state in _FINISHED else self._spinner
+            waited = f"after {time.monotonic() - since if took is None else took:.1f} s"
+            table.add_row(mark, name, Text(state.value, style=style), Text(waited, style="dim"))
         return table
 
 
-def _after(seconds: float | None) -> str:
-    return "" if seconds is None else f" after {seconds:.1f} s"
-
-
 class LogFollower:
-    """Copies files to an output as they grow, by whole lines.
+    """Copies log files to an output as they grow, by whole lines.
 
-    The services write to files and not to a pipe of ours, so that no service ever waits for us to read.
+    The services write to files and not to a pipe, so that no service ever waits for this process to read.
     """
 
     def __init__(self, output: BinaryIO) -> None:
-        """Writes to `output` alone."""
+        """Copies nothing until `start`."""
         self._output = output
         self._files = ExitStack()
         self._logs: dict[BinaryIO, bytes] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Follows nothing until `start`."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Copies what is left."""
         if self._task is not None:
             self._task.cancel()
@@ -147,18 +125,17 @@ def nonfailing_console() -> Console:
 
 
 class NonfailingOutput:
-    """A text file that loses what it cannot write, and becomes /dev/null once nobody reads it."""
+    """A text file that loses what it cannot write, and becomes /dev/null once it has no reader."""
 
     def __init__(self, file: TextIO) -> None:
-        """Writes to `file`; all else that is asked of this one, `file` answers."""
+        """Writes to `file`, which has all other attributes."""
         self._file = file
 
     def __getattr__(self, name: str) -> Any:
-        """What `file` has under this name."""
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        """Says that all was written, whether it was or not."""
+        """Returns as if all was written, whether it was or not."""
         with self._losing():
             self._file.write(text)
         return len(text)
@@ -177,8 +154,8 @@ class NonfailingOutput:
                 self._redirect()
 
     def _redirect(self) -> None:
-        # The descriptor, not this object: buffers below still hold the text, and whoever flushes them would fail again,
-        # the interpreter at its end too, which then changes the exit status.
+        # The descriptor, not this object: buffers below still hold the text, and flushing them would fail again, at
+        # the interpreter's end too, which then changes the exit status.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._file.fileno())
         os.close(null)

@@ -1,4 +1,4 @@
-"""NVIDIA MPS for the two workers: a control daemon of our own, which ends with us.
+"""NVIDIA MPS for the two workers: a control daemon that ends with this process.
 
 Under MPS the kernels of two processes share the GPU without a context switch, and handing over between them
 costs microseconds. The scheduler stays outside: whatever happens to the MPS server, the arena's owner survives it.
@@ -34,17 +34,17 @@ MAX_SOCKET_BYTES = 107
 
 
 class MpsMode(enum.StrEnum):
-    """Whether the workers run under MPS."""
+    """When the workers run under MPS."""
 
     AUTO = "auto"
-    """Where it can be had."""
+    """If a daemon can be started."""
     ON = "on"
-    """Or `up` fails."""
+    """Always; `up` fails without."""
     OFF = "off"
 
 
 class MpsDaemon:
-    """A running control daemon with pipe and log directories that nobody else uses."""
+    """A running control daemon with pipe and log directories of its own."""
 
     def __init__(self, directory: Path, control: str) -> None:
         """Made by `mps_daemon`. `control`: path of the control program."""
@@ -54,11 +54,11 @@ class MpsDaemon:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What makes a process a client of this daemon; also where the control program finds it."""
+        """Variables that make a process a client of this daemon; the control program finds the daemon by them, too."""
         return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self.log_dir)}
 
     async def command(self, text: str) -> str:
-        """Says something to the daemon and returns its answer. Raises FailedPreconditionError when it has none."""
+        """Sends the daemon a command and returns its answer. Raises FailedPreconditionError when there is none."""
         process = await asyncio.create_subprocess_exec(
             self._control,
             stdin=asyncio.subprocess.PIPE,
@@ -86,9 +86,9 @@ class MpsDaemon:
         return [int(word) for word in (await self.command("get_server_list")).split() if word.isdigit()]
 
     async def let_go(self, pid: int) -> None:
-        """Ends a client's work in an orderly way before it is killed, which else may take the other clients along.
+        """Ends a client's work in an orderly way before it is killed; else the other clients may fail with it.
 
-        Where the daemon cannot do that, the log says so.
+        If the daemon cannot do that, the log says so.
         """
         try:
             for server in await self.servers():
@@ -99,12 +99,12 @@ class MpsDaemon:
 
 
 def has_nvidia_device() -> bool:
-    """Whether this host shows a GPU that may run under MPS."""
+    """Returns whether this host shows a GPU that may run under MPS."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def outside_mps(directory: Path) -> Mapping[str, str]:
-    """What keeps a process out of every MPS daemon, the host's own included: nobody answers there."""
+    """Variables that keep a process out of every MPS daemon, the host's own included: a place without a daemon."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "outside")}
 
 
@@ -159,7 +159,7 @@ async def _start(directory: Path) -> tuple[MpsDaemon, ProcessGroup]:
 
 
 async def _until_served(daemon: MpsDaemon, group: ProcessGroup) -> None:
-    """Returns when a server of this user runs: only then is it sure that one can."""
+    """Returns when a server of this user runs: only then is it certain that one can."""
     last: SlipstreamError = FailedPreconditionError("MPS: the control daemon did not answer")
     has_asked = False
     try:

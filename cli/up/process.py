@@ -82,7 +82,7 @@ class ServiceProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over, and reaped."""
+        """True when it is over, and reaped."""
         return self._ended.is_set()
 
     async def wait(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
@@ -22,10 +23,13 @@ from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.rpc.address import TcpAddress
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
     from rich.console import Console
 
     from slipstream.cli.up.config import UpConfig
     from slipstream.cli.up.process import ServiceCommand
+    from slipstream.cli.up.supervisor import ServiceState
 
 
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
@@ -43,43 +47,44 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
     return signals.exit_status
 
 
+@asynccontextmanager
+async def supervising(
+    config: UpConfig, on_change: Callable[[str, ServiceState], None], hurry: asyncio.Event
+) -> AsyncIterator[Supervisor]:
+    """A supervisor, with an MPS daemon where that is possible; both end with the context. See `Supervisor`."""
+    async with (
+        mps_daemon(config.mps_mode, config.mps_dir) as mps,
+        Supervisor(
+            ready_timeout_s=config.ready_timeout_s,
+            drain_timeout_s=config.drain_timeout_s,
+            on_change=on_change,
+            place=lambda command: placed(command, config.mps_dir, mps),
+            before_kill=None if mps is None else mps.let_go,
+            hurry=hurry,
+        ) as supervisor,
+    ):
+        yield supervisor
+
+
 async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is_verbose: bool) -> None:
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
     with StateDir.hold(config.state_dir) as state_dir:
-        services = _commands(config)
-        async with mps_daemon(config.mps_mode, config.mps_dir) as mps:
-            supervisor = Supervisor(
-                ready_timeout_s=config.ready_timeout_s,
-                drain_timeout_s=config.drain_timeout_s,
-                on_change=display.on_change,
-                before_kill=None if mps is None else mps.let_go,
-                hurry=hurry,
-            )
-            services = [placed(service, config.mps_dir, mps) for service in services]
-            await _supervise(services, supervisor, display, state_dir, is_verbose=is_verbose)
-
-
-async def _supervise(
-    services: list[ServiceCommand],
-    supervisor: Supervisor,
-    display: LoadingDisplay,
-    state_dir: StateDir,
-    *,
-    is_verbose: bool,
-) -> None:
-    *workers, scheduler = services
-    async with LogFollower(sys.stderr.buffer) as follower, supervisor:
-        with display:
-            supervisor.start(*workers)
-            supervisor.start(scheduler)
-            if is_verbose:
-                follower.start(command.log_path for command in services)
-            await supervisor.wait_ready()
-        status = await supervisor.while_alive(fetch_status(scheduler.address))
-        status.print()
-        state_dir.announce(scheduler.address)
-        await supervisor.watch()
+        *workers, scheduler = _commands(config)
+        async with (
+            LogFollower(sys.stderr.buffer) as follower,
+            supervising(config, display.on_change, hurry) as supervisor,
+        ):
+            with display:
+                supervisor.start(*workers)
+                supervisor.start(scheduler)
+                if is_verbose:
+                    follower.start(command.log_path for command in (*workers, scheduler))
+                await supervisor.wait_ready()
+            status = await supervisor.while_alive(fetch_status(scheduler.address))
+            status.print()
+            state_dir.announce(scheduler.address)
+            await supervisor.watch()
 
 
 def _commands(config: UpConfig) -> list[ServiceCommand]:

@@ -14,7 +14,6 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
-    from types import TracebackType
 
     from slipstream.cli.up.process import ServiceCommand
 
@@ -26,7 +25,7 @@ _DEATH_NOTICED_S = 0.5
 
 
 class ServiceState(enum.Enum):
-    """How far a service is."""
+    """State of a service, as `on_change` gets it."""
 
     LOADING = "loading"
     READY = "ready"
@@ -36,7 +35,7 @@ class ServiceState(enum.Enum):
 
 
 class Supervisor:
-    """The services of one machine. All of it runs on one event loop, on the main thread (see `exec_with_parent.py`).
+    """Starts, watches and stops the services of one machine, on the main thread's event loop.
 
     As a context manager it ends with every service stopped, whatever happened inside.
     """
@@ -48,43 +47,43 @@ class Supervisor:
         drain_timeout_s: float,
         exit_timeout_s: float = 2.0,
         on_change: Callable[[str, ServiceState], None] = lambda _name, _state: None,
+        place: Callable[[ServiceCommand], ServiceCommand] = lambda command: command,
         before_kill: Callable[[int], Awaitable[None]] | None = None,
         hurry: asyncio.Event | None = None,
     ) -> None:
         """Bounds the time to become ready, to finish work, and to exit when work need not be finished any more.
 
-        `on_change` hears of each service's state; `before_kill` is waited for, with the process's id, before a
-        service that does not end is killed. `hurry`, when set, does what the method of that name does.
+        `on_change` is told each change of a service's state. `place` may change a command before it starts.
+        `before_kill` is waited for, with the process's id, before a service that does not end is killed. `hurry`, when
+        set, makes a stop wait for no work.
         """
         self._ready_timeout_s = ready_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._exit_timeout_s = exit_timeout_s
         self._on_change = on_change
+        self._place = place
         self._before_kill = before_kill
         self._batches: list[list[ServiceProcess]] = []
         self._ready: set[ServiceProcess] = set()
         self._hurry = asyncio.Event() if hurry is None else hurry
 
     async def __aenter__(self) -> Supervisor:
-        """Nothing is started yet."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Stops every service that still runs; a cancellation meanwhile makes it hurry."""
-        await shielded(self.stop(), during=error, on_cancel=self.hurry)
+        await shielded(self.stop(), during=error, on_cancel=self._hurry.set)
 
     def pid(self, name: str) -> int:
         """Process id of a service that was started and not stopped."""
         return next(process.pid for process in self._processes() if process.name == name)
 
     def start(self, *commands: ServiceCommand) -> None:
-        """Starts services side by side. Those started later are stopped earlier."""
+        """Starts services side by side. Later ones are stopped earlier."""
         batch: list[ServiceProcess] = []
         self._batches.append(batch)
         for command in commands:
-            batch.append(ServiceProcess(command))
+            batch.append(ServiceProcess(self._place(command)))
             self._on_change(command.name, ServiceState.LOADING)
 
     async def wait_ready(self) -> None:
@@ -140,10 +139,6 @@ class Supervisor:
             logger.error("while stopping: %r", error)
         if errors:
             raise errors[0]
-
-    def hurry(self) -> None:
-        """Makes the stop that goes on, or comes, wait for no work."""
-        self._hurry.set()
 
     def _processes(self) -> list[ServiceProcess]:
         return [process for batch in self._batches for process in batch]

@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.doctor import host
-from slipstream.cli.doctor.finding import Verdict
+from slipstream.cli.doctor import checks
+from slipstream.cli.doctor.checks import (
+    Verdict,
+    check_descriptors,
+    check_models,
+    check_namespaces,
+    check_port,
+    check_shm,
+    check_state_dir,
+)
 from slipstream.cli.doctor.hand_over import TIMED, HandOver, measure
-from slipstream.cli.doctor.host import check_descriptors, check_namespaces, check_port, check_shm, check_state_dir
-from slipstream.cli.doctor.models import check_models
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.errors import FailedPreconditionError
@@ -102,8 +108,8 @@ def test_overlap_loses_two_hand_overs_a_step() -> None:
 def test_shared_memory_by_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_shm(tmp_path / "nothing").verdict is Verdict.FAILED
     for least, enough, verdict in ((0, 0, Verdict.OK), (0, 1 << 60, Verdict.NOTE), (1 << 60, 1 << 60, Verdict.FAILED)):
-        monkeypatch.setattr(host, "FEWEST_SHM_BYTES", least)
-        monkeypatch.setattr(host, "ENOUGH_SHM_BYTES", enough)
+        monkeypatch.setattr(checks, "FEWEST_SHM_BYTES", least)
+        monkeypatch.setattr(checks, "ENOUGH_SHM_BYTES", enough)
         found = check_shm(tmp_path)
         assert found.verdict is verdict
         assert bool(found.remedy) is (verdict is not Verdict.OK)
@@ -120,7 +126,7 @@ def test_descriptors(soft: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatc
 
 def test_namespaces_of_a_container_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pid:[" in check_namespaces().detail
-    monkeypatch.setattr(host, "_FIRST_NAMESPACES", {"pid": "pid:[1]", "ipc": "ipc:[1]"})
+    monkeypatch.setattr(checks, "_FIRST_NAMESPACES", {"pid": "pid:[1]", "ipc": "ipc:[1]"})
     assert check_namespaces().verdict is Verdict.NOTE
 
 
