@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -43,7 +43,7 @@ def sockets_in(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_socket()]
 
 
-def _supervisor(**changes: float) -> Supervisor:
+def _supervisor(**changes: Any) -> Supervisor:
     return Supervisor(**{"ready_timeout_s": 20.0, "drain_timeout_s": 10.0, "exit_timeout_s": 0.5, **changes})
 
 
@@ -252,11 +252,12 @@ async def test_a_service_has_its_own_environment(fake_service: MakeCommand) -> N
 
 
 async def test_hurry_ends_the_drain(fake_service: MakeCommand) -> None:
-    async with _supervisor(drain_timeout_s=60.0) as supervisor:
+    hurry = asyncio.Event()
+    async with _supervisor(drain_timeout_s=60.0, hurry=hurry) as supervisor:
         supervisor.start(fake_service("slow", "--deaf", "1"))
         supervisor.start(fake_service("front", "--deaf", "1"))
         await supervisor.wait_ready()
-        asyncio.get_running_loop().call_later(0.1, supervisor.hurry)
+        asyncio.get_running_loop().call_later(0.1, hurry.set)
         start = time.monotonic()
     assert time.monotonic() - start < 6
 
