@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import FutureMapShape
-    from slipstream.scheduler.core.step import Step, StepResult
+    from slipstream.scheduler.core.results import Step, StepResult
     from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies
     from slipstream.scheduler.telemetry.timings import StepTiming
 

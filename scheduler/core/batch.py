@@ -11,7 +11,7 @@ from slipstream.common.api.sequence import SequenceOutput
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
-from slipstream.scheduler.core.step import Step
+from slipstream.scheduler.core.results import Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from slipstream.common.api.sequence import Outputs, SubmittedSequence
     from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.core.allocators import SlotLease
+    from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
-    from slipstream.scheduler.core.step import StepResult
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 

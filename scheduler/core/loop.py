@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.batch import Applied, Batch
-    from slipstream.scheduler.core.results import ResultReader
-    from slipstream.scheduler.core.step import Step, StepResult
+    from slipstream.scheduler.core.results import ResultReader, Step, StepResult
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.recorder import StepRecorder
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics

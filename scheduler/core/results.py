@@ -1,7 +1,9 @@
-"""The scheduler's end of the FutureMap: copies the results of a step to the host."""
+"""A step as the loop sends it, and the copy of its result from the FutureMap to the host."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.output_chunk import TokenLogprobs
@@ -9,7 +11,6 @@ from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.scheduler.core.step import StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +18,53 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import FutureMapShape
-    from slipstream.scheduler.core.step import Step
+    from slipstream.common.worker.step import PrefillChunk, SlotUpdate
+    from slipstream.scheduler.core.allocators import SlotLease
 
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
+
+
+Interval = tuple[int, int]
+"""Start and end of a worker's part of a step, in nanoseconds of the clock that all stamps share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step: the sequences that take part, and the data that the workers need for it."""
+
+    number: int
+    kind: StepKind
+    members: tuple[SlotLease, ...]
+    """The slots that take part."""
+    yielding: tuple[SlotLease, ...]
+    """The slots that the step brings tokens for."""
+    top_logprobs: tuple[int | None, ...] = ()
+    """For each of `yielding`, how many of the most likely tokens its sequence asked for; empty if none asked at all."""
+    chunks: tuple[PrefillChunk, ...] = ()
+    updates: tuple[SlotUpdate, ...] = ()
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """The numbers of the slots that take part."""
+        return tuple([lease.slot for lease in self.members])
+
+    @property
+    def most_top_logprobs(self) -> int | None:
+        """The most top logprobs that a sequence asked for; None if none asked for logprobs."""
+        return max((asked for asked in self.top_logprobs if asked is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step, on the host."""
+
+    tokens: list[list[int]]
+    """For each of the step's `yielding`, in order: accepted draft tokens, then the target's own."""
+    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
+    """For these tokens, for each slot whose sequence asked for them; empty for a step in which none asked."""
+    stamps_before: tuple[Interval, ...] = ()
+    """Stamps of the step before, as of this step's publication: verify's, and draft's if there is one."""
 
 
 class ResultReader:

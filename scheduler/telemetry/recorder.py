@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.worker.step import FenceOps, StepKind
-    from slipstream.scheduler.core.step import Interval, Step
+    from slipstream.scheduler.core.results import Interval, Step
 
 _KEPT_STEPS = MAX_STEPS + 64
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import FutureMapShape
-    from slipstream.scheduler.core.step import Interval, Step
+    from slipstream.scheduler.core.results import Interval, Step
     from slipstream.scheduler.telemetry.recorder import StepRecorder
 
 VERIFY_TO_DRAFT = "verify_to_draft"

@@ -11,8 +11,8 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import Batch, BatchSizes
+from slipstream.scheduler.core.results import Step, StepResult
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.core.step import Step, StepResult
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:

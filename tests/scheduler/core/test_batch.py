@@ -14,8 +14,8 @@ from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.errors import FutureMapError, PendingLengthError, UnavailableError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import BatchSizes
+from slipstream.scheduler.core.results import StepResult
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.core.step import StepResult
 from tests.harness.simulated_run import Run, make_job, reference
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.core.allocators import SlotLease
-from slipstream.scheduler.core.results import ResultReader
-from slipstream.scheduler.core.step import Step
+from slipstream.scheduler.core.results import ResultReader, Step
 from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyResult
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from slipstream.common.worker.recorder import FlightRecorder, Record, Site
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.core.allocators import SlotLease
-from slipstream.scheduler.core.step import Step
+from slipstream.scheduler.core.results import Step
 from slipstream.scheduler.telemetry.recorder import StepRecorder
 
 WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())

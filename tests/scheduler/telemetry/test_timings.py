@@ -20,8 +20,8 @@ from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.allocators import SlotLease
+from slipstream.scheduler.core.results import Step
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.core.step import Step
 from slipstream.scheduler.telemetry.recorder import StepRecorder
 from slipstream.scheduler.telemetry.timings import (
     DRAFT_TO_VERIFY,
