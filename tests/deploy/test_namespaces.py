@@ -11,31 +11,32 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.bundled import target_dir
-
 SCRIPT = Path(__file__).parent.parent.parent / "deploy" / "try-namespaces"
+NAMESPACES = ("--pid", "--ipc", "--net", "--mount", "--fork", "--mount-proc")
+IN_USER_NAMESPACE = "--user-namespace"
 
 
-def _obstacle() -> str | None:
-    """Why it cannot be tried here."""
-    missing = [name for name in ("unshare", "nsenter", "setpriv", "ip") if shutil.which(name) is None]
+def _obstacle(option: str) -> str | None:
+    """Returns why namespaces cannot be made here, or None."""
+    missing = [name for name in ("unshare", "setpriv", "findmnt", "ip") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
-    if os.geteuid() != 0:
-        return "only root may make namespaces and become another user"
-    if any(Path(path).absolute().is_relative_to("/tmp") for path in (sys.executable, sys.base_prefix, target_dir())):
-        return "the services have a /tmp of their own and would not see what is in this one"
-    command = ("unshare", "--pid", "--ipc", "--net", "--mount", "--fork", "--mount-proc", "true")
+    if option != IN_USER_NAMESPACE and os.geteuid() != 0:
+        return "only root makes namespaces without a user namespace around them"
+    user = ("--user", "--map-user=10001", "--map-group=10001", "--keep-caps") if option == IN_USER_NAMESPACE else ()
+    command = ("unshare", *user, *NAMESPACES, "mount", "-t", "tmpfs", "tmpfs", "/tmp")
     tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     return None if tried.returncode == 0 else f"namespaces are not permitted: {tried.stderr.strip()}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(180)
-def test_a_client_gets_its_text_from_services_that_can_do_nothing_else() -> None:
-    obstacle = _obstacle()
+@pytest.mark.parametrize("option", ["", IN_USER_NAMESPACE], ids=["root", "user namespace"])
+def test_a_client_gets_its_text_from_services_that_can_do_nothing_else(option: str) -> None:
+    obstacle = _obstacle(option)
     if obstacle is not None:
         pytest.skip(obstacle)
-    command = (str(SCRIPT), str(Path(sys.executable).parent), "def main():")
+    command = (str(SCRIPT), *filter(None, [option]), str(Path(sys.executable).parent), "def main():")
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
