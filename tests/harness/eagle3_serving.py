@@ -1,0 +1,68 @@
+"""The bundled EAGLE-3 head behind `slipstream up`: scheduler, draft and verify as three processes, on either device."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slipstream.bundled import prompts
+from slipstream.client import Client
+from tests.harness.running import running_up
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.api.server_state import ServerState
+
+NUM_PROMPTS = 6
+MAX_NEW_TOKENS = 48
+TEMPERATURES = (0.0, 0.8)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What the server answered, and what it is."""
+
+    token_ids: list[tuple[int, ...]]
+    """Per job: each prompt greedily, then each at T = 0.8."""
+    accept_lengths: list[float]
+    """Mean accept length per job; 0 without a draft."""
+    state: ServerState
+
+
+def serve(state_dir: Path, device: str, algorithm: str) -> Outputs:
+    """Runs the jobs in float32, several at a time, with a draft ("eagle3") or without ("none")."""
+    options = ("--device", device, "--dtype", "float32", "--algorithm", algorithm, "--metrics-port", "0")
+    with running_up(state_dir, *options), Client((state_dir / "server").read_text()) as client:
+
+        def run(number: int) -> tuple[tuple[int, ...], float]:
+            temperature, prompt = TEMPERATURES[number // NUM_PROMPTS], prompts()[number % NUM_PROMPTS]
+            settings = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": temperature, "seed": number}
+            chunks = list(client.generate(prompt.text, ignore_eos=True, timeout_s=100, **settings))  # type: ignore[arg-type]
+            usage = chunks[-1].usage
+            assert usage is not None, "the last chunk has the usage"
+            return tuple(token for chunk in chunks for token in chunk.token_ids), usage.mean_accept_length
+
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(run, range(NUM_PROMPTS * len(TEMPERATURES))))
+        state = client.server_info()
+    return Outputs([tokens for tokens, _ in answers], [length for _, length in answers], state)
+
+
+def check_tokens(folder: Path, device: str, fences: tuple[str, ...]) -> None:
+    """Asserts that the tokens with the head are those of plain decoding on the same device."""
+    drafted = serve(folder / "eagle3", device, "eagle3")
+    assert drafted.state.algorithm == "eagle3"
+    assert drafted.state.fence in fences
+    assert len({service.pid for service in drafted.state.services}) == 3, "each service is a process of its own"
+    workers = [service for service in drafted.state.services if service.name in ("draft", "verify")]
+    assert len(workers) == 2
+    assert all(service.device.startswith(device) for service in workers)
+    plain = serve(folder / "plain", device, "none")
+    assert len(plain.state.services) == 2
+    assert all(len(tokens) == MAX_NEW_TOKENS for tokens in plain.token_ids)
+    assert drafted.token_ids == plain.token_ids
+    greedy, sampled = drafted.accept_lengths[:NUM_PROMPTS], drafted.accept_lengths[NUM_PROMPTS:]
+    for lengths in (greedy, sampled):
+        assert sum(lengths) / NUM_PROMPTS > 1.5, "the head's tokens are used"
