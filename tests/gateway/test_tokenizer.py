@@ -17,6 +17,7 @@ from slipstream.bundled import target_dir
 from slipstream.common.errors import CheckpointError
 from slipstream.gateway.tokenizer import _QWEN2_PATTERN, Tokenizer, load_tokenizer
 from tests.harness.checkpoints import FAMILIES, write_json, write_tokenizer
+from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import KINDS, TEXT, make_tokenizer
 
 if TYPE_CHECKING:
@@ -48,14 +49,14 @@ def check_equal(path: Path) -> None:
     assert isinstance(ours, Tokenizer)
     words = st.sampled_from(WORDS)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.one_of(words, st.lists(words).map("".join), st.text(max_size=30)))
     def check_texts(text: str) -> None:
         for add_special_tokens in (True, False):
             expected = theirs.encode(text, add_special_tokens=add_special_tokens)
             assert ours.encode(text, add_special_tokens=add_special_tokens) == expected
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.lists(st.integers(0, MAX_ID), max_size=20))
     def check_tokens(ids: list[int]) -> None:
         for skip_special_tokens in (True, False):

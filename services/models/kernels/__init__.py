@@ -3,7 +3,7 @@
 `fused_decoder.py` shows how they go together, layer by layer:
 
     attention = PagedAttention(config)                                 # in place of TorchAttention
-    attend = attention.prepare(batch, cache)                           # once a forward; `tree=` for trees
+    attend = attention.prepare(batch, cache)                           # once a forward
     rotation = rotation_of(batch.positions, inverse_frequencies, config.max_position_embeddings)
     ...
     qkv = layer.qkv(normed)                                            # [B * W, q_size + 2 * kv_size]

@@ -35,8 +35,6 @@ def attend_blocks(
     accumulated: tl.tensor,  # [BLOCK_M, BLOCK_D] float32
     first_seen: tl.tensor,
     last_seen: tl.tensor,
-    tree_start: tl.tensor,
-    bits: tl.tensor,
     num_pages: tl.tensor,
     score_scale: tl.tensor,
     PAGE_SIZE: tl.constexpr,
@@ -44,7 +42,6 @@ def attend_blocks(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tl.tensor:
@@ -68,17 +65,9 @@ def attend_blocks(
             keys = tl.load(keys_at, mask=is_dim[:, None], other=0.0)
         scores = tl.dot(query, keys, input_precision="ieee") * score_scale
         if IS_MASKED:
-            if HAS_TREE:
-                node = tl.minimum(tl.maximum(key - tree_start, 0), 63)
-                is_visible = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
-                is_before = (key < tree_start)[None, :]
-                if HAS_WINDOW:
-                    is_before = is_before & (key[None, :] >= first_seen[:, None])
-                is_visible = is_before | ((key >= tree_start)[None, :] & is_visible)
-            else:
-                is_visible = key[None, :] <= last_seen[:, None]
-                if HAS_WINDOW:
-                    is_visible = is_visible & (key[None, :] >= first_seen[:, None])
+            is_visible = key[None, :] <= last_seen[:, None]
+            if HAS_WINDOW:
+                is_visible = is_visible & (key[None, :] >= first_seen[:, None])
             scores = tl.where(is_visible & is_key[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         # A query that has seen nothing yet must not make a NaN of -inf - -inf.
@@ -107,8 +96,6 @@ def attend_kernel(
     positions: tl.tensor,  # [B, width] int64
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
-    tree_starts: tl.tensor,  # [B] int64, read if HAS_TREE
-    tree_bits: tl.tensor,  # [B, width] int64, read if HAS_TREE
     output: tl.tensor,  # [B * width, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
     partial_output: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
     partial_lse: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits] float32: log2 of the sum of weights
@@ -126,7 +113,6 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_TREE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     SPARES_MASKS: tl.constexpr,  # whether whole blocks that all queries see are worth a loop of their own
     IS_SPLIT: tl.constexpr,
@@ -142,7 +128,7 @@ def attend_kernel(
     split = tl.program_id(1) // num_query_blocks
     row = tl.program_id(2).to(tl.int64)
 
-    # What each query sees: keys up to `last_seen`, or in a tree those before `tree_start` and its own bits.
+    # Each query sees the keys from `first_seen` to `last_seen`.
     m = query_block * BLOCK_M + tl.arange(0, BLOCK_M)
     token = m // GROUP
     is_query = m < width * GROUP
@@ -152,19 +138,10 @@ def attend_kernel(
     position = tl.load(positions + row * width + token, mask=is_query, other=0)
     last_seen = tl.maximum(tl.minimum(position, end - 1), 0).to(tl.int32)
     first_seen = last_seen - window + 1
-    tree_start = 0
-    bits = tl.zeros([BLOCK_M], tl.int64)
-    if HAS_TREE:
-        start = tl.load(tree_starts + row)
-        tree_start = tl.maximum(tl.minimum(start, end), 0).to(tl.int32)
-        bits = tl.load(tree_bits + row * width + token, mask=is_query, other=0)
-        last_seen = tl.minimum(tree_start + width, tl.maximum(end, 1).to(tl.int32)) - 1 + tl.zeros_like(last_seen)
     num_seen = tl.max(tl.where(is_seeing, last_seen, -1), axis=0) + 1
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(tl.min(tl.where(is_seeing, first_seen, num_seen), axis=0), 0)
-        if HAS_TREE:
-            first = tl.minimum(first, tree_start)
         # A query's keys come in the same blocks, wherever the windows of those beside it begin.
         first = first // BLOCK_N * BLOCK_N
 
@@ -190,20 +167,18 @@ def attend_kernel(
     accumulated = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     masked_begin = begin
     if SPARES_MASKS and not HAS_WINDOW:
-        seen_by_all = tree_start
-        if not HAS_TREE:
-            seen_by_all = tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1
+        seen_by_all = tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1
         num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - begin, 0) // BLOCK_N
         masked_begin = begin + num_whole * BLOCK_N
         best, total, accumulated, rows = attend_blocks(
             query, kv + head * HEAD_DIM, own_pages, begin, masked_begin, stop, rows, best, total, accumulated,
-            first_seen, last_seen, tree_start, bits, num_pages, score_scale,
-            PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_TREE, HAS_WINDOW, False,
+            first_seen, last_seen, num_pages, score_scale,
+            PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, False,
         )  # fmt: skip
     best, total, accumulated, rows = attend_blocks(
         query, kv + head * HEAD_DIM, own_pages, masked_begin, stop, stop, rows, best, total, accumulated,
-        first_seen, last_seen, tree_start, bits, num_pages, score_scale,
-        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_TREE, HAS_WINDOW, True,
+        first_seen, last_seen, num_pages, score_scale,
+        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, True,
     )  # fmt: skip
 
     has_keys = is_seeing & (total > 0.0)

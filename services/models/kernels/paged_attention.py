@@ -22,20 +22,6 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeMask:
-    """The W tokens of each row are nodes of a tree, at most 64, instead of a chain.
-
-    Node w is kept at place `starts[b] + w` of the row, whatever position it is rotated by. It sees the row's keys
-    before `starts[b]` and the nodes in its bits. A sliding window hides keys before `starts[b]` only.
-    """
-
-    starts: torch.Tensor
-    """[B] int64: how many keys of the row stand before its first node."""
-    bits: torch.Tensor
-    """[B, W] int64: bit j of [b, w] is set where node w sees node j; its own bit belongs to them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QueryKeyNorms:
     """Weights of the norms that Qwen3 applies to each head's queries and keys before they are rotated."""
 
@@ -59,9 +45,9 @@ class PagedAttention:
         self._config = config
         self.is_invariant = is_invariant
 
-    def prepare(self, batch: ForwardBatch, cache: PagedKV, *, tree: TreeMask | None = None) -> PagedLayerAttention:
+    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> PagedLayerAttention:
         """Allocates what the splits leave for each other; computes nothing."""
-        return PagedLayerAttention(self._config, batch, cache, tree, splits_keys=not self.is_invariant)
+        return PagedLayerAttention(self._config, batch, cache, splits_keys=not self.is_invariant)
 
 
 class PagedLayerAttention:
@@ -72,7 +58,6 @@ class PagedLayerAttention:
         config: ModelConfig,
         batch: ForwardBatch,
         cache: PagedKV,
-        tree: TreeMask | None,
         *,
         splits_keys: bool = True,
     ) -> None:
@@ -81,14 +66,10 @@ class PagedLayerAttention:
         self._splits_keys = splits_keys
         self._cache = cache
         self._num_rows, self._width = batch.tokens.shape
-        assert tree is None or self._width <= 64, f"a tree has {self._width} nodes, and a mask 64 bits"
         self._page_table = batch.page_table.contiguous()
         self._positions = batch.positions.contiguous()
         self._is_valid = batch.is_valid.contiguous()
         self._limits = batch.limits.contiguous()
-        self._tree = tree
-        self._tree_starts = tree.starts.contiguous() if tree is not None else self._limits
-        self._tree_bits = tree.bits.contiguous() if tree is not None else self._limits
         self._group = config.num_heads // config.num_kv_heads
         self._tile = _tile(self._width * self._group, config.head_dim, cache.rows[0].element_size())
         self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
@@ -129,8 +110,6 @@ class PagedLayerAttention:
             self._positions,
             self._is_valid,
             self._limits,
-            self._tree_starts,
-            self._tree_bits,
             output,
             self._partial_output,
             self._partial_lse,
@@ -148,7 +127,6 @@ class PagedLayerAttention:
             BLOCK_D=max(16, _power_of_two(config.head_dim)),
             BLOCK_M=self._tile.block_m,
             BLOCK_N=self._tile.block_n,
-            HAS_TREE=self._tree is not None,
             HAS_WINDOW=window is not None,
             SPARES_MASKS=self._tile.block_m > 64,
             IS_SPLIT=self._num_splits > 1,
@@ -186,7 +164,6 @@ class PagedLayerAttention:
             self._positions,
             self._is_valid,
             self._limits,
-            self._tree_starts,
             self._cache.num_pages,
             self._page_table.shape[1],
             self._width,
@@ -200,7 +177,6 @@ class PagedLayerAttention:
             FIRST_HEAD=first_head,
             HAS_ROTATION=rotation is not None,
             HAS_NORMS=norms is not None,
-            HAS_TREE=self._tree is not None,
             **overlapping(qkv.device),
             num_warps=4 if block_heads == 8 else 1,
         )

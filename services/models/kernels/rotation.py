@@ -50,7 +50,6 @@ def keep_kernel(
     positions: tl.tensor,  # [B, width] int64
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
-    tree_starts: tl.tensor,  # [B] int64, read if HAS_TREE
     num_pages: tl.tensor,
     table_width: tl.tensor,
     width: tl.tensor,
@@ -64,7 +63,6 @@ def keep_kernel(
     FIRST_HEAD: tl.constexpr,
     HAS_ROTATION: tl.constexpr,
     HAS_NORMS: tl.constexpr,
-    HAS_TREE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """BLOCK_HEADS heads of one token. Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS - FIRST_HEAD, BLOCK_HEADS)).
@@ -81,8 +79,6 @@ def keep_kernel(
 
     capacity = (table_width * PAGE_SIZE).to(tl.int64)
     position = tl.load(positions + index)
-    if HAS_TREE:
-        position = tl.load(tree_starts + row) + index % width
     end = tl.minimum(tl.maximum(tl.load(limits + row), 0), capacity)
     is_kept = (tl.load(is_valid + index) != 0) & (position >= 0) & (position < end)
     place = tl.minimum(tl.maximum(position, 0), capacity - 1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory, adjust
+from tests.harness.sampling import examples
 
 CPU = torch.device("cpu")
 OFF = SamplingParams()
@@ -118,7 +119,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Row], list[int], int, int]:
     return rows, slots, vocab_size, draw(st.integers(1, length + 1))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(300), deadline=None, derandomize=True, database=None)
 @given(batches(), st.integers(0, 2**32 - 1))
 def test_equals_the_naive_one(batch: tuple[list[Row], list[int], int, int], numpy_seed: int) -> None:
     rows, slots, vocab_size, width = batch
@@ -132,7 +133,7 @@ def test_equals_the_naive_one(batch: tuple[list[Row], list[int], int, int], nump
             np.testing.assert_allclose(adjusted[number, column], expected, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 @given(batches(), st.integers(0, 2**32 - 1))
 def test_a_place_in_a_chain_is_that_behind_the_same_output(
     batch: tuple[list[Row], list[int], int, int], numpy_seed: int

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, RopeConfig
 from tests.harness.checkpoints import BOS_ID, FAMILIES, LLAMA, write_json
+from tests.harness.sampling import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -247,7 +248,7 @@ def test_fields_that_are_left_out_are_as_in_transformers(tmp_path: Path, family:
     optional = sorted(set(FAMILIES[family]) - {"architectures", "model_type", "num_hidden_layers"})
     window_sets = _WINDOWS if family.startswith("qwen") else ({}, {"sliding_window": 9})[: 1 + (family == "mistral")]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.sets(st.sampled_from(optional)), st.sampled_from(_ROPES), st.sampled_from(window_sets))
     @example(set(), {}, {})
     @example(set(optional), {}, {})

@@ -16,6 +16,7 @@ from slipstream.common.api.sampling import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models.acceptance import accept
 from slipstream.services.models.noise import gumbel_noise
 from slipstream.services.models.sampler import SamplingRows, sample
+from tests.harness.sampling import examples
 from tests.harness.sampling_cases import KINDS, TIED, TIES
 
 Logits = npt.NDArray[np.float32]
@@ -78,7 +79,7 @@ some_params = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(400), deadline=None, derandomize=True, database=None)
 @given(
     numpy_seed=st.integers(0, 2**32 - 1),
     vocab_size=st.integers(1, 70),

@@ -14,8 +14,6 @@ from slipstream.services.models.config import ModelConfig, RopeConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slipstream.services.models.kernels.paged_attention import TreeMask
-
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Absolute, of values whose standard deviation is at most 1."""
 
@@ -102,9 +100,7 @@ class AttentionCase:
         pages = torch.stack((self.cache.keys[layer], self.cache.values[layer]), dim=2)
         return pages[PADDING_PAGE + 1 :].to(torch.float64).cpu()
 
-    def expected(
-        self, layer: int = 0, *, tree: TreeMask | None = None, qkv: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def expected(self, layer: int = 0, *, qkv: torch.Tensor | None = None) -> torch.Tensor:
         """What valid queries get, from pages that hold the batch's keys: [B, W, q_size] float64; zeros elsewhere."""
         config, batch = self.config, self.batch
         num_rows, width = batch.tokens.shape
@@ -112,25 +108,21 @@ class AttentionCase:
         queries = queries.view(num_rows, width, config.num_heads, config.head_dim)
         output = torch.zeros_like(queries)
         for row, query in batch.is_valid.nonzero().tolist():
-            places = self._seen(row, query, layer, tree)
+            places = self._seen(row, query, layer)
             keys, values = self._read(row, places, layer)
             scores = torch.einsum("hd,nhd->hn", queries[row, query], keys) / math.sqrt(config.head_dim)
             output[row, query] = torch.einsum("hn,nhd->hd", scores.softmax(dim=1), values)
         return output.flatten(2)
 
-    def _seen(self, row: int, query: int, layer: int, tree: TreeMask | None) -> list[int]:
+    def _seen(self, row: int, query: int, layer: int) -> range:
         capacity = self.batch.page_table.shape[1] * self.cache.page_size
         end = min(max(int(self.batch.limits[row]), 0), capacity)
         last = max(min(int(self.batch.positions[row, query]), end - 1), 0)
         window = self.config.sliding_window(layer)
         first = 0 if window is None else max(0, last - window + 1)
-        if tree is None:
-            return list(range(first, last + 1))
-        start, width = int(tree.starts[row]), self.batch.tokens.shape[1]
-        nodes = [node for node in range(width) if int(tree.bits[row, query]) >> node & 1 and start + node < end]
-        return [*range(first, min(start, end)), *(start + node for node in nodes)]
+        return range(first, last + 1)
 
-    def _read(self, row: int, places: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, row: int, places: range, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         group = self.config.num_heads // self.config.num_kv_heads
         size = self.cache.page_size
         at = [(int(self.batch.page_table[row, place // size]), place % size) for place in places]

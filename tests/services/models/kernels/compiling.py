@@ -1,13 +1,15 @@
 """Compiles the kernels for a GPU that need not be there; a program of its own, outside Triton's interpreter.
 
-    python -m tests.services.models.kernels.compiling
+    python -m tests.services.models.kernels.compiling [MODULE ...]
 
-The interpreter takes what the compiler does not: types that change in a branch, globals, returns of two types.
+Takes the names of the modules whose kernels it compiles, all by default. The interpreter accepts code that the compiler
+does not: types that change in a branch, globals, returns of two types.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -31,7 +33,7 @@ NUMBERS = {
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
 POINTERS = {
-    **dict.fromkeys(("page_table", "positions", "limits", "tree_starts", "tree_bits"), "*i64"),
+    **dict.fromkeys(("page_table", "positions", "limits"), "*i64"),
     **dict.fromkeys(("top_ks", "seeds", "token_ids", "tokens"), "*i64"),
     **dict.fromkeys(("counts", "bits", "count_before", "looked_at", "block_index", "block_chosen"), "*i32"),
     **dict.fromkeys(("qkv", "kv", "output", "query_norm", "key_norm", "logits"), "*bf16"),
@@ -44,7 +46,7 @@ POINTERS = {
 """The others are float32."""
 PROMPT = {"BLOCK_M": 128, "BLOCK_N": 64, "SPARES_MASKS": True, "IS_SPLIT": False}
 HEADS = {"PAGE_SIZE": 16, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
-ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_TREE": False, "HAS_WINDOW": False, "SPARES_MASKS": False}
+ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_WINDOW": False, "SPARES_MASKS": False}
 KEEP = {**HEADS, "Q_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_HEADS": 2, "FIRST_HEAD": 0, "HAS_ROTATION": True}
 PRODUCT: dict[str, object] = {
     "SIZE": 4096,
@@ -66,10 +68,10 @@ SAMPLE = {"BLOCK": 4096, "BLOCK_G": 32, "HAS_IDS": False, "HAS_FILTERS": True, "
 KERNELS: tuple[tuple[Any, int, dict[str, object]], ...] = (
     (attention_kernels.attend_kernel, 4, {**ATTEND, **PROMPT}),
     (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True}),
-    (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True, "HAS_TREE": True, "HAS_WINDOW": True}),
+    (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True, "HAS_WINDOW": True}),
     (attention_kernels.combine_kernel, 4, {**HEADS, "BLOCK_S": 16}),
     (rotation.rotation_kernel, 4, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
-    (rotation.keep_kernel, 1, {**KEEP, "HAS_NORMS": True, "HAS_TREE": True}),
+    (rotation.keep_kernel, 1, {**KEEP, "HAS_NORMS": True}),
     (block_ops.rms_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
     (block_ops.swiglu_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
     (products.product_kernel, 4, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),
@@ -87,9 +89,11 @@ KERNELS: tuple[tuple[Any, int, dict[str, object]], ...] = (
 
 
 def main() -> None:
-    """Compiles all, and says which."""
+    """Compiles the kernels and prints their names."""
+    modules = sys.argv[1:]
+    numbers = [n for n, (kernel, _, _) in enumerate(KERNELS) if not modules or _module_of(kernel) in modules]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
-        for name in processes.map(compile_kernel, range(len(KERNELS))):
+        for name in processes.map(compile_kernel, numbers):
             print(name, flush=True)
 
 
@@ -105,6 +109,10 @@ def compile_kernel(number: int) -> str:
     source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
     compile(source, target=HOPPER, options={"num_warps": num_warps, "launch_pdl": True})
     return str(kernel.__name__)
+
+
+def _module_of(kernel: Any) -> str:
+    return str(kernel.__module__).rpartition(".")[2]
 
 
 if __name__ == "__main__":

@@ -24,11 +24,10 @@ def device() -> torch.device:
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
-@pytest.fixture(params=["float32", "float16", "bfloat16"])
+# Triton's interpreter is silently wrong in bfloat16.
+@pytest.fixture(params=["float32", "float16", *(["bfloat16"] if HAS_CUDA else [])])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """The model's dtype."""
-    if request.param == "bfloat16" and not HAS_CUDA:
-        pytest.skip("Triton's interpreter is silently wrong in bfloat16")
     value = getattr(torch, request.param)
     assert isinstance(value, torch.dtype)
     return value

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from slipstream.services.models.attention import TorchAttention
-from slipstream.services.models.kernels.paged_attention import PagedAttention, TreeMask
+from slipstream.services.models.kernels.paged_attention import PagedAttention
 from tests.services.models.kernels.attention_case import AttentionCase, some_config
 
 FAR = 2**62
 
 
-def run(case: AttentionCase, layer: int = 0, *, tree: TreeMask | None = None) -> torch.Tensor:
-    return PagedAttention(case.config).prepare(case.batch, case.cache, tree=tree)(layer, case.qkv.clone())
+def run(case: AttentionCase, layer: int = 0) -> torch.Tensor:
+    return PagedAttention(case.config).prepare(case.batch, case.cache)(layer, case.qkv.clone())
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ def test_chain(
     case.assert_close(run(case), case.expected())
 
 
+@pytest.mark.sampled(1)
 def test_prompts(device: torch.device, dtype: torch.dtype) -> None:
     """More queries than one program takes, and padding at the end of the shorter prompt."""
     case = AttentionCase.random(some_config(), (0, 37), 90, device=device, dtype=dtype, seed=2, page_size=16)
@@ -49,33 +50,13 @@ def test_prompts(device: torch.device, dtype: torch.dtype) -> None:
     case.assert_close(run(case), case.expected())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [3, 70])
 def test_sliding_windows(width: int, device: torch.device, dtype: torch.dtype) -> None:
     config = some_config(num_layers=3, sliding_windows=(7, None, 40))
     case = AttentionCase.random(config, (100, 2), width, device=device, dtype=dtype, seed=3)
     for layer in range(3):
         case.assert_close(run(case, layer), case.expected(layer))
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_tree(window: int | None, device: torch.device, dtype: torch.dtype) -> None:
-    config = some_config(sliding_windows=() if window is None else (window,))
-    case = AttentionCase.random(config, (21, 3), 7, device=device, dtype=dtype, seed=4)
-    parents, depths, bits = (-1, 0, 0, 1, 1, 2, 5), [0], [1]
-    for node, parent in enumerate(parents[1:], 1):
-        depths.append(depths[parent] + 1)
-        bits.append(bits[parent] | 1 << node)
-    starts = case.batch.positions[:, 0].clone()
-    mask = TreeMask(starts=starts, bits=torch.tensor(bits, device=device).repeat(2, 1))
-    case = case.change(positions=starts[:, None] + torch.tensor(depths, device=device))
-    case.assert_close(run(case, tree=mask), case.expected(tree=mask))
-
-
-def test_a_tree_of_64_nodes(device: torch.device) -> None:
-    case = AttentionCase.random(some_config(), (5,), 64, device=device, dtype=torch.float32, seed=5)
-    chain = torch.tensor([(1 << node + 1) - 1 if node < 63 else -1 for node in range(64)], device=device)
-    tree = TreeMask(starts=torch.tensor([5], device=device), bits=chain[None])
-    torch.testing.assert_close(run(case, tree=tree), run(case), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("seed", range(12))

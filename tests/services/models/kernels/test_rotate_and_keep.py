@@ -37,6 +37,7 @@ def rotated(x: torch.Tensor, rotation: torch.Tensor, weight: torch.Tensor | None
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("has_norms", "head_dim", "width"), [(False, 16, 5), (True, 16, 5), (False, 24, 3), (True, 24, 3), (True, 16, 260)]
 )

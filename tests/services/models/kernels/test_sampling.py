@@ -64,6 +64,7 @@ def test_noise_of_words(device: torch.device) -> None:
     assert (rough - expected).abs().max() < 1e-4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("vocab_size", SIZES)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "whole"])
 def test_equals_the_sampler(vocab_size: int, kind: str, device: torch.device) -> None:
@@ -91,6 +92,7 @@ def test_without_filters(device: torch.device) -> None:
     assert draw(logits, params, positions, device, has_filters=False) == expected.tolist()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("changes", "expected"), TIES)
 def test_ties_go_to_the_lower_id(changes: dict[str, Any], expected: set[int], device: torch.device) -> None:
     num_draws = 10 if device.type == "cpu" else 600
