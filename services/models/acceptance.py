@@ -1,4 +1,4 @@
-"""Which draft tokens stand: those that the target chose as well, up to the first that it did not."""
+"""Accepts draft tokens: those that equal the target's choices, up to the first mismatch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def accept(draft_tokens: Tensor, target_tokens: Tensor) -> Tensor:
 
 
 class SimulatedAcceptance:
-    """Accepts by chance in place of the target's word, so that a mean accept length is kept. For measurements.
+    """Accepts by chance instead of by the target's tokens, with a given mean accept length. For measurements.
 
     A draft token at a position is accepted with a fixed probability, by a number that depends on seed and position
     alone. Runs anywhere, in a CUDA graph as well.
@@ -40,11 +40,11 @@ class SimulatedAcceptance:
         """`accept_length`: mean tokens of a step, the bonus token included, from 1 to `num_draft_tokens` + 1."""
         assert 1 <= accept_length <= num_draft_tokens + 1, "a step yields 1 to K + 1 tokens"
         self.threshold = round(acceptance_rate(accept_length, num_draft_tokens) * 2**_BITS)
-        """A token stands where its random bits are below this."""
+        """A token is accepted where its random bits are below this."""
         self._num_draft_tokens = num_draft_tokens
 
     def __call__(self, seeds: Tensor, seq_lens: Tensor) -> Tensor:
-        """How many draft tokens of each chain stand: [B] int64 in 0 .. K.
+        """Counts the accepted draft tokens of each chain: [B] int64 in 0 .. K.
 
         `seeds`: [B] int64. `seq_lens`: [B] int64, the position of the bonus token that the chain is behind.
         """

@@ -26,7 +26,7 @@ class AdjustmentRows(ParameterRows):
     """The parameters of N rows. Lists of ids have a fixed width, L; id 0 with nothing to add fills them up."""
 
     is_on: Tensor
-    """[N] bool: whether the rest changes anything."""
+    """[N] bool: False where the rest changes nothing."""
     repetition_penalty: Tensor
     """[N] float32; 1 is off."""
     frequency_penalty: Tensor
@@ -46,7 +46,7 @@ class AdjustmentRows(ParameterRows):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], *, device: torch.device | None = None) -> AdjustmentRows:
-        """One row for each of `params`."""
+        """Makes a row for each of `params`."""
         rows = cls.off(len(params))  # filled on the host, copied once
         for number, row in enumerate(params):
             rows.is_on[number] = row.adjusts_logits
@@ -63,7 +63,7 @@ class AdjustmentRows(ParameterRows):
 
     @classmethod
     def off(cls, num_rows: int, *, device: torch.device | None = None) -> AdjustmentRows:
-        """A table of rows to `put` into, such as one for each slot."""
+        """Makes a table of rows to `put` into, such as one for each slot."""
         return cls(
             is_on=torch.zeros(num_rows, dtype=torch.bool, device=device),
             repetition_penalty=torch.ones(num_rows, device=device),
@@ -119,7 +119,7 @@ def _penalise(logits: Tensor, rows: AdjustmentRows, in_prompt: Tensor, num_in_ou
 def _penalise_chain(
     penalised: Tensor, biased: Tensor, rows: AdjustmentRows, so_far: TokensSoFar, chain: Tensor
 ) -> Tensor:
-    """Does the logits of the chain's own tokens anew: no others' are changed by the chain."""
+    """Computes the logits of the chain's own tokens again: the chain changes no others."""
     num_columns, length = biased.shape[1], chain.shape[1]
     # [W, L]: which tokens of the chain each column is behind.
     first_columns = torch.arange(num_columns, device=chain.device)[:, None] + (length - num_columns + 1)
@@ -141,39 +141,42 @@ def _add(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokensSoFar:
-    """Of B slots."""
+    """The tokens of B slots."""
 
     in_prompt: Tensor
-    """[B, V] bool: whether the token is in the prompt."""
+    """[B, V] bool: the token is in the prompt."""
     num_in_output: Tensor
-    """[B, V] int32: how often it is in the output."""
+    """[B, V] int32: how often the token is in the output."""
 
 
 class TokenHistory:
-    """A worker's own tables. Every call is stream work of fixed shapes, and reads nothing back."""
+    """The tokens that each slot has, which the penalties count.
+
+    Every call is stream work of fixed shapes, and reads nothing back.
+    """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        """Five bytes for each slot, row 0 (padding) included, and token id."""
+        """Takes five bytes for each slot, row 0 (padding) included, and token id."""
         self._vocab_size = vocab_size
         self._in_prompt = torch.zeros((num_slots, vocab_size), dtype=torch.bool, device=device)
         self._num_in_output = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
 
     def clear(self, rows: Tensor) -> None:
-        """Other requests take these slots. `rows`: [B] int64."""
+        """Forgets the tokens of slots that other requests take. `rows`: [B] int64."""
         self._in_prompt.index_fill_(0, rows, False)
         self._num_in_output.index_fill_(0, rows, 0)
 
     def add_prompt(self, rows: Tensor, tokens: Tensor, is_valid: Tensor) -> None:
-        """Parts of prompts. `rows`: [B] int64; `tokens`: [B, W] int64; `is_valid`: [B, W] bool, False for padding."""
+        """Adds prompt tokens. `rows`: [B] int64; `tokens`: [B, W] int64; `is_valid`: [B, W] bool, False for padding."""
         places = torch.where(is_valid, rows[:, None] * self._vocab_size + tokens, 0)  # the padding row's first token
         self._in_prompt.view(-1).index_fill_(0, places.view(-1), True)
 
     def add_output(self, rows: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
-        """The first `num_tokens` ([B] int64) of each row of `tokens` ([B, W] int64) are output. `rows`: [B] int64."""
+        """Adds output: the first `num_tokens` ([B] int64) of each row of `tokens` ([B, W] int64). `rows`: [B] int64."""
         places = rows[:, None] * self._vocab_size + tokens
         counts = torch.arange(tokens.shape[1], device=tokens.device) < num_tokens[:, None]
         self._num_in_output.view(-1).scatter_add_(0, places.view(-1), counts.view(-1).to(torch.int32))
 
     def take(self, rows: Tensor) -> TokensSoFar:
-        """A copy of some rows: [B] int64."""
+        """Copies some rows: [B] int64."""
         return TokensSoFar(self._in_prompt.index_select(0, rows), self._num_in_output.index_select(0, rows))

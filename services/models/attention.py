@@ -31,11 +31,11 @@ class ForwardBatch:
     limits: torch.Tensor
     """[B] int64: positions from here on are not kept; their queries see only the positions before it."""
     max_kv_len: int | None = None
-    """A bound on the positions that any valid query sees, where the host knows it; None is the whole page table."""
+    """Bounds the positions that any valid query sees, where the host knows it; None is the whole page table."""
 
 
 PADDING_PAGE = 0
-"""Takes the writes that nobody may read."""
+"""Takes the writes that must not be read."""
 
 
 class PagedKV:
@@ -77,7 +77,7 @@ class Attention(Protocol):
     """An implementation of attention, chosen once for a model. It honours each layer's sliding window."""
 
     def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
-        """Turns the batch into whatever all layers share. Reads nothing back from the device."""
+        """Prepares what all layers of one forward share. Reads nothing back from the device."""
         ...
 
 
@@ -118,7 +118,7 @@ class TorchAttention:
 
 
 def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores: [B, W, num_keys]."""
+    """The mask that is added to the scores: [B, W, num_keys]."""
     is_hidden = keys > last_seen
     if window is not None:
         is_hidden |= keys <= last_seen - window

@@ -32,22 +32,22 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a file's header says of a tensor."""
+    """A tensor as a file's header describes it."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """safetensors' name of it, such as `BF16`."""
+    """safetensors' name of the dtype, such as `BF16`."""
 
 
 class WeightFiles:
-    """A checkpoint's files, mapped into memory while this context is open; only headers are read at first."""
+    """The files of a checkpoint, mapped into memory while this context is open; only headers are read at first."""
 
     def __init__(self, path: Path) -> None:
         """Raises `CheckpointError` when a file is missing or broken or contradicts the index."""
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
-        """By name, in the order in which reading them is fastest."""
+        """Tensors by name, in the order in which reading them is fastest."""
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         try:
@@ -93,7 +93,7 @@ class WeightFiles:
 
 
 def _locations(path: Path) -> dict[str, str] | None:
-    """The file of each tensor by the index; None when all are in the one file."""
+    """The file of each tensor by the index; None when there is a single file."""
     if (path / SINGLE_FILE).is_file():
         return None
     if not (path / INDEX_FILE).is_file():
@@ -112,21 +112,21 @@ def _locations(path: Path) -> dict[str, str] | None:
 
 _DTYPES = ("F32", "F16", "BF16")
 _SHOWN = 3
-"""How many tensor names an error lists."""
+"""Tensor names that an error lists."""
 
 
 class LoadFormat(enum.Enum):
-    """Where weights come from; names as vLLM and SGLang have them."""
+    """The source of the weights, named as in vLLM and SGLang."""
 
     AUTO = "auto"
     """The directory's safetensors."""
     DUMMY = "dummy"
-    """Nowhere: they are random, and the directory needs no more than config.json. For measurements."""
+    """Random weights for measurements; the directory needs no more than config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor of the checkpoint belongs: rows `[start, start + shape[0])` of a parameter."""
+    """The place of a checkpoint's tensor: rows `[start, start + shape[0])` of a parameter."""
 
     parameter: str
     start: int
@@ -179,10 +179,10 @@ def _empty_decoder(
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """SHA-256 (hex) of what gives token ids their meaning in a directory's `tokenizer.json`.
+    """SHA-256 (hex) of the vocabulary in a directory's `tokenizer.json`.
 
-    Covers the vocabulary, merges and added tokens in one canonical form, so that files which merely
-    write them differently agree. Raises `CheckpointError` when there is no such file or it has no vocabulary.
+    Covers tokens, merges and added tokens in one canonical form, so that files which merely write them differently
+    agree. Raises `CheckpointError` when there is no such file or it has no vocabulary.
     """
     path = Path(path)
     if not (path / "tokenizer.json").is_file():
@@ -215,7 +215,7 @@ def _slots(config: ModelConfig) -> Iterator[tuple[str, Slot]]:
 
 
 def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int) -> Iterator[tuple[str, Slot]]:
-    """Those of a layer, `theirs` in the checkpoint and `ours` in the model, but for the norms of its input."""
+    """The tensors of a layer, `theirs` in the checkpoint and `ours` in the model, except the norms of its input."""
     hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     has_qkv_bias, has_mlp_bias = config.has_qkv_bias, config.has_mlp_bias
     # name in the checkpoint, ours, first row, rows, columns, bias

@@ -45,9 +45,9 @@ class ConfigFields:
             raise self.error(name, "an object")
         return ConfigFields(self.path, value, f"{self._prefix}{name}.")
 
-    def count(self, name: str) -> int:
-        """A positive integer; raises `CheckpointError` when it is none."""
-        value = self.get(name)
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer, `default` where the field is absent or null; raises `CheckpointError` when it is none."""
+        value = default if self.get(name) is None else self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "a positive integer")
         return value
@@ -105,13 +105,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     has_qkv_bias: bool = False
     has_output_bias: bool = False
-    """Whether attention's last projection has a bias."""
+    """Attention's last projection has a bias."""
     has_mlp_bias: bool = False
-    """Whether the three projections of the MLP have a bias."""
+    """The three projections of the MLP have a bias."""
     has_qk_norms: bool = False
-    """Whether each head's queries and keys are normalised before they are rotated."""
+    """Each head's queries and keys are normalised before they are rotated."""
     sliding_windows: tuple[int | None, ...] = ()
-    """By layer, how many tokens a query sees, its own included; None is all. Empty where no layer has a window."""
+    """Tokens that a query sees in each layer, its own included; None is all. Empty where no layer has a window."""
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     dtype: torch.dtype | None = None
@@ -132,27 +132,21 @@ class ModelConfig:
         given = fields.get("architectures")
         if not (isinstance(given, list) and len(given) == 1 and given[0] in FAMILIES):
             raise fields.error("architectures", f"{', '.join(FAMILIES)} (no mixtures of experts)")
-        model_type = FAMILIES[given[0]].model_type
-        return cls._from_fields(fields, given[0], accepted_type=f"{model_type!r}, as architectures says")
+        return cls.from_fields(fields, given[0])
 
     @classmethod
-    def from_values(cls, path: Path, values: dict[str, Any], architecture: str) -> ModelConfig:
-        """A decoder that a part of some other `config.json` describes, such as a draft head's; as `from_directory`."""
-        fields = ConfigFields(path, values)
-        return cls._from_fields(fields, architecture, accepted_type=repr(FAMILIES[architecture].model_type))
-
-    @classmethod
-    def _from_fields(cls, given: ConfigFields, architecture: str, *, accepted_type: str) -> ModelConfig:
+    def from_fields(cls, given: ConfigFields, architecture: str) -> ModelConfig:
+        """Reads a decoder from a part of a `config.json`, such as a draft head's; raises as `from_directory`."""
         family = FAMILIES[architecture]
         if given.get("model_type") != family.model_type:
-            raise given.error("model_type", accepted_type)
+            raise given.error("model_type", f"{family.model_type!r}, as architectures says")
         if given.get("quantization_config") is not None:
             raise given.error("quantization_config", "checkpoints that are not quantised")
         fields = given.over(family.defaults)
         if fields.get("hidden_act") != "silu":
             raise fields.error("hidden_act", "'silu'")
         num_heads = fields.count("num_attention_heads")
-        num_kv_heads = num_heads if fields.get("num_key_value_heads") is None else fields.count("num_key_value_heads")
+        num_kv_heads = fields.count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
         return cls(
@@ -193,7 +187,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
 
     def sliding_window(self, layer: int) -> int | None:
-        """How many tokens a query of the layer sees, its own included; None is all."""
+        """Tokens that a query of the layer sees, its own included; None is all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 

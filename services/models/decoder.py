@@ -48,18 +48,25 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
-        """Rearranges the weight for the fastest product, where there is one; it cannot be read or set any more."""
+        """Rearranges the weight for the fastest product, where oneDNN has one; it cannot be read or set any more."""
         if self.weight is None or not _can_pack(self.weight):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_TOKENS)
         self.weight = None
 
 
-def padded_rows(num_rows: int) -> int:
-    """So many rows are multiplied instead: eight sizes between a power of two and the next, an eighth more at most.
+def pack_linears(model: nn.Module) -> None:
+    """Packs every `Linear` of a model."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()
 
-    oneDNN makes and keeps a kernel of about half a MiB for every number of rows that it meets. Prompts bring all of
-    them, and a process would grow by gigabytes.
+
+def padded_rows(num_rows: int) -> int:
+    """Rounds up to one of eight sizes between a power of two and the next, an eighth more at most.
+
+    oneDNN makes and keeps a kernel of about half a MiB for every number of rows that it meets. Prompts have any number
+    of rows, and a process would grow by gigabytes.
     """
     granule = 1 << max(0, num_rows.bit_length() - 4)
     return -(-num_rows // granule) * granule
@@ -118,7 +125,7 @@ def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderOutput:
-    """What a forward leaves for the sampler and for draft heads."""
+    """The result of a forward, for the sampler and for draft heads."""
 
     hidden: torch.Tensor
     """[B, W, hidden_size] in the model's dtype, after the final norm."""
@@ -127,7 +134,7 @@ class DecoderOutput:
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """A weight that a checkpoint fills in and nobody trains."""
+    """A weight that a checkpoint fills in and that is not trained."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
@@ -156,7 +163,7 @@ class DecoderLayer(nn.Module):
         dtype: torch.dtype,
         input_size: int | None = None,
     ) -> None:
-        """`input_size`: what attention reads, where that is not the hidden size (see `mix`)."""
+        """`input_size`: width of attention's input, where that is not the hidden size (see `mix`)."""
         super().__init__()
         self._index = index
         self._head_dim = config.head_dim
@@ -188,7 +195,7 @@ class DecoderLayer(nn.Module):
     def mix(
         self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: LayerAttention
     ) -> torch.Tensor:
-        """`x`: [N, hidden_size], what both branches add to. `attention_input`: [N, input_size], normed."""
+        """Adds both branches to `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed."""
         qkv = self.qkv(attention_input)
         heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
         if self.query_norm is not None and self.key_norm is not None:
@@ -242,6 +249,17 @@ class Decoder(nn.Module):
         """
         num_rows, width = batch.tokens.shape
         x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
+        normed, stream = self._run_layers(x, batch, cache, aux_layers)
+        aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
+        return DecoderOutput(
+            hidden=normed.view(num_rows, width, self.config.hidden_size),
+            aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
+        )
+
+    def _run_layers(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: PagedKV, aux_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """`x`: [N, hidden_size]. Returns the final norm's output and the inputs of `aux_layers` by their numbers."""
         positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
         rotation = Rotation(self._inverse_frequencies, positions)
         attend = self._attention.prepare(batch, cache)
@@ -251,14 +269,10 @@ class Decoder(nn.Module):
                 stream[index] = x
             x = layer(x, rotation, attend)
         stream[self.config.num_layers] = x
-        aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
-        return DecoderOutput(
-            hidden=self.norm(x).view(num_rows, width, self.config.hidden_size),
-            aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
-        )
+        return self.norm(x), stream
 
     def enable_batch_invariance(self) -> None:
-        """From now on attention gives a token the same bits whatever stands beside it, where that takes something."""
+        """Makes attention give a token the same bits in any batch; on a CPU it does so anyway."""
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -268,6 +282,4 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Gives the weights their fastest layout; call it when they are complete."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        pack_linears(self)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import nn
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.attention import TorchAttention
-from slipstream.services.models.config import ModelConfig, read_json
+from slipstream.services.models.config import ConfigFields, ModelConfig, read_json
 from slipstream.services.models.decoder import (
     DecoderLayer,
     Linear,
@@ -25,6 +25,7 @@ from slipstream.services.models.decoder import (
     Rotation,
     empty_parameter,
     inverse_frequencies,
+    pack_linears,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Eagle3Config:
     layer: ModelConfig
     """Its one layer; `vocab_size` is the target's."""
     layer_name: str
-    """What the layer's tensors are called: `midlayer` or `layers.0`."""
+    """Prefix of the layer's tensors: `midlayer` or `layers.0`."""
     draft_vocab_size: int
     target_hidden_size: int
     fused_layers: tuple[int, ...]
@@ -61,23 +62,20 @@ class Eagle3Config:
         path = Path(path)
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path}: config.json is missing; supported: an EAGLE-3 head's directory")
-        raw = read_json(path / "config.json")
-        is_speculators = raw.get("speculators_model_type") is not None
-        _check_layout(path, raw, is_speculators=is_speculators)
-        for name in _REFUSED:
-            if raw.get(name):
-                raise _error(path, name, raw[name], "none, or false")
-        values = raw["transformer_layer_config"] if is_speculators else raw
-        layer = ModelConfig.from_values(path, values, _LAYER_ARCHITECTURE)
+        fields = ConfigFields(path, read_json(path / "config.json"))
+        is_speculators = fields.get("speculators_model_type") is not None
+        _check_layout(fields, is_speculators=is_speculators)
+        layer_fields = fields.sub("transformer_layer_config") if is_speculators else fields
+        layer = ModelConfig.from_fields(layer_fields, _LAYER_ARCHITECTURE)
         if layer.num_layers != 1:
-            raise _error(path, "num_hidden_layers", layer.num_layers, "1")
+            raise layer_fields.error("num_hidden_layers", "1")
         return cls(
             layer=layer,
             layer_name="layers.0" if is_speculators else "midlayer",
-            draft_vocab_size=_count(path, raw, "draft_vocab_size", layer.vocab_size),
-            target_hidden_size=_count(path, raw, "target_hidden_size", layer.hidden_size),
-            fused_layers=_fused_layers(path, raw),
-            has_normed_residual=bool(raw.get("norm_before_residual")),
+            draft_vocab_size=fields.count("draft_vocab_size", layer.vocab_size),
+            target_hidden_size=fields.count("target_hidden_size", layer.hidden_size),
+            fused_layers=_fused_layers(fields),
+            has_normed_residual=bool(fields.get("norm_before_residual")),
         )
 
     @property
@@ -90,42 +88,31 @@ class Eagle3Config:
         return self.layer.kv_bytes_per_token(dtype)
 
 
-def _check_layout(path: Path, raw: dict[str, Any], *, is_speculators: bool) -> None:
+def _check_layout(fields: ConfigFields, *, is_speculators: bool) -> None:
     if is_speculators:
-        if raw["speculators_model_type"] != "eagle3":
-            raise _error(path, "speculators_model_type", raw["speculators_model_type"], "'eagle3'")
-        if not isinstance(raw.get("transformer_layer_config"), dict):
-            raise _error(path, "transformer_layer_config", raw.get("transformer_layer_config"), "the layer's fields")
-    elif raw.get("architectures") != [_AUTHORS_ARCHITECTURE]:
-        accepted = f"{_AUTHORS_ARCHITECTURE}, or a speculators_model_type"
-        raise _error(path, "architectures", raw.get("architectures"), accepted)
+        if fields.get("speculators_model_type") != "eagle3":
+            raise fields.error("speculators_model_type", "'eagle3'")
+        if not isinstance(fields.get("transformer_layer_config"), dict):
+            raise fields.error("transformer_layer_config", "the layer's fields")
+    elif fields.get("architectures") != [_AUTHORS_ARCHITECTURE]:
+        raise fields.error("architectures", f"{_AUTHORS_ARCHITECTURE}, or a speculators_model_type")
+    for name in _REFUSED:
+        if fields.get(name):
+            raise fields.error(name, "none, or false")
 
 
-def _fused_layers(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:
     """Layers by their input, as vLLM and `speculators` number them; `eagle_config` numbers outputs, as SGLang does."""
     name, first = "eagle_aux_hidden_state_layer_ids", 0
-    given = raw.get(name)
-    if given is None:
-        given, first = (raw.get("eagle_config") or {}).get(name), 1
+    if fields.get(name) is None:
+        fields, first = fields.sub("eagle_config"), 1
+    given = fields.get(name)
     if given is None:
         return ()
     is_list = isinstance(given, list) and len(given) == NUM_FUSED
     if not is_list or any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in given):
-        raise _error(path, name, given, f"{NUM_FUSED} numbers of layers")
+        raise fields.error(name, f"{NUM_FUSED} numbers of layers")
     return tuple(layer + first for layer in given)
-
-
-def _count(path: Path, raw: dict[str, Any], name: str, default: int) -> int:
-    given = raw.get(name)
-    if given is None:
-        return default
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise _error(path, name, given, "a positive integer")
-    return given
-
-
-def _error(path: Path, name: str, given: object, accepted: str) -> CheckpointError:
-    return CheckpointError(f"{path}: config.json: {name}: got {given!r}, supported: {accepted}")
 
 
 class Eagle3Head(nn.Module):
@@ -160,12 +147,12 @@ class Eagle3Head(nn.Module):
 
     @property
     def samples_own_ids(self) -> bool:
-        """Whether tokens may be chosen from `own_logits`, of the draft's own vocabulary."""
+        """True if tokens may be sampled from `own_logits`, over the draft's own vocabulary."""
         return False
 
     @torch.inference_mode()
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to [..., draft_vocab_size], by the draft's own ids."""
+        """Computes logits by the draft's own ids: [..., hidden_size] to [..., draft_vocab_size]."""
         logits: torch.Tensor = self.head(self.norm(states))
         return logits
 
@@ -204,6 +191,4 @@ class Eagle3Head(nn.Module):
 
     def pack(self) -> None:
         """Gives the weights their fastest layout; call it when they are complete."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        pack_linears(self)

@@ -71,7 +71,7 @@ def _dummy(
     dtype: torch.dtype,
     on_progress: Callable[[float], None] | None,
 ) -> Eagle3Head:
-    """A head with random weights, whose tokens are spread evenly over the target's."""
+    """Makes a head with random weights, whose tokens are spread evenly over the target's."""
     head = _empty_head(config, device=device, dtype=dtype)
     fill_with_noise(head, on_progress=on_progress)
     head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)

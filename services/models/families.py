@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Windows(Enum):
-    """Which layers have a sliding window."""
+    """The layers that have a sliding window."""
 
     NONE = auto()
     ALL = auto()
-    """All of them, where `sliding_window` is a number."""
+    """All layers, where `sliding_window` is a number."""
     BY_LAYER = auto()
-    """Those that `layer_types` names; without it, with `use_sliding_window`, those from `max_window_layers` on."""
+    """The layers that `layer_types` names; without it, with `use_sliding_window`, all from `max_window_layers` on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture. A bias is there, is not, or the field of `config.json` named here says whether."""
+    """One architecture. A bias is True, False, or the name of the field of `config.json` that says which."""
 
     model_type: str
     """The value that `model_type` of `config.json` must have."""
@@ -30,7 +30,7 @@ class Family:
     """Bias of attention's last projection."""
     mlp_bias: bool | str
     has_qk_norms: bool = False
-    """Whether each head's queries and keys are normalised before they are rotated."""
+    """Each head's queries and keys are normalised before they are rotated."""
     windows: Windows = Windows.NONE
 
 
@@ -90,4 +90,4 @@ FAMILIES = {
         windows=Windows.BY_LAYER,
     ),
 }
-"""By the name in `architectures` of `config.json`: all that the decoder can run."""
+"""The architectures that the decoder can run, by their names in `architectures` of `config.json`."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 
-from slipstream.services.models.decoder import Decoder, DecoderOutput
+from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.eagle3 import Eagle3Head
 from slipstream.services.models.kernels.block_ops import add_rms_norm, rms_norm, swiglu
 from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FusedDecoder(Decoder):
-    """As `Decoder`; what it launches depends on shapes alone, so that it can be captured in a CUDA graph."""
+    """`Decoder` by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self._paged = PagedAttention(config)
@@ -36,23 +35,13 @@ class FusedDecoder(Decoder):
         """See `Decoder.enable_batch_invariance`."""
         self._paged.is_invariant = True
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
-        """See `Decoder.forward`."""
-        config = self.config
-        num_rows, width = batch.tokens.shape
-        x = F.embedding(batch.tokens.flatten().clamp(0, config.vocab_size - 1), self.embedding)
-        rotation = rotation_of(batch.positions, self._inverse_frequencies, config.max_position_embeddings)
+    def _run_layers(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: PagedKV, aux_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        rotation = rotation_of(batch.positions, self._inverse_frequencies, self.config.max_position_embeddings)
         attend = self._paged.prepare(batch, cache)
-        if has_few_rows(x):
-            normed, stream = self._run_few_rows(x, rotation, attend, aux_layers)
-        else:
-            normed, stream = self._run_many_rows(x, rotation, attend, aux_layers)
-        aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
-        return DecoderOutput(
-            hidden=normed.view(num_rows, width, config.hidden_size),
-            aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
-        )
+        run = self._run_few_rows if has_few_rows(x) else self._run_many_rows
+        return run(x, rotation, attend, aux_layers)
 
     def _run_few_rows(
         self, x: torch.Tensor, rotation: torch.Tensor, attend: PagedLayerAttention, aux_layers: tuple[int, ...]
@@ -99,7 +88,7 @@ def run_layer(
     norms: QueryKeyNorms | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`: [N, hidden_size], what both branches add to. `attention_input`: [N, input_size], normed.
+    """Runs a layer of many rows. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed.
 
     Returns x with attention's branch added, and the branch of the MLP, which is still to be added.
     """
@@ -111,23 +100,23 @@ def run_layer(
 def finish_layer(
     layer: DecoderLayer, x: torch.Tensor, mixed: torch.Tensor, norm: RMSNorm
 ) -> tuple[torch.Tensor, Scaled]:
-    """Of few rows. `x`: [N, hidden_size], what both branches add to. `mixed`: [N, q_size], of attention.
+    """Finishes a layer of few rows. `x`: [N, hidden_size]. `mixed`: [N, q_size], attention's output.
 
-    Returns x with both branches added, and what the next product needs of its norm.
+    Returns x with both branches added, and its norm as the input of the next product.
     """
     x, normed = add_product(x, mixed, layer.output, layer.mlp_norm)
     return add_product(x, product(normed, layer.gate_up, is_gated=True), layer.down, norm)
 
 
 def query_key_norms(layer: DecoderLayer, config: ModelConfig) -> QueryKeyNorms | None:
-    """Those of a layer, if it has any."""
+    """The norms of a layer's queries and keys, None if it has none."""
     if layer.query_norm is None or layer.key_norm is None:
         return None
     return QueryKeyNorms(query=layer.query_norm.weight, key=layer.key_norm.weight, eps=config.rms_norm_eps)
 
 
 class FusedEagle3Head(Eagle3Head):
-    """As `Eagle3Head`; what it launches depends on shapes alone, so that it can be captured in a CUDA graph."""
+    """`Eagle3Head` by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph."""
 
     def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
         self._paged = PagedAttention(config.layer)

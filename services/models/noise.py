@@ -43,7 +43,7 @@ def philox_words(seeds: torch.Tensor, positions: torch.Tensor, num_blocks: int) 
 
 
 def gumbel_of_words(words: torch.Tensor) -> torch.Tensor:
-    """The noise that random words stand for: int64 in [0, 2^32) to float32 of the same shape."""
+    """The noise of random words: int64 in [0, 2^32) to float32 of the same shape."""
     # 1 - (r + 0.5) / 2^32 is exact in float64, so log of it is log1p(-(r + 0.5) / 2^32), and cheaper.
     complement = (_WORD + 0.5 - words.to(torch.float64)) * 2.0**-32
     return -torch.log(-torch.log(complement)).to(torch.float32)

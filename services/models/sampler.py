@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRows:
-    """Tensors that have the same rows: those that a subclass has as its fields."""
+    """A table of requests' parameters on the model's device; all fields of a subclass are tensors of the same rows."""
 
     def to(self, device: torch.device | None) -> Self:
         """The same rows on a device."""
@@ -53,9 +53,9 @@ _ID_BITS = 32
 
 
 def keys_of(deficits: Tensor) -> Tensor:
-    """Numbers that sort as the tokens do, no two of a row equal: [..., V] int64.
+    """Numbers that sort as the tokens do, the most likely first and of equals the lowest id first: [..., V] int64.
 
-    `deficits`: [..., V] float32, how far each logit is below its row's greatest.
+    No two of a row are equal. `deficits`: [..., V] float32, the distance of each logit below its row's greatest.
     """
     # The bits of a float that is at least +0 sort as it does. `abs` is for the -0 that is the difference of -0 and 0.
     keys = deficits.abs().view(torch.int32).to(torch.int64) << _ID_BITS
@@ -74,7 +74,7 @@ def deficits_of(keys: Tensor) -> Tensor:
 
 
 _LOGITS_AT_ONCE = 1 << 15
-"""Keeps what filters compute on a CPU, about 50 bytes a logit, in its cache."""
+"""Keeps the working set of filters, about 50 bytes a logit, in a CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class SamplingRows(ParameterRows):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], *, device: torch.device | None = None) -> SamplingRows:
-        """One row for each of `params`."""
+        """Makes a row for each of `params`."""
         seeds = [row.seed - 2**64 if row.seed >= 2**63 else row.seed for row in params]
         return cls(
             temperature=torch.tensor([row.temperature for row in params], dtype=torch.float32, device=device),
@@ -106,7 +106,7 @@ class SamplingRows(ParameterRows):
 
     @classmethod
     def greedy(cls, num_rows: int, *, device: torch.device | None = None) -> SamplingRows:
-        """A table of rows to `put` into, such as one for each slot."""
+        """Makes a table of rows to `put` into, such as one for each slot."""
         return cls(
             temperature=torch.zeros(num_rows, dtype=torch.float32, device=device),
             top_k=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -175,7 +175,7 @@ def _most_likely_first(deficits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _num_kept(deficits: Tensor, rows: SamplingRows) -> Tensor:
-    """How many of each row's tokens pass its filters: [N] int64, at least 1. `deficits`: [N, V], ascending."""
+    """Counts the tokens that pass each row's filters: [N] int64, at least 1. `deficits`: [N, V], ascending."""
     vocab_size = deficits.shape[1]
     weights = torch.exp(-deficits.to(torch.float64))  # probabilities, relative to the most likely token's
     up_to = weights.cumsum(dim=1)
@@ -188,14 +188,14 @@ def _num_kept(deficits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _deficits(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """How far each logit is below its row's greatest, divided by the temperature: [N, V] float32, at least 0."""
+    """The distance of each logit below its row's greatest, over the temperature: [N, V] float32, at least 0."""
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     return (logits.amax(dim=1, keepdim=True) - logits).div_(temperature[:, None])
 
 
 @torch.inference_mode()
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
-    """Of `tokens` ([B, W] int64) and of the `num_top` most likely ones, or all if there are fewer.
+    """Log probabilities of `tokens` ([B, W] int64) and of the `num_top` most likely ones, or all if there are fewer.
 
     `logits`: [B, W, V] float32, as the model gave them. Nothing is read back.
     """

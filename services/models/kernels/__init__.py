@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA devices. Nothing imports what is in here where there is none, so triton need not be there.
+"""Triton kernels for CUDA devices. Without a CUDA device nothing here is imported, so triton need not be installed.
 
-`fused_decoder.py` shows how they go together, layer by layer:
+`fused.py` shows how they go together, layer by layer:
 
     attention = PagedAttention(config)                                 # in place of TorchAttention
     attend = attention.prepare(batch, cache)                           # once a forward
@@ -13,7 +13,7 @@
     ...
     tokens = sample(logits, rows, positions, has_filters=False)        # of logits in any dtype
 
-Files named `*_kernels.py` hold what runs on the device, the others what launches it. On a GPU of compute capability 9
+Functions with `@triton.jit` run on the device, the others launch them. On a GPU of compute capability 9
 or more a kernel is launched while the one before it ends, and waits for it by itself (`launching.py`). What is launched
 depends on shapes alone, and nothing is read back, so that all of it can be captured in CUDA graphs. The first launch
 of a kernel compiles it, which takes seconds: run each shape once before serving.

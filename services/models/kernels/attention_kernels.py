@@ -16,7 +16,7 @@ def key_rows(
     num_pages: tl.tensor,
     PAGE_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Where the keys numbered `key` lie: [BLOCK_N] int64 rows of `kv`. Those from `stop` on are not looked up."""
+    """Looks up the rows of `kv` of the keys numbered `key`: [BLOCK_N] int64. Keys from `stop` on are not looked up."""
     page = tl.load(page_table + key // PAGE_SIZE, mask=key < stop, other=0)
     return tl.minimum(tl.maximum(page, 0), num_pages - 1) * PAGE_SIZE + key % PAGE_SIZE
 
@@ -45,7 +45,7 @@ def attend_blocks(
     HAS_WINDOW: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Takes in the keys from `begin` to `stop`; if not IS_MASKED, these are whole blocks that every query sees."""
+    """Adds the keys from `begin` to `stop`; if not IS_MASKED, these are whole blocks that every query sees."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_DIM
@@ -76,7 +76,7 @@ def attend_blocks(
         decay = tl.exp2(best - base)
         total = total * decay + tl.sum(weights, axis=1)
         if IS_MASKED:
-            # A key that nobody may see must not be read: zero times NaN is NaN.
+            # A key that no query may see must not be read: zero times NaN is NaN.
             values = tl.load(values_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
         elif BLOCK_D == HEAD_DIM:
             values = tl.load(values_at)
@@ -114,11 +114,11 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    SPARES_MASKS: tl.constexpr,  # whether whole blocks that all queries see are worth a loop of their own
+    SPARES_MASKS: tl.constexpr,  # whole blocks that all queries see get a loop of their own
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """One key head of one row, for BLOCK_M of the queries (of all heads that share the key head), over one split.
+    """Attends with BLOCK_M queries (of all heads that share one key head) of one row over one split of its keys.
 
     Grid: (KV_HEADS, num_query_blocks * num_splits, B). Row m of the queries is token m // GROUP of head m % GROUP.
     """
@@ -152,8 +152,8 @@ def attend_kernel(
 
     own_pages = page_table + row * table_width
     rows = key_rows(own_pages, begin + tl.arange(0, BLOCK_N), stop, num_pages, PAGE_SIZE)
-    # So far nothing was read that an overlapping kernel writes: what says who is where is there before the first of
-    # a forward, which follows a kernel that does not overlap.
+    # So far nothing was read that an overlapping kernel writes: positions and page tables are there before the first
+    # kernel of a forward, which follows a kernel that does not overlap.
     wait_for_previous(OVERLAPS)
 
     d = tl.arange(0, BLOCK_D)
@@ -209,7 +209,7 @@ def combine_kernel(
     BLOCK_S: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """One query of one head. Grid: (B * KV_HEADS * width * GROUP,). Splits without keys have an lse of -inf."""
+    """Combines the splits of one query of one head, empty ones with an lse of -inf. Grid: (B * heads * width,)."""
     wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)

@@ -26,7 +26,7 @@ def rms_norm_kernel(
     HAS_DELTA: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """One row. Grid: (N,)."""
+    """Norms one row. Grid: (N,)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * SIZE
     i = tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def rms_norm_kernel(
     value = tl.load(x + row + i, mask=mask, other=0.0)
     if HAS_DELTA:
         value = value.to(tl.float32) + tl.load(delta + row + i, mask=mask, other=0.0).to(tl.float32)
-        value = value.to(summed.dtype.element_ty)  # what later layers add to is what is normalised
+        value = value.to(summed.dtype.element_ty)  # later layers add to the rounded value, so that is normalised
         tl.store(summed + row + i, value, mask=mask)
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
@@ -50,7 +50,7 @@ def swiglu_kernel(
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """BLOCK columns of a row. Grid: (N, cdiv(SIZE, BLOCK))."""
+    """Computes BLOCK columns of a row. Grid: (N, cdiv(SIZE, BLOCK))."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -67,7 +67,7 @@ _SWIGLU_COLUMNS = 1024
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x`: [N, size], contiguous. Returns the same shape and dtype."""
+    """Root mean square norm. `x`: [N, size], contiguous. Returns the same shape and dtype."""
     normed = x.new_empty(x.shape)
     if len(x):
         _launch_norm(x, None, weight, x, normed, eps)
@@ -77,7 +77,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, `delta`: [N, size], contiguous. Returns their sum, rounded to their dtype, and its norm."""
+    """Adds `delta` to `x`, both [N, size], contiguous. Returns the sum, rounded to their dtype, and its norm."""
     summed, normed = x.new_empty(x.shape), x.new_empty(x.shape)
     if len(x):
         _launch_norm(x, delta, weight, summed, normed, eps)
@@ -112,7 +112,7 @@ def _launch_norm(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [N, 2 * size], contiguous, gates first, to [N, size]."""
+    """Computes silu(gate) * up: [N, 2 * size], contiguous, gates first, to [N, size]."""
     num_rows, twice = gate_up.shape
     assert gate_up.is_contiguous(), "a kernel reads rows side by side"
     output = gate_up.new_empty(num_rows, twice // 2)

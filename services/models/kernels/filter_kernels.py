@@ -1,11 +1,11 @@
-"""What a row's filters keep, without sorting and without leaving the GPU.
+"""Triton functions that find the tokens which a row's filters keep, without sorting and without leaving the GPU.
 
 A *deficit* is how far a logit is below its row's greatest, over the temperature; its bits, of a float that is at least
 +0, sort as it does. Filters keep a prefix of the tokens in the order (deficit, index).
 
 Top-k's cut is found by a radix search: a pass counts the tokens that share the bits found so far by their next five
-bits; the bin in which the count reaches k is the next five bits of the cut. Top-p is not searched for at all: a token
-that was drawn without it is looked at, by the mass of the tokens before it (`sampling_kernels.py`).
+bits; the bin in which the count reaches k is the next five bits of the cut. Top-p is not searched for: a token
+that was drawn without it is checked by the mass of the tokens before it (`sampling_kernels.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def descend(
     num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """The bits of the cut with those of one more level, and how many tokens lie before all that have them."""
+    """Returns the cut's bits with one more level, and the number of tokens before all that have these bits."""
     g = tl.arange(0, BLOCK_G)
     b = tl.arange(0, NUM_BINS)
     at = (row * num_blocks + g)[:, None] * NUM_BINS + b[None, :]
@@ -84,7 +84,7 @@ def cut_of(
     num_rows: tl.tensor,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """Top-k's cut: the bits of the last deficit that is kept, and how many tokens are kept that have it."""
+    """Returns top-k's cut: the bits of the last deficit that is kept, and the number of kept tokens with it."""
     cut = NO_CUT
     ties = 0
     top_k = tl.load(top_ks + row)
@@ -112,7 +112,7 @@ def is_before_cut(
     num_rows: tl.tensor,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """Which of a block's tokens top-k keeps: [BLOCK] bool. Of those that have the cut's deficit, the first."""
+    """True for a block's tokens that top-k keeps: [BLOCK] bool. Of tokens with the cut's deficit it keeps the first."""
     g = tl.arange(0, BLOCK_G)
     last = (LEVELS - 1) * num_rows.to(tl.int64) * num_blocks * NUM_BINS
     at = last + (row * num_blocks + g) * NUM_BINS + (cut & (NUM_BINS - 1))
@@ -140,7 +140,7 @@ def count_kernel(
 ) -> None:
     """Counts the tokens that have the bits found so far, block by block. Grid: (any number, N).
 
-    All programs of a row find the same bits from the level before; the first one leaves them for the next.
+    All programs of a row find the same bits from the level before; the first one writes them for the next.
     """
     wait_for_previous(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
@@ -175,7 +175,7 @@ def count_kernel(
         )
         is_candidate = (index < vocab_size) & (((keys >> shift) >> BITS) == found)
         own_bin = tl.where(is_candidate, (keys >> shift) & (NUM_BINS - 1), NUM_BINS)
-        # Those that are no candidates fill bins of their own, as a histogram takes in all that it is given.
+        # Tokens that are no candidates fill bins of their own, as a histogram counts all its input.
         count = tl.histogram(own_bin, 2 * NUM_BINS)
         b = tl.arange(0, 2 * NUM_BINS)
         at = level * size + (row * num_blocks + block) * NUM_BINS + b

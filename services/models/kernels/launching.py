@@ -1,4 +1,4 @@
-"""How kernels follow each other on a stream."""
+"""Launching kernels one behind the other on a stream, and the wait at their beginning."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr) -> None:
-    """Waits until all that the kernel before wrote is there; the one behind it may be launched meanwhile.
+    """Waits until everything that the kernel before wrote is visible; the next kernel may be launched meanwhile.
 
-    That one waits in turn until this kernel has ended, and with it all before it.
+    The next kernel waits in turn until this one has ended, and with it all before it.
     """
     if OVERLAPS:
         gdc_launch_dependents()
@@ -29,14 +29,14 @@ _MULTIPROCESSORS_WITHOUT_CUDA = 4
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs a grid wants at least; a few in Triton's interpreter."""
+    """Multiprocessors of the GPU, which a grid should fill; a few in Triton's interpreter."""
     if device.type != "cuda":
         return _MULTIPROCESSORS_WITHOUT_CUDA
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def overlapping(device: torch.device) -> Mapping[str, Any]:
-    """Options of a launch whose kernel waits by itself for the one before it (programmatic dependent launch).
+    """Options for launching a kernel that waits by itself for the one before it (programmatic dependent launch).
 
     Such a kernel may be launched while those before it still run, back to the last that does not overlap, which hides
     the cost of the launch. It must call `wait_for_previous` in every program before it touches memory that one of

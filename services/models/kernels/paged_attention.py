@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-"""How many programs the keys are split for: fewer leave multiprocessors idle, more only add to the reduction."""
+"""Programs that share the keys: fewer leave multiprocessors idle, more only add to the reduction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class PagedAttention:
     """
 
     def __init__(self, config: ModelConfig, *, is_invariant: bool = False) -> None:
-        """`is_invariant`: a query gets the same bits whatever stands beside it, in its row and in the batch: slower."""
+        """`is_invariant`: a query gets the same bits in any row and batch, which is slower."""
         self._config = config
         self.is_invariant = is_invariant
 
     def prepare(self, batch: ForwardBatch, cache: PagedKV) -> PagedLayerAttention:
-        """Allocates what the splits leave for each other; computes nothing."""
+        """Allocates the partial results of the splits; computes nothing."""
         return PagedLayerAttention(self._config, batch, cache, splits_keys=not self.is_invariant)
 
 
@@ -61,7 +61,7 @@ class PagedLayerAttention:
         *,
         splits_keys: bool = True,
     ) -> None:
-        """`splits_keys`: where depends on how many keys a row's last query sees, and on the batch."""
+        """`splits_keys`: the splits depend on the batch and on how many keys a row's last query sees."""
         self._config = config
         self._splits_keys = splits_keys
         self._cache = cache
@@ -80,7 +80,7 @@ class PagedLayerAttention:
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """As `LayerAttention`: `qkv` holds queries and keys that are already rotated."""
+        """See `LayerAttention`: `qkv` holds queries and keys that are already rotated."""
         self._keep(layer, qkv, None, None)
         return self.attend(layer, qkv)
 
@@ -96,7 +96,7 @@ class PagedLayerAttention:
         return self.attend(layer, qkv)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Of queries that are rotated, over pages that are written: the last part of the two above."""
+        """Attends with rotated queries over pages that are written: the last part of the two methods above."""
         config = self._config
         output = qkv.new_empty(len(qkv), config.q_size)
         if not self._num_rows:
@@ -208,7 +208,7 @@ class _Tile:
 
 
 def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
-    """What one program works on: `num_stacked` queries of the heads that share a key head."""
+    """Chooses the tile of a program for `num_stacked` queries of the heads that share a key head."""
     block_m = min(128, max(16, _power_of_two(num_stacked)))
     if element_size == 4:
         return _Tile(min(block_m, 64), 32, 4, 2)
@@ -218,5 +218,5 @@ def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not below `number`."""
+    """The least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()

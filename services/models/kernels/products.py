@@ -22,7 +22,7 @@ LINE: tl.constexpr = tl.constexpr(64)
 
 @triton.jit
 def _fetch(at: tl.tensor) -> None:
-    """Asks for lines of memory to come into the cache that all programs share, and waits for nothing."""
+    """Prefetches lines of memory into L2 without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -60,9 +60,9 @@ def product_kernel(
     """BLOCK_N columns of all rows, at most BLOCK_M. Grid: (cdiv(COLUMNS, BLOCK_N),).
 
     x @ weight.T + bias + residual, or silu(gate) * up. A norm needs the sum over a whole row, and a program has some of
-    its columns: so whoever adds to the rows leaves them times the next norm's weight and the parts of their sums, and
-    the product behind it divides by the root. A weight never changes: its first tile and FETCHED of its columns are
-    asked for while the kernels ahead still run, so that the memory has no pause between two products.
+    its columns: so the kernel that adds to the rows multiplies them by the next norm's weight and writes parts of their
+    sums, and the next product divides by the root. A weight never changes: its first tile and FETCHED of its columns
+    are prefetched while the kernels before still run, so that memory does not idle between two products.
     """
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -118,26 +118,26 @@ def product_kernel(
     result = total.to(output.dtype.element_ty)
     tl.store(output + at, result, mask=there)
     if SCALES:
-        value = tl.where(there, result.to(tl.float32), 0.0)  # what later layers add to is what is normalised
+        value = tl.where(there, result.to(tl.float32), 0.0)  # later layers add to the rounded value
         factor = tl.load(norm_weight + n, mask=n_mask, other=0.0).to(tl.float32)
         tl.store(scaled + at, (value * factor[None, :]).to(scaled.dtype.element_ty), mask=there)
         tl.store(squares_after + tl.program_id(0) * num_rows + m, tl.sum(value * value, axis=1), mask=m_mask)
 
 
 MOST_ROWS = 64
-"""With more rows cuBLAS is faster."""
+"""cuBLAS is faster for more rows."""
 _DTYPES = (torch.bfloat16,)
 """Float32 stays with cuBLAS, which is as exact as the CPU; in float16 a row times a norm's weight may overflow."""
 _LEAST_SHARED_MEMORY = 200 << 10
-"""Bytes of a program that the largest tiles take."""
+"""Bytes that a program with the largest tiles takes."""
 _MULTIPROCESSORS = 132
-"""Of the GPU that the tiles were measured on; the same tiles everywhere, so that results are."""
+"""Multiprocessors of the GPU on which the tiles were measured; the same tiles everywhere keep results the same."""
 _WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A norm's input on its way into a product: what is missing is the division by the root of the mean square."""
+    """A normed input of a product, before the division by the root of the mean square."""
 
     x: torch.Tensor
     """[N, size]: the rows times the norm's weight."""
@@ -147,7 +147,7 @@ class Scaled:
 
 
 def has_few_rows(x: torch.Tensor) -> bool:
-    """Whether `product` is the fastest way for [N, size]."""
+    """True if `product` is the fastest way for [N, size]."""
     return 0 < len(x) <= MOST_ROWS and x.dtype in _DTYPES and _has_room_for_tiles(x.device)
 
 
@@ -160,14 +160,14 @@ def _has_room_for_tiles(device: torch.device) -> bool:
 
 
 def linear(x: torch.Tensor, layer: Linear) -> torch.Tensor:
-    """`layer(x)` of [..., size] by whichever way is fastest."""
+    """Computes `layer(x)` of [..., size] in the fastest way."""
     rows = x.reshape(-1, x.shape[-1])
     result: torch.Tensor = product(rows.contiguous(), layer) if has_few_rows(rows) else layer(rows)
     return result.view(*x.shape[:-1], result.shape[-1])
 
 
 def product(x: torch.Tensor | Scaled, layer: Linear, *, is_gated: bool = False) -> torch.Tensor:
-    """`layer(x)`, or `silu(gate) * up` of its halves: [N, size], contiguous, to [N, columns].
+    """Computes `layer(x)`, or `silu(gate) * up` of its halves: [N, size], contiguous, to [N, columns].
 
     N is 1 to `MOST_ROWS`. Sums are float32 and rounded once, at the end.
     """
@@ -175,7 +175,7 @@ def product(x: torch.Tensor | Scaled, layer: Linear, *, is_gated: bool = False) 
 
 
 def add_product(residual: torch.Tensor, x: torch.Tensor, layer: Linear, norm: RMSNorm) -> tuple[torch.Tensor, Scaled]:
-    """`residual + layer(x)`, [N, columns], rounded to its dtype, and what `product` needs to go on from its norm."""
+    """Computes `residual + layer(x)`, [N, columns], rounded to its dtype, and the input of the next `product`."""
     summed, scaled, squares = _launch(x, layer, residual=residual, norm=norm)
     return summed, Scaled(scaled, squares, norm.eps)
 
@@ -241,11 +241,11 @@ class _Tile:
     block_k: int
     stages: int
     fetched: int = 0
-    """How many columns of the weight are asked for ahead."""
+    """Columns of the weight that are prefetched."""
 
 
 def _tile(num_rows: int, columns: int, size: int, *, is_gated: bool) -> _Tile:
-    """Measured on an H200: a program for each multiprocessor where that is possible, and much on its way to it."""
+    """Tiles as measured on an H200: a program for each multiprocessor where possible, with many loads in flight."""
     block_m = max(16, 1 << (num_rows - 1).bit_length())
     is_narrow = columns <= 32 * _MULTIPROCESSORS
     if is_gated:

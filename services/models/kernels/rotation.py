@@ -1,4 +1,4 @@
-"""The rotation of a forward's tokens, and the kernel that rotates and keeps their queries, keys and values."""
+"""The rotation of a forward's tokens, and the kernel that rotates their queries and keys and writes the KV cache."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ def keep_kernel(
     HAS_NORMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """BLOCK_HEADS heads of one token. Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS - FIRST_HEAD, BLOCK_HEADS)).
+    """Rotates and keeps BLOCK_HEADS heads of one token.
 
-    Heads are counted through queries, keys and values. What is not kept goes to the padding page, page 0.
+    Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS - FIRST_HEAD, BLOCK_HEADS)). Heads are
+    numbered through queries, keys and values. A token that is not kept goes to the padding page, page 0.
     """
     wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
@@ -124,7 +125,7 @@ _TOKENS_AT_ONCE = 4
 
 
 def rotation_of(positions: torch.Tensor, inverse_frequencies: torch.Tensor, max_positions: int) -> torch.Tensor:
-    """Cosines and sines of each token's angles: [N, 2, head_dim / 2] float32.
+    """Computes cosines and sines of each token's angles: [N, 2, head_dim / 2] float32.
 
     `positions`: N int64 in any shape, clamped to 0 .. `max_positions` - 1. `inverse_frequencies`: [head_dim / 2]
     float32, of `inverse_frequencies`.

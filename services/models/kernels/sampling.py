@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from slipstream.services.models.sampler import SamplingRows
 
 _BLOCK = 4096
-"""Logits that a program looks at together."""
+"""Logits of one block, which a program reads together."""
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _LOOKS = 2
-"""Tokens of a row that all multiprocessors look at for top-p; rows with p = 0.9 that need more: one in a hundred."""
+"""Candidates of a row that all multiprocessors check for top-p; one row in a hundred with p = 0.9 needs more."""
 
 
 def sample(
@@ -51,7 +51,7 @@ def sample(
 
 
 class _Sampling:
-    """What the kernels leave for each other."""
+    """One call of `sample`: the buffers that its kernels share."""
 
     def __init__(
         self,

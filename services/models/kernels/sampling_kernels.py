@@ -60,7 +60,7 @@ def score_kernel(
     count_before: tl.tensor,  # [LEVELS, N] int32
     block_masses: tl.tensor,  # [2, N, num_blocks] float32, read if IS_SECOND, and so on
     is_done: tl.tensor,  # [N] int8
-    looked_at: tl.tensor,  # [N] int32: index of the token that was looked at
+    looked_at: tl.tensor,  # [N] int32: index of the token that was checked
     block_score: tl.tensor,  # [N, num_blocks] float32, written for rows that are to be sampled
     block_chosen: tl.tensor,  # [N, num_blocks] int32, written: index of the best score
     vocab_size: tl.tensor,
@@ -73,7 +73,7 @@ def score_kernel(
     IS_SECOND: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """The best score of each block; if IS_SECOND, of the tokens before one that top-p does not keep.
+    """Finds the best score of each block; if IS_SECOND, among the tokens before one that top-p does not keep.
 
     Grid: (any number, N).
     """
@@ -127,7 +127,7 @@ def mass_kernel(
     BLOCK_G: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Each block's mass, and that before the token that is looked at. Grid: (any number, N)."""
+    """Computes each block's mass, and the mass before the token that is checked. Grid: (any number, N)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(1).to(tl.int64)
     if tl.load(is_done + row) != 0:
@@ -167,7 +167,7 @@ def choose_kernel(
     IS_SECOND: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """A row's token: the greatest logit or the best score, of equal ones the first. Grid: (N,)."""
+    """Chooses a row's token: the greatest logit or the best score, the first of equal ones. Grid: (N,)."""
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     if IS_SECOND:
@@ -216,9 +216,9 @@ def settle_kernel(
     HAS_IDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Looks at tokens until top-p keeps one, for the few rows that are not done by then. Grid: (N,).
+    """Checks tokens until top-p keeps one, for the few rows that are not done by then. Grid: (N,).
 
-    It ends: each look is at a token before the last one, and the first of all is kept.
+    It ends: each token that is checked lies before the last one, and the first of all is kept.
     """
     wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)

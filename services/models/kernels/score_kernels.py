@@ -29,14 +29,14 @@ def noise_words_of(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -
 
 @triton.jit
 def gumbel(word: tl.tensor) -> tl.tensor:
-    """The noise that a random word stands for, in float64 and then rounded to float32."""
+    """The noise of a random word, computed in float64 and rounded to float32."""
     complement = (4294967295.5 - word.to(tl.float64)) * 2.3283064365386963e-10
     return (-tl.log(-tl.log(complement))).to(tl.float32)
 
 
 @triton.jit
 def rough_gumbel(words: tl.tensor) -> tl.tensor:
-    """`gumbel` to within 1e-4, at a hundredth of its price: float32."""
+    """`gumbel` to within 1e-4, at a hundredth of its cost: float32."""
     u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     complement = ((0xFFFFFFFF - words).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     # log loses the small u that 1 - u rounds away: its series there.
@@ -45,7 +45,7 @@ def rough_gumbel(words: tl.tensor) -> tl.tensor:
 
 
 ROUGH_ERROR = tl.constexpr(4e-4)
-"""Twice what a score that may win is off at most when it is rough, and room."""
+"""Twice the greatest error of a rough score that may win, and some room."""
 
 
 @triton.jit
@@ -72,9 +72,9 @@ def best_score(
     HAS_IDS: tl.constexpr,
     HAS_FILTERS: tl.constexpr,
 ) -> tl.tensor:
-    """A block's best score (noise less deficit), and the index of the token that has it: of equal ones the first.
+    """Returns a block's best score (noise less deficit) and the index of its token, the first of equal ones.
 
-    Rough scores leave one token or two that may be the best, and only theirs are computed in float64.
+    Rough scores leave one or two candidates, and only their scores are computed in float64.
     """
     index = block * BLOCK + tl.arange(0, BLOCK)
     values = load_logits(logits, row, index, vocab_size)
@@ -136,7 +136,7 @@ def masses_of(
     BLOCK: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """The mass of what top-k keeps of a block, and of what of it lies before a bound."""
+    """Returns the mass of a block's tokens that top-k keeps, and the part of it before a bound."""
     index = block * BLOCK + tl.arange(0, BLOCK)
     deficits = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
     keys = deficits.to(tl.int32, bitcast=True)
@@ -155,7 +155,7 @@ def is_kept_by_top_p(
     num_rows: tl.tensor,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """Whether the mass before a token is less than what top-p wants."""
+    """True if the mass before a token is less than top-p's share."""
     g = tl.arange(0, BLOCK_G)
     at = row * num_blocks + g
     total = tl.load(block_masses + at, mask=g < num_blocks, other=0.0).to(tl.float64)
@@ -172,7 +172,7 @@ def first_best(
     num_blocks: tl.tensor,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """The index that goes with the greatest value of a row, of equal ones the first."""
+    """The index of a row's greatest value, the first of equal ones."""
     g = tl.arange(0, BLOCK_G)
     value = tl.load(values + row * num_blocks + g, mask=g < num_blocks, other=float("-inf"))
     index = tl.load(indices + row * num_blocks + g, mask=g < num_blocks, other=0x7FFFFFFF)
@@ -188,6 +188,6 @@ def bits_of_deficit(
     temperature: tl.tensor,
     vocab_size: tl.tensor,
 ) -> tl.tensor:
-    """Those of one token: int32."""
+    """The bits of one token's deficit: int32."""
     deficit = deficits_of(load_logits(logits, row, index, vocab_size), greatest, temperature)
     return deficit.to(tl.int32, bitcast=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# As `SimulatedAcceptance` has them.
+# The constants of `SimulatedAcceptance`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 ODD = tl.constexpr(0xD1342543DE82EF95 - 2**64)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
@@ -38,7 +38,7 @@ def gather_kernel(
     BLOCK_W: tl.constexpr,
     HAS_LAST: tl.constexpr,
 ) -> None:
-    """The stash of one slot, brought into its range. Grid: (B,)."""
+    """Reads the stash of one slot, clamped to its range. Grid: (B,)."""
     b = tl.program_id(0)
     slot = tl.load(rows + b)
     length = tl.load(seq_lens + slot)
@@ -59,7 +59,7 @@ def settle_kernel(
     given: tl.tensor,  # [B, WIDTH] int64: the bonus token, then the draft's
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
-    most: tl.tensor,  # [slots] int64: draft tokens that may stand
+    most: tl.tensor,  # [slots] int64: draft tokens that may be accepted
     seeds: tl.tensor,  # [slots] int64, read if IS_SIMULATED
     out_seq_lens: tl.tensor,  # [B] int64
     out_accepted: tl.tensor,  # [B] int64
@@ -68,7 +68,7 @@ def settle_kernel(
     BLOCK_W: tl.constexpr,
     IS_SIMULATED: tl.constexpr,
 ) -> None:
-    """How many draft tokens of one slot stand: those before the first that does not. Grid: (B,)."""
+    """Counts the accepted draft tokens of one slot: all before the first mismatch. Grid: (B,)."""
     b = tl.program_id(0)
     slot = tl.load(rows + b)
     length = tl.load(seq_lens + b)
@@ -105,7 +105,7 @@ def publish_kernel(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """What the scheduler consumes of one slot. Grid: (B,)."""
+    """Writes what the scheduler reads of one slot. Grid: (B,)."""
     b = tl.program_id(0)
     place = tl.load(ring_row) * num_slots + tl.load(rows + b)
     tl.store(new_seq_lens + place, tl.load(seq_lens + b))
@@ -129,7 +129,7 @@ def stash_kernel(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """What the next forward needs of one slot, but for hidden states. Grid: (B,)."""
+    """Writes what the next forward reads of one slot, except hidden states. Grid: (B,)."""
     b = tl.program_id(0)
     slot = tl.load(rows + b)
     number = tl.load(accepted + b)
@@ -156,7 +156,7 @@ def take_sampling_kernel(
     out_seed: tl.tensor,
     width: tl.tensor,
 ) -> None:
-    """How one token of one slot is chosen. Grid: (B * width,)."""
+    """Copies one slot's sampling parameters for one token. Grid: (B * width,)."""
     n = tl.program_id(0)
     slot = tl.load(rows + n // width)
     tl.store(out_temperature + n, tl.load(temperature + slot))
@@ -179,7 +179,7 @@ def pair_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """An entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
+    """Makes an entry of an EAGLE-3 head: a token's embedding and a state, each normed. Grid: (N, 2)."""
     n = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     if tl.program_id(1) == 0:
@@ -195,7 +195,7 @@ def pair_kernel(
 
 
 def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows:
-    """As `table.take(rows).repeat(width)`. `rows`: [B] int64."""
+    """Does `table.take(rows).repeat(width)` in one launch. `rows`: [B] int64."""
     taken = SamplingRows(
         temperature=table.temperature.new_empty(len(rows) * width),
         top_k=table.top_k.new_empty(len(rows) * width),
@@ -224,10 +224,11 @@ def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows
 def settle(
     tokens: Tensor, given: Tensor, rows: Tensor, seq_lens: Tensor, most: Tensor, seeds: Tensor, threshold: int | None
 ) -> tuple[Tensor, Tensor]:
-    """How many draft tokens of B slots stand, as `accept` has it, and the lengths that this makes: two [B] int64.
+    """Counts the accepted draft tokens of B slots, as `acceptance.accept` does; returns new lengths and counts.
 
     `tokens`: [B, W] int64, the target's; `given`: [B, W] int64, the bonus token and the draft's. `rows`, `seq_lens`:
-    [B] int64. `most`, `seeds`: [slots] int64. `threshold`: accept by chance instead, see `SimulatedAcceptance`.
+    [B] int64. `most`: [slots] int64, draft tokens that may be accepted. `seeds`: [slots] int64. `threshold`: accepts by
+    chance instead, see `SimulatedAcceptance`. Returns two [B] int64.
     """
     num_rows, width = tokens.shape
     new_seq_lens, accepted = torch.empty((2, num_rows), dtype=torch.int64, device=tokens.device)
@@ -252,7 +253,7 @@ def settle(
 def embed_and_norm(
     tokens: Tensor, embedding: Tensor, states: Tensor, embedding_norm: Tensor, state_norm: Tensor, eps: float
 ) -> Tensor:
-    """The normed embeddings of N tokens beside N normed states: [N, 2 * size]. `states`: [N, size], contiguous."""
+    """Norms the embeddings of N tokens and N states, side by side: [N, 2 * size]. `states`: [N, size], contiguous."""
     num_tokens, size = states.shape
     both = states.new_empty(num_tokens, 2 * size)
     if num_tokens:
@@ -274,5 +275,5 @@ def embed_and_norm(
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below `number`."""
+    """The least power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()

@@ -128,6 +128,13 @@ def test_layers_are_numbered_by_their_inputs(tmp_path: Path) -> None:
     assert Eagle3Config.from_directory(nested).fused_layers == (1, 2, 3)
 
 
+def test_null_is_the_size_of_the_layer(tmp_path: Path) -> None:
+    path = write_head(tmp_path)
+    write_json(path / "config.json", raw_config(path) | {"target_hidden_size": None, "draft_vocab_size": None})
+    config = Eagle3Config.from_directory(path)
+    assert (config.target_hidden_size, config.draft_vocab_size) == (HIDDEN, VOCAB_SIZE)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
