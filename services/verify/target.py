@@ -207,11 +207,11 @@ class Target:
         table, rows = self._state.slots, forward.rows
         if rows.is_cuda:
             # Imported here, as there is no triton where there is no GPU.
-            from slipstream.services.models.kernels.step_ops import settle
+            from slipstream.services.models.kernels import step_ops
 
             threshold = None if self._simulated is None else self._simulated.threshold
             most, seeds = table.max_draft_tokens, table.sampling.seed
-            return settle(tokens, forward.tokens, rows, forward.seq_lens, most, seeds, threshold)
+            return step_ops.accept(tokens, forward.tokens, rows, forward.seq_lens, most, seeds, threshold)
         if tokens.shape[1] == 1:
             return forward.seq_lens + 1, torch.zeros_like(forward.seq_lens)
         if self._simulated is None:

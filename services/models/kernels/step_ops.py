@@ -54,7 +54,7 @@ def gather_kernel(
 
 
 @triton.jit(do_not_specialize=["threshold"])
-def settle_kernel(
+def accept_kernel(
     tokens: tl.tensor,  # [B, WIDTH] int64: the target's
     given: tl.tensor,  # [B, WIDTH] int64: the bonus token, then the draft's
     rows: tl.tensor,  # [B] int64
@@ -221,7 +221,7 @@ def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows
     return taken
 
 
-def settle(
+def accept(
     tokens: Tensor, given: Tensor, rows: Tensor, seq_lens: Tensor, most: Tensor, seeds: Tensor, threshold: int | None
 ) -> tuple[Tensor, Tensor]:
     """Counts the accepted draft tokens of B slots, as `acceptance.accept` does; returns new lengths and counts.
@@ -232,7 +232,7 @@ def settle(
     """
     num_rows, width = tokens.shape
     new_seq_lens, accepted = torch.empty((2, num_rows), dtype=torch.int64, device=tokens.device)
-    settle_kernel[(num_rows,)](
+    accept_kernel[(num_rows,)](
         tokens,
         given,
         rows,

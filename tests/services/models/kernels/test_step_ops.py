@@ -11,8 +11,9 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import Role
-from slipstream.services.models.acceptance import SimulatedAcceptance, accept
-from slipstream.services.models.kernels.step_ops import embed_and_norm, settle, take_sampling
+from slipstream.services.models import acceptance
+from slipstream.services.models.acceptance import SimulatedAcceptance
+from slipstream.services.models.kernels.step_ops import accept, embed_and_norm, take_sampling
 from slipstream.services.models.sampler import SamplingRows
 from slipstream.services.worker.fused_future_map import FusedFutureMap
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, VerifyResult
@@ -27,20 +28,20 @@ def numbers(*shape: int, high: int, seed: int = 0, low: int = 0) -> torch.Tensor
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 16])
-def test_settle_counts_what_stands(num_draft_tokens: int, device: torch.device) -> None:
+def test_accepted_tokens_are_counted(num_draft_tokens: int, device: torch.device) -> None:
     num_rows, width = 40, num_draft_tokens + 1
     tokens, given = (numbers(num_rows, width, high=2, seed=seed) for seed in (1, 2))
     given[: num_rows // 2, 1:] = tokens[: num_rows // 2, :-1]  # all of a draft may be right
     rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.tensor([num_draft_tokens, 0, 1, 99, 99, 99])
     seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, high=2**62, seed=5)
-    expected = torch.minimum(accept(given[:, 1:], tokens), most[rows])
+    expected = torch.minimum(acceptance.accept(given[:, 1:], tokens), most[rows])
     arguments = [tensor.to(device) for tensor in (tokens, given, rows, seq_lens, most, seeds)]
-    lengths, accepted = settle(*arguments, None)
+    lengths, accepted = accept(*arguments, None)
     assert accepted.tolist() == expected.tolist()
     assert lengths.tolist() == (seq_lens + expected + 1).tolist()
 
 
-def test_settle_accepts_by_the_same_chance(device: torch.device) -> None:
+def test_tokens_are_accepted_by_the_same_chance(device: torch.device) -> None:
     num_rows, num_draft_tokens = 200, 4
     simulated = SimulatedAcceptance(3.5, num_draft_tokens)
     rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.full((SLOTS,), num_draft_tokens)
@@ -48,7 +49,7 @@ def test_settle_accepts_by_the_same_chance(device: torch.device) -> None:
     expected = simulated(seeds[rows], seq_lens)
     tokens = torch.zeros((num_rows, num_draft_tokens + 1), dtype=torch.int64)
     arguments = [tensor.to(device) for tensor in (tokens, tokens, rows, seq_lens, most, seeds)]
-    _, accepted = settle(*arguments, simulated.threshold)
+    _, accepted = accept(*arguments, simulated.threshold)
     assert accepted.tolist() == expected.tolist()
     assert len(set(expected.tolist())) == num_draft_tokens + 1
 
