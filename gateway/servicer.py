@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError
-from slipstream.common.rpc.unknown_fields import reject_unknown_fields
+from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.detokenizer import Vocabulary
 from slipstream.gateway.prompt import check_num_messages
 from slipstream.gateway.validation import check_job_id, digest_of, parse_request

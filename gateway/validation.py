@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.api.sampling import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.rpc.unknown_fields import reject_unknown_fields
+from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.prompt import check_ids, read_prompt
 
 if TYPE_CHECKING:

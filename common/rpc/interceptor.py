@@ -1,4 +1,4 @@
-"""Turns the errors of all handlers into statuses, and counts calls."""
+"""Turns the errors of all handlers into statuses, counts calls, and refuses requests with unknown fields."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from slipstream.common.errors import CancelledError, InternalError, SlipstreamError
+from slipstream.common.errors import CancelledError, InternalError, InvalidArgumentError, SlipstreamError
 from slipstream.common.rpc.status import code_of, status_from_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+    from google.protobuf.descriptor import FieldDescriptor
+    from google.protobuf.message import Message
 
     from slipstream.common.rpc.metrics import RpcMetrics
 
@@ -144,3 +148,34 @@ async def _abort(context: Any, status: status_pb2.Status) -> None:
 def _forget_frames(abort: BaseException) -> None:
     """The call keeps `abort`, and its frames would keep the call, the request and the handler's locals."""
     abort.__traceback__ = abort.__context__ = abort.__cause__ = None
+
+
+def reject_unknown_fields(message: Message) -> None:
+    """Raises an InvalidArgumentError that names the path and number of an unknown field, also in nested messages."""
+    _reject(message, "")
+
+
+def _reject(message: Message, path: str) -> None:
+    unknown_fields: Any = UnknownFieldSet(message)
+    for unknown in unknown_fields:
+        number = unknown.field_number
+        name = f"{path}.{number}" if path else str(number)
+        accepted = f"fields of {message.DESCRIPTOR.full_name} that this server knows"
+        raise InvalidArgumentError(name, f"unknown field number {number}", accepted)
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            name = f"{path}.{field.name}" if path else field.name
+            for key, child in _messages(field, value):
+                _reject(child, name + key)
+
+
+def _messages(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:
+    """Yields the messages in a field's value, each with the index or key that its path has after the field's name."""
+    kind: Any = field.message_type
+    if kind.GetOptions().map_entry:
+        if kind.fields_by_name["value"].message_type is not None:
+            yield from ((f"[{key}]", child) for key, child in value.items())
+    elif field.is_repeated:
+        yield from ((f"[{index}]", child) for index, child in enumerate(value))
+    else:
+        yield "", value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
-from slipstream.common.rpc.unknown_fields import reject_unknown_fields
+from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import Trace, TracedProcess, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc

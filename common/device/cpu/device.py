@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,8 @@ import torch
 
 from slipstream.common.device.clock import ClockSample
 from slipstream.common.device.cpu.arena import FENCE_KIND, HostArena
-from slipstream.common.device.cpu.stream import HostStream
+from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.host import work_as_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +22,57 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Fence, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.worker.step import FenceName
+
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class HostStream:
+    """Implements `Stream`. After work has raised, the rest is dropped, as on a GPU after a sticky error."""
+
+    def __init__(self, name: str, on_failure: Callable[[BaseException], None]) -> None:
+        self.name = name
+        self.failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"stream-{name}", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def synchronize(self, timeout_s: float) -> None:
+        reached = threading.Event()
+        self._work.put(reached.set)
+        while not reached.wait(min(timeout_s, 0.05)):
+            timeout_s -= 0.05
+            if self.failure is not None:
+                raise self.failure
+            if timeout_s <= 0:
+                raise DeadlineExceededError(f"stream {self.name} did not finish its work in time")
+
+    def bind_thread(self) -> None:
+        """Does nothing: a thread computes the tensors that it touches itself."""
+
+    def fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+            self._on_failure(error)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(None if self.failure is None else CLOSE_TIMEOUT_S)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        work_as_stream()
+        while (work := self._work.get()) is not None:
+            if self.failure is not None:
+                continue
+            try:
+                work()
+            except BaseException as error:
+                self.fail(error)
 
 
 class HostDevice:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.common.device.cpu.arena import HostArena
-from slipstream.common.device.cpu.stream import HostStream
+from slipstream.common.device.cpu.device import HostStream
 from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.worker.step import FenceName
 from tests.harness.leaks import nothing_left

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.rpc.unknown_fields import reject_unknown_fields
+from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.protos import generation_pb2, worker_pb2
 
 UNKNOWN = b"\xf8\x07\x01"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.device.cpu.stream import HostStream
+from slipstream.common.device.cpu.device import HostStream
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
