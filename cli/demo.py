@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PROMPT_STRIDE = 16
 """Takes one of so many of the bundled prompts, which makes four."""
-MAX_NEW_TOKENS = 160
+MAX_NEW_TOKENS = 192
 TEMPERATURE = 0.8
 SEED = 1
 """Seed of the first prompt; the others count on from it."""

@@ -17,7 +17,7 @@ LISTEN = "127.0.0.1:50051"
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions(ServiceOptions):
-    """Where clients find it, and what it logs."""
+    """Address for clients, and logging."""
 
     listen: str = setting(LISTEN, help="HOST:PORT or unix:PATH for clients.", unit="ADDRESS")
 

@@ -95,7 +95,7 @@ def no_process_left() -> Iterator[None]:
 
 @pytest.fixture
 def mps_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where an MPS daemon lives; the control program on the path is the fake."""
+    """Directory of an MPS daemon; the control program on the path is the fake."""
     control = tmp_path / "bin" / mps.CONTROL
     control.parent.mkdir()
     control.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {_FAKE_MPS_CONTROL} "$@"\n')

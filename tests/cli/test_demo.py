@@ -47,7 +47,7 @@ def test_the_demo_compares_and_leaves_nothing(tmp_path: Path) -> None:
         "bubble",
         "overlap efficiency",
         "no drafting (host fences)",
-        "Token ids with and without drafting: the same, all 640 tokens of 4 prompts.",
+        "Token ids with and without drafting: the same, all 768 tokens of 4 prompts.",
     ):
         assert words in found.stdout
     assert not services_in(tmp_path)

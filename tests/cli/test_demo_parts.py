@@ -1,4 +1,4 @@
-"""What the demo shows and computes, without services."""
+"""The demo's screen and report, without services."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.doctor import checks
+from slipstream.cli.doctor import checks, examination
 from slipstream.cli.doctor.checks import (
     Verdict,
     check_descriptors,
@@ -20,6 +20,7 @@ from slipstream.cli.doctor.checks import (
     check_shm,
     check_state_dir,
 )
+from slipstream.cli.doctor.examination import run_doctor
 from slipstream.cli.doctor.hand_over import TIMED, HandOver, measure
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(120)
+
+BUNDLED = ModelChoice(target=bundled.target_dir(), draft=bundled.standalone_dir())
 
 
 def _free_port() -> int:
@@ -57,25 +60,31 @@ def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
-def test_what_is_wrong_comes_with_a_remedy_and_fails(tmp_path: Path) -> None:
+@pytest.fixture
+def nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the two processes, which take seconds."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "")  # is restored with it
+    monkeypatch.setattr(examination, "check_sharing_on_cpu", lambda: iter(()))
+
+
+@pytest.mark.usefixtures("nothing_shared")
+async def test_what_is_wrong_comes_with_a_remedy_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state").mkdir(mode=0o755)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"
-        found = slipstream(
-            *("doctor", "--device", "cpu", "--state-dir", str(tmp_path / "state"), "--listen", taken), timeout_s=100
-        )
-    assert found.returncode == 1
-    lines = found.stdout.splitlines()
+        assert await run_doctor(BUNDLED, "cpu", taken, tmp_path / "state", as_json=False) == 1
+    lines = capsys.readouterr().out.splitlines()
     for name in (f"✗ state directory {tmp_path}/state: ", f"✗ port for clients: {taken}: "):
         (index,) = [number for number, line in enumerate(lines) if line.startswith(name)]
         assert lines[index + 1].startswith("    → ")
     assert lines[-1] == "This host cannot serve as it is."
 
 
+@pytest.mark.usefixtures("nothing_shared")
 @pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU")
-def test_a_gpu_that_is_asked_for_and_not_there(tmp_path: Path) -> None:
-    status, findings = examined("--device", "cuda", "--state-dir", str(tmp_path))
-    assert status == 1
+async def test_a_gpu_that_is_asked_for_and_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await run_doctor(BUNDLED, "cuda", f"127.0.0.1:{_free_port()}", tmp_path, as_json=True) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert findings["CUDA"]["verdict"] == "failed"
     assert findings["CUDA"]["remedy"] == cuda_obstacle()
     assert "hand-over between two processes" not in findings
@@ -87,6 +96,7 @@ def test_wrong_options_are_one_line() -> None:
     assert found.stderr.startswith("slipstream: error: --device: got 'tpu'")
 
 
+@pytest.mark.slow
 def test_every_hand_over_is_timed() -> None:
     found = measure("cpu", "auto", {})
     assert (found.fence_kind, found.under_mps) == ("host", False)

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def servicer() -> health.HealthServicer:
-    """What the server answers."""
+    """The server's answer."""
     return health.HealthServicer()
 
 
 @pytest.fixture
 def address(servicer: health.HealthServicer, tmp_path: Path) -> Iterator[str]:
-    """Of a server that has nothing but its health."""
+    """Address of a server that has nothing but its health."""
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"unix:{tmp_path}/server.sock"

@@ -1,4 +1,4 @@
-"""What is served when only some of the models are named."""
+"""Models that are served when only some are named."""
 
 from __future__ import annotations
 

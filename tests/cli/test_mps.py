@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def directory(mps_dir: Path) -> Path:
-    """Where the daemon lives."""
+    """The daemon's directory."""
     return mps_dir
 
 

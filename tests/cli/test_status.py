@@ -1,4 +1,4 @@
-"""What `status` makes of a server, whose services here are in all states."""
+"""`status` of a server whose services are in all states."""
 
 from __future__ import annotations
 

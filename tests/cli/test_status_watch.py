@@ -99,7 +99,7 @@ def test_lines_elsewhere_and_one_table_on_a_terminal(server: str, state_dir: Pat
 
 
 def watched_on_a_terminal(*options: str) -> tuple[str, int]:
-    """What it writes to a terminal until Ctrl-C, which comes when the first interval is there."""
+    """Returns its output on a terminal until Ctrl-C, which comes when the first interval is there, and its status."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     command = (*COMMAND, "status", "--watch", *INTERVAL, *options)

@@ -38,7 +38,7 @@ class Server:
         self.steps = StepMetrics(StepMetricFamilies(self.registry), fence="host", mps="no", algorithm="standalone")
 
     def read(self, at_s: float, *, pid: int = 7, health: str = "SERVING") -> Reading:
-        """What the endpoint would say now."""
+        """The server's state and metrics now."""
         from prometheus_client import generate_latest
 
         metrics = Scrape.read(generate_latest(self.registry).decode())
@@ -67,7 +67,7 @@ class Server:
 
 
 def server_status(*, pid: int = 7, health: str = "SERVING") -> ServerStatus:
-    """Of a server with one service."""
+    """Status of a server with one service."""
     state = ServerState(
         version="0",
         model="[bold]target[/]",

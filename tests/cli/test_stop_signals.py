@@ -1,4 +1,4 @@
-"""What a signal does to the work of a command."""
+"""Signals and the work of a command."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def until_ended(processes: list[psutil.Process]) -> None:
 
 
 def has_stopped_its_service(state_dir: Path) -> bool:
-    """Whether it was asked to end once, and has."""
+    """True if it was asked to end once, and has."""
     return (state_dir / "journal").read_text().count("SIGTERM") == 1 and not (state_dir / "scheduler.sock").exists()
 
 
@@ -76,7 +76,7 @@ def test_it_ends_in_order_when_the_reader_of_its_output_is_gone(tmp_path: Path) 
 
 @pytest.fixture
 def pipes(mps_dir: Path) -> Path:
-    """Of the MPS daemon."""
+    """Directory of the MPS daemon."""
     return mps_dir / "pipe"
 
 
