@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.delayed_plan import DelayPlan, Late
 from slipstream.benchmarks.dummy_model import make_kernel
@@ -33,11 +33,10 @@ class DelayedEngine(Engine):
         device: Device,
         stream: Stream,
         log: AccessLog,
-        *,
-        refuses_waits: bool = False,
+        **others: Any,
     ) -> None:
-        """`plan_file`: read anew in each epoch."""
-        super().__init__(role, device, stream, log, refuses_waits=refuses_waits)
+        """`plan_file`: read anew in each epoch. The other arguments are those of `Engine`."""
+        super().__init__(role, device, stream, log, **others)
         self._plan_file = plan_file
         self._delay: tuple[DelayPlan, Callable[[], None]] | None = None
 

@@ -15,7 +15,7 @@ from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_le
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
@@ -83,7 +83,7 @@ class DraftEngine:
             raise InvalidArgumentError("kind", command.kind.name, "PREFILL or DECODE, for a draft")
         if command.kind is StepKind.DECODE and command.slots and self._graphs is not None:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
-        work: Callable[[], None] = _do_nothing
+        work: Callable[[], None] = lambda: None  # noqa: E731 - without slots the fence is signalled all the same
         if command.slots and command.kind is StepKind.PREFILL:
             # On a GPU padding costs more than another forward.
             groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
@@ -96,12 +96,10 @@ class DraftEngine:
 
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
         sizes = [len(chunks.places) for chunks in groups]
-        if not state.attachment.shape.hidden_width:
-            for chunks in groups:
-                self._drafter.prefill(chunks, None)
-            return
-        hidden = state.future_map.gather_prefill(step, sum(sizes))
-        for chunks, states in zip(groups, torch.split(hidden, sizes), strict=True):
+        hidden: Iterable[torch.Tensor | None] = [None] * len(groups)
+        if state.attachment.shape.hidden_width:
+            hidden = torch.split(state.future_map.gather_prefill(step, sum(sizes)), sizes)
+        for chunks, states in zip(groups, hidden, strict=True):
             self._drafter.prefill(chunks, states)
 
     def _propose(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> None:
@@ -148,7 +146,3 @@ def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.T
     stash = state.future_map.gather(step, rows, state.slots.limits_of(rows))
     tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, mode)
     state.future_map.propose(step, rows, tokens)
-
-
-def _do_nothing() -> None:
-    """The work of a step without slots: its fence is signalled all the same."""

@@ -82,13 +82,10 @@ class Engine:
         stream: Stream,
         log: AccessLog,
         *,
-        uses_graphs: bool = True,
         refuses_waits: bool = False,
         on_stuck: Callable[[Engine], None] = lambda _: None,
     ) -> None:
-        """`uses_graphs`: False to compare with steps that are not captured.
-
-        `refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
+        """`refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
 
         `on_stuck` is called on the device's thread when the stream does not come to its end, before anything is freed:
         on a GPU freeing waits for the stream, so the process has to end without.
@@ -97,7 +94,6 @@ class Engine:
         self._device = device
         self._stream = stream
         self._log = log
-        self._uses_graphs = uses_graphs
         self._refuses_waits = refuses_waits and device.torch_device.type == "cuda"
         self._on_stuck = on_stuck
         self._open: Epoch | None = None
@@ -149,7 +145,6 @@ class Engine:
                 self._device,
                 self._stream,
                 self._log,
-                uses_graphs=self._uses_graphs,
                 blocked=partial(self.stalls.at, STAGING),
             )
             opened = Epoch(state, arena)

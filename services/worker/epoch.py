@@ -87,10 +87,9 @@ def make_state(
     stream: Stream,
     log: AccessLog,
     *,
-    uses_graphs: bool,
     blocked: Callable[[], AbstractContextManager[None]],
 ) -> EpochState:
-    """Allocates what all roles need. `uses_graphs`, `blocked`: see `Engine` and `PinnedStaging`."""
+    """Allocates the state that all roles need. `blocked`: see `PinnedStaging`."""
     future_map = _future_map_class(device)(
         attachment.shape,
         arena,
@@ -111,7 +110,7 @@ def make_state(
         blocked=blocked,
     )
     # In debug mode rows are looked at on the host, which a graph cannot.
-    if attachment.is_debug or not uses_graphs:
+    if attachment.is_debug:
         return EpochState(attachment, future_map, slots, staging)
     start, end = future_map.stamp_columns(description.role)
     graphed = GraphedStep(

@@ -21,10 +21,11 @@ acknowledges work that is done; an epoch comes to its end."""
 
 
 class HostStalls:
-    """Written by the blocked thread, read by the scraper's."""
+    """Written by the blocked thread, read by the scraper's. Implements prometheus_client's `Collector`."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(SITES, 0.0)
+        self._labels: tuple[str, ...] = ()
 
     @contextmanager
     def at(self, site: str) -> Iterator[None]:
@@ -39,19 +40,14 @@ class HostStalls:
         """Seconds until now, by site."""
         return dict(self._seconds)
 
-
-class StallCollector:
-    """Implements prometheus_client's `Collector` with a worker's stalls."""
-
-    def __init__(self, registry: CollectorRegistry, stalls: HostStalls, *labels: str) -> None:
+    def register(self, registry: CollectorRegistry, *labels: str) -> None:
         """`labels`: fence, MPS, algorithm and service."""
-        self._stalls = stalls
         self._labels = labels
         registry.register(self)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """See `Collector.collect`."""
         family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
-        for site, seconds in self._stalls.seconds().items():
+        for site, seconds in self.seconds().items():
             family.add_metric((*self._labels, site), seconds)
         yield family

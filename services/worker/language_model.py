@@ -160,13 +160,7 @@ class LanguageModel:
     def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self.decoder = decoder
         self.device = device
-        self.dtype = dtype
         self.slots = PagedSlots(decoder.config, device, dtype)
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.decoder.config.vocab_size
 
     def open(self, state: EpochState) -> None:
         """Allocates the KV pages and runs one forward of each width, so that the first request finds it warm."""

@@ -25,7 +25,6 @@ from slipstream.common.worker.access_log import JsonLinesAccessLog, NullAccessLo
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
-from slipstream.services.worker.host_stalls import StallCollector
 from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 
 if TYPE_CHECKING:
@@ -116,21 +115,20 @@ def _describe(registry: CollectorRegistry, device: Device, engine: Engine) -> No
     ordered_with = (device.fence_kind, "on" if worker.under_mps else "off", worker.algorithm)
     labels = (version("slipstream-serve"), worker.model, worker.device, *ordered_with)
     BUILD_INFO.gauge(registry).labels(worker.role.value, *labels).set(1)
-    StallCollector(registry, engine.stalls, *ordered_with, worker.role.value)
+    engine.stalls.register(registry, *ordered_with, worker.role.value)
 
 
 def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException], None]:
     loop = asyncio.get_running_loop()
 
+    def keep_first(error: BaseException) -> None:
+        if not broken.done():
+            broken.set_result(error)
+
     def report(error: BaseException) -> None:
-        loop.call_soon_threadsafe(_settle, broken, error)
+        loop.call_soon_threadsafe(keep_first, error)
 
     return report
-
-
-def _settle(broken: asyncio.Future[BaseException], error: BaseException) -> None:
-    if not broken.done():
-        broken.set_result(error)
 
 
 def _access_log(role: Role, config: WorkerConfig, held: ExitStack) -> AccessLog:

@@ -97,7 +97,7 @@ class SlotTable:
             updates,
             staging,
             max_pages=self._max_pages,
-            max_draft_tokens=[self._most_accepted(update) for update in updates],
+            max_draft_tokens=[self._clamped(update.max_draft_tokens) for update in updates],
             adjusted=set(self._adjusted),
         )
 
@@ -122,9 +122,8 @@ class SlotTable:
         self.adjusts_logits = bool(self._adjusted)
         self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
 
-    def _most_accepted(self, update: SlotUpdate) -> int:
-        most = self._num_draft_tokens
-        return most if update.max_draft_tokens is None else min(most, update.max_draft_tokens)
+    def _clamped(self, max_draft_tokens: int | None) -> int:
+        return self._num_draft_tokens if max_draft_tokens is None else min(self._num_draft_tokens, max_draft_tokens)
 
     def _check_chunks(self, command: StepCommand) -> None:
         slots = tuple(chunk.slot for chunk in command.chunks)

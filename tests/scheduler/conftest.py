@@ -1,4 +1,4 @@
-"""What tests of the clients' side, and of real engines, stand on."""
+"""Fixtures for tests of the clients' side and of real engines."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def plain(models: Models) -> list[list[int]]:
-    """As many jobs as the adjusted ones, with nothing of it."""
+    """As many jobs as the adjusted ones, without adjustments."""
     return Served(models, Way(run_ahead=0)).run(make_jobs(8))
 
 
@@ -94,7 +94,7 @@ def test_the_repetition_penalty_is_that_of_transformers(models: Models, num_draf
 def test_logprobs_are_those_of_a_plain_forward(
     models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], num_draft_tokens: int
 ) -> None:
-    """Of every token of those that asked, before bias, penalties, masks and temperature; the first one's, too."""
+    """Logprobs are of every token, the first one included, before bias, penalties, masks and temperature."""
     asked = (5, None, 0, 20, None, 1, 20, 3)
     jobs = adjusted_jobs(plain)
     for job, number in zip(jobs, asked, strict=True):

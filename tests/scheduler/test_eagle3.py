@@ -74,7 +74,7 @@ def test_how_a_prompt_is_cut_changes_no_guess(
 def test_requests_with_penalties_masks_logprobs_and_bounds(
     verify: RoleEngine, target: Path, tmp_path: Path, run_ahead: int
 ) -> None:
-    """Of one batch, each with something else; steps turn plain when nobody is left who speculates."""
+    """Requests of one batch, each with other settings; steps turn plain when no request is left that speculates."""
     plain = Served(Models(verify, verify, verify), Way(run_ahead=0)).run(make_jobs(8))
     alone = Served(Models(verify, verify, verify), Way(run_ahead=0, slots=1)).run(*([j] for j in adjusted_jobs(plain)))
     jobs = adjusted_jobs(plain)

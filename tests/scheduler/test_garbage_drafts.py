@@ -94,7 +94,7 @@ def plain(verify: RoleEngine) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(verify: RoleEngine, plain: list[list[int]]) -> list[list[int]]:
-    """What they bring, and what those with penalties, bias and masks bring."""
+    """Plain requests, and others with penalties, bias and masks."""
     return plain + serve_plainly(verify, adjusted_jobs(plain))
 
 

@@ -156,7 +156,7 @@ def test_replayed_steps_give_the_same_tokens(
 def test_one_size_for_all_steps(
     checkpoints: Checkpoints, reference: list[list[int]], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes a token independent of the batch, the draft and the prompts beside its own: products of one size."""
+    """Products of one size make a token independent of the batch, the draft and the prompts beside its own."""
     sizes, forward = set(), Decoder.forward
 
     def watched(self: Decoder, batch: ForwardBatch, *arguments: Any, **others: Any) -> Any:

@@ -102,5 +102,5 @@ class TestReplay:
 
 
 def _names(report: Report, *accesses: str) -> bool:
-    """Whether one of the races is between these."""
+    """Returns whether one of the races is between these."""
     return any(all(access in str(race) for access in accesses) for race in report.races)

@@ -132,7 +132,7 @@ def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) ->
 
 
 def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose fences are events: the process has to end."""
+    """A GPU whose fences are events cannot release them: the process has to end."""
     monkeypatch.setattr(epoch, "HOPELESS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(HostFence, "is_releasable", False)
     with attached(draft) as (worker, _):

@@ -20,12 +20,12 @@ LOST = DeviceError("cuMemcpyDtoHAsync: CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_
 
 
 def fail(*_: object, **__: object) -> None:
-    """What every call comes to."""
+    """Stands for any call to a lost GPU."""
     raise LOST
 
 
 def ends_with(worker: LocalWorker, error: BaseException) -> None:
-    """Its process does, by what the stream reports."""
+    """The worker's process ends by what the stream reports."""
     assert worker.failures == [error]
     assert worker.stream.failure is error
 

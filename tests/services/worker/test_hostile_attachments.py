@@ -126,7 +126,7 @@ def test_paths_and_kinds_that_no_arena_has(hosted: Hosted, path: str | None, kin
 
 
 def test_hidden_states_that_are_not_the_model_s(hosted: Hosted) -> None:
-    """Of another width or dtype, or none where the draft reads them."""
+    """Hidden states of another width or dtype, or none although the draft reads them."""
     own = hosted.shape()
     misfits = [replace(own, hidden_width=own.hidden_width + 1)]
     if own.hidden_width:

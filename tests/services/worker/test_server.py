@@ -42,7 +42,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
 
 @pytest.fixture
 def thread() -> Iterator[LinkThread]:
-    """Where links live."""
+    """The thread of links."""
     made = LinkThread()
     yield made
     made.close()
@@ -50,7 +50,7 @@ def thread() -> Iterator[LinkThread]:
 
 @pytest.fixture
 def arena() -> Iterator[HostArena]:
-    """What is shared with the worker."""
+    """Shared with the worker."""
     made = make_arena()
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""What a worker keeps of a slot between commands."""
+"""A worker's state of a slot between commands."""
 
 from __future__ import annotations
 

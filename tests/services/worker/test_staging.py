@@ -1,4 +1,4 @@
-"""What is put arrives as it was, packed into one piece, and what graphs read is always at the same place."""
+"""Staged values arrive unchanged, packed into one piece; the inputs of graphs are always at the same place."""
 
 from __future__ import annotations
 

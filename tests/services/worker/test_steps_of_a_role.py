@@ -1,4 +1,4 @@
-"""What every role does with the odd step: without slots, of a kind that is not for it, with rows that are rubbish."""
+"""Odd steps for every role: without slots, of a kind that is not for it, with rows that are rubbish."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["model", "dummy"])
 def is_dummy(request: pytest.FixtureRequest) -> bool:
-    """Whether a dummy kernel takes the model's place."""
+    """True for a dummy kernel in the model's place."""
     return bool(request.param == "dummy")
 
 

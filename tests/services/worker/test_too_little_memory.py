@@ -13,7 +13,7 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
-from slipstream.services.worker import factory as roles
+from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.memory import is_out_of_memory
 from tests.harness.checkpoints import write_checkpoint
@@ -28,7 +28,7 @@ SERVICES = ("verify", "draft")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that no machine holds; of random weights, so that there need be no file of its size."""
+    """A model that no machine holds, with random weights, so that no file of its size is needed."""
     model = write_checkpoint(tmp_path_factory.mktemp("models") / "model")
     config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2**42}
     (model / "config.json").write_text(json.dumps(config))
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(model: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    """The services that were to load it, side by side."""
+    """The services that try to load it, side by side."""
 
     def run(service: str) -> subprocess.CompletedProcess[str]:
         listen = f"unix:{model.parent}/{service}.sock"
@@ -69,12 +69,12 @@ def test_a_head_says_its_own_size(words: str, tmp_path: Path, monkeypatch: pytes
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr(roles, "load_eagle3", fail)
+    monkeypatch.setattr(factory, "load_eagle3", fail)
     target = write_checkpoint(tmp_path / "target")
     head = write_head(tmp_path / "head")
     config = WorkerConfig(model=head, algorithm="eagle3", target=target, device="cpu")
     with pytest.raises(OutOfMemoryError, match=r"the weights of head take \d+ MiB"):
-        roles.make_draft(config, HostDevice(), 0)
+        factory.make_draft(config, HostDevice(), 0)
 
 
 def test_other_errors_are_not_about_memory() -> None:
