@@ -23,8 +23,7 @@ from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.mps_stack import mps_stack
 from slipstream.benchmarks.serving_stack import free_ports
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.cli.trace import fetch_trace
-from slipstream.cli.trace_events import trace_json
+from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.worker.trace import TraceRequest
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from slipstream.benchmarks.stack import Stack
-    from slipstream.cli.trace_events import TraceFile
+    from slipstream.cli.trace import TraceFile
 
 DUMMY_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
 RUN_AHEADS = (0, 1)

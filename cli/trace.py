@@ -1,4 +1,12 @@
-"""`slipstream trace`: asks a server for the times of its next steps, and writes them as a file for a viewer."""
+"""`slipstream trace`: asks a server for the times of its next steps, and writes them as a file for a viewer.
+
+The file is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing show. Each process has lanes (threads,
+to the viewers). Arrows (flow events) lead along the fences, from the work that signalled to the work that waited; along
+the commands, from the scheduler to a worker's host; and from there to the stream. All is on one clock, in microseconds
+from the first event on.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
 
 from __future__ import annotations
 
@@ -7,12 +15,11 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TypedDict
 
 import grpc.aio
 
-from slipstream.cli.trace_events import trace_json
+from slipstream.cli.trace_timeline import Lane, StampClock, Timeline
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.status import error_from_rpc
@@ -22,9 +29,18 @@ from slipstream.protos import trace_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from slipstream.cli.trace_events import TraceFile
-
 STANDARD_OUTPUT = "-"
+
+Event = dict[str, object]
+
+
+class TraceFile(TypedDict):
+    """The format's JSON object."""
+
+    traceEvents: list[Event]
+    displayTimeUnit: str
+    otherData: dict[str, object]
+    """The conditions of the trace; viewers ignore it."""
 
 
 async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
@@ -41,7 +57,11 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
         trace = await fetch_trace(server, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
         content = trace_json(trace)
         write(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
-    print(_summary(trace, content, out), file=sys.stderr)
+    uncertainty_us = content["otherData"]["clock_uncertainty_us"]
+    clocks = "one clock" if trace.device == "cpu" else f"clocks agree within {uncertainty_us:.1f} us"
+    where = "" if out == STANDARD_OUTPUT else f" are in {out}"
+    numbers = f"steps {trace.steps[0].step} to {trace.steps[-1].step} of epoch {trace.epoch}"
+    print(f"{numbers} ({clocks}){where}: open it in https://ui.perfetto.dev", file=sys.stderr)
     return 0
 
 
@@ -61,48 +81,78 @@ async def fetch_trace(server: str, request: TraceRequest) -> Trace:
             raise failure from error
 
 
+def trace_json(trace: Trace) -> TraceFile:
+    """Returns the whole file, for `json.dumps`."""
+    timeline = Timeline(trace)
+    origin_ns = min((slice_.begin_ns for slice_ in timeline.slices), default=0)
+
+    def at(lane: Lane, time_ns: int) -> Event:
+        return {"pid": lane.process_number, "tid": lane.thread_number, "ts": (time_ns - origin_ns) / 1000}
+
+    events = _names(trace, {slice_.lane for slice_ in timeline.slices})
+    for slice_ in timeline.slices:
+        times = at(slice_.lane, slice_.begin_ns) | {"dur": (slice_.end_ns - slice_.begin_ns) / 1000}
+        events.append({"ph": "X", "name": slice_.name, "cat": slice_.kind, **times, "args": dict(slice_.details)})
+    for number, arrow in enumerate(timeline.arrows, start=1):
+        common: Event = {"name": arrow.name, "cat": arrow.kind, "id": number}
+        events.append({"ph": "s", **common, **at(arrow.source.lane, arrow.source_ns)})
+        # "bp": the arrow ends at the slice around its end, not at the next one that begins.
+        events.append({"ph": "f", "bp": "e", **common, **at(arrow.target.lane, arrow.target_ns)})
+    about = {
+        "made_by": "slipstream trace",
+        "epoch": trace.epoch,
+        "steps": len(trace.steps),
+        "device": trace.device,
+        "fence": trace.fence,
+        "mps": "on" if trace.under_mps else "off",
+        "algorithm": trace.algorithm,
+        "run_ahead": trace.run_ahead,
+        "origin_monotonic_ns": origin_ns,
+        "clock_uncertainty_us": StampClock(trace.clock_samples).uncertainty_ns / 1000,
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
+
+
+def _names(trace: Trace, lanes: set[Lane]) -> list[Event]:
+    """The metadata events: names and order of the processes and threads that have slices."""
+    processes = {process.name: process for process in trace.processes}
+    events: list[Event] = []
+    for lane in Lane:
+        process = processes.get(lane.process)
+        if lane not in lanes or process is None:
+            continue
+        model = f", {process.model}" if process.model else ""
+        for name, thread, args in (
+            ("process_name", 0, {"name": f"{process.name} (process {process.pid}{model})"}),
+            ("process_sort_index", 0, {"sort_index": lane.process_number}),
+            ("thread_name", lane.thread_number, {"name": lane.thread}),
+            ("thread_sort_index", lane.thread_number, {"sort_index": lane.thread_number}),
+        ):
+            event: Event = {"ph": "M", "name": name, "pid": lane.process_number, "tid": thread, "args": args}
+            if event not in events:
+                events.append(event)
+    return events
+
+
 @contextmanager
 def _output(out: str) -> Iterator[Callable[[str], object]]:
-    """Writes to a file that is only there when all went well. Raises ConfigError before anything else is done."""
+    """Writes to a file that appears only when all went well. Raises ConfigError before anything else is done."""
     if out == STANDARD_OUTPUT:
         yield sys.stdout.write
         return
     path = Path(out)
-    file = _temporary_beside(path)
-    try:
-        with file:
-            yield file.write
-        os.replace(file.name, path)
-    except BaseException:
-        Path(file.name).unlink(missing_ok=True)
-        raise
-
-
-def _temporary_beside(path: Path) -> TextIO:
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a directory")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError("it is there, and may not be written to")
-        file = NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8")  # noqa: SIM115
-        os.chmod(file.name, 0o666 & ~_umask())
-        return file  # type: ignore[return-value]
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        file = unfinished.open("x", encoding="utf-8")
     except OSError as error:
         raise ConfigError("OUT", str(path), f"a file that this user can write ({error})") from error
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _summary(trace: Trace, content: TraceFile, out: str) -> str:
-    first, last = trace.steps[0].step, trace.steps[-1].step
-    clocks = (
-        f"clocks agree within {content['otherData']['clock_uncertainty_us']:.1f} us"
-        if trace.device != "cpu"
-        else "one clock"
-    )
-    where = "" if out == STANDARD_OUTPUT else f" are in {out}"
-    return f"steps {first} to {last} of epoch {trace.epoch} ({clocks}){where}: open it in https://ui.perfetto.dev"
+    try:
+        with file:
+            yield file.write
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,33 +1,19 @@
-"""What was recorded of steps as a timeline: who worked when, what waited for what, and what that cost."""
+"""The timeline of a trace: slices in lanes say who worked when, arrows say what a slice waited for."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.cli.trace_clock import StampClock
-from slipstream.cli.trace_slices import (
-    BUBBLE,
-    COMMAND,
-    COPY,
-    FENCE,
-    HOST,
-    IDLE,
-    KERNEL,
-    LAUNCH,
-    STEP,
-    WAIT,
-    Arrow,
-    Lane,
-    Slice,
-    Timeline,
-)
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from slipstream.common.device.clock import ClockSample
     from slipstream.common.worker.step import FencePoint
     from slipstream.common.worker.trace import Trace, TracedStep
 
@@ -36,13 +22,19 @@ FENCES = {
     FenceName.VERIFY_PUBLISH: (Role.VERIFY, "verify.publish"),
     FenceName.VERIFY_STASH: (Role.VERIFY, "verify.stash"),
 }
-"""Who signals, and the name."""
+"""The worker that signals a fence, and the fence's name."""
+MAX_DRIFT = 1e-4
+"""How fast two clocks of a host drift apart at most; quartzes differ by less."""
 CLOCK_SLACK_NS = 1_000_000
 LONGEST_STEP_NS = 600 * 10**9
+
+# The kinds of slices, and of arrows.
+STEP, BUBBLE, HOST, COPY, KERNEL, WAIT, IDLE = "step", "bubble", "host", "copy", "kernel", "wait", "idle"
+FENCE, COMMAND, LAUNCH = "fence", "command", "launch"
+
 _PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "plain"}
-_HOSTS = {Role.DRAFT: Lane.DRAFT_HOST, Role.VERIFY: Lane.VERIFY_HOST}
-_STREAMS = {Role.DRAFT: Lane.DRAFT_STREAM, Role.VERIFY: Lane.VERIFY_STREAM}
 _LOOP = {Site.SEND: "send", Site.WAIT: "wait for result of", Site.TAKE_IN: "take in", Site.IDLE: "idle after"}
+_LOOP_KINDS = {Site.WAIT: WAIT, Site.IDLE: IDLE}
 _EDGES = {
     VERIFY_TO_DRAFT: "bubble verify → draft",
     DRAFT_TO_VERIFY: "bubble draft → verify",
@@ -50,63 +42,138 @@ _EDGES = {
 }
 
 
-def timeline_of(trace: Trace) -> Timeline:
-    """The slices of all lanes, those of each in order and with what is nested behind what it is in, and the arrows."""
-    return _Builder(trace).build()
+class Place(NamedTuple):
+    """Numbers and names of a lane in a viewer. No two threads have the same number, in any process."""
+
+    process_number: int
+    thread_number: int
+    process: str
+    thread: str
 
 
-class _Builder:
-    """One trace's. Slices are kept by what they are, for arrows to find."""
+class Lane(Place, enum.Enum):
+    """A row of the timeline, which has one thing at a time. In the order in which they are shown."""
+
+    STEPS = 1, 11, "scheduler", "steps, and what they lose"
+    LOOP = 1, 12, "scheduler", "loop"
+    COPIES = 1, 13, "scheduler", "copies of results"
+    DRAFT_HOST = 2, 21, "draft", "host"
+    DRAFT_STREAM = 2, 22, "draft", "stream"
+    VERIFY_HOST = 3, 31, "verify", "host"
+    VERIFY_STREAM = 3, 32, "verify", "stream"
+
+
+_HOSTS = {Role.DRAFT: Lane.DRAFT_HOST, Role.VERIFY: Lane.VERIFY_HOST}
+_STREAMS = {Role.DRAFT: Lane.DRAFT_STREAM, Role.VERIFY: Lane.VERIFY_STREAM}
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that took time, in nanoseconds of the host's clock."""
+
+    lane: Lane
+    kind: str
+    name: str
+    begin_ns: int
+    end_ns: int
+    details: Mapping[str, object]
+
+    @property
+    def last_ns(self) -> int:
+        """The last moment that is surely within the slice: its end may be the beginning of the next one."""
+        return max(self.begin_ns, self.end_ns - 1)
+
+    def within(self, time_ns: int) -> int:
+        """The moment within the slice that is closest to `time_ns`."""
+        return min(max(time_ns, self.begin_ns), self.last_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """Leads from a slice to another one that it let begin. Both times are within their slices."""
+
+    kind: str
+    name: str
+    source: Slice
+    source_ns: int
+    target: Slice
+    target_ns: int
+
+
+class StampClock:
+    """Maps times of the stamps' clock to the host's by samples of both, between which they drift evenly apart.
+
+    Where the samples are less certain than the drift can be large, the better one counts alone.
+    """
+
+    def __init__(self, samples: Sequence[ClockSample]) -> None:
+        """`samples`: at least one; of more, the first and the last count."""
+        first, last = samples[0], samples[-1]
+        elapsed_ns = last.device_ns - first.device_ns
+        if first.uncertainty_ns + last.uncertainty_ns >= MAX_DRIFT * elapsed_ns:
+            first = last = min(first, last, key=lambda sample: sample.uncertainty_ns)
+        self._first, self._last = first, last
+        self.uncertainty_ns = max(first.uncertainty_ns, last.uncertainty_ns)
+        """How far a mapped time may be off."""
+
+    def host_ns(self, device_ns: int) -> int:
+        """The time on the host's clock."""
+        first, last = self._first, self._last
+        offset = first.host_ns - first.device_ns
+        elapsed = last.device_ns - first.device_ns
+        if elapsed <= 0:
+            return device_ns + offset
+        drift = last.host_ns - last.device_ns - offset
+        return device_ns + offset + drift * (device_ns - first.device_ns) // elapsed
+
+
+class Timeline:
+    """The slices and arrows of a trace. A lane's slices are in order, nested ones after the one around them."""
 
     def __init__(self, trace: Trace) -> None:
+        self.slices: list[Slice] = []
+        self.arrows: list[Arrow] = []
         self._steps = trace.steps
         self._clock = StampClock(trace.clock_samples)
         self._records = {process.name: process.records for process in trace.processes}
-        self._roles = [role for role in Role if role.value in self._records]
-        self._timeline = Timeline()
         self._host: dict[tuple[Lane, Site, int], Slice] = {}
         self._kernels: dict[tuple[Role, int], Slice] = {}
-        self._idle_after: set[int] = set()
-
-    def build(self) -> Timeline:
+        roles = [role for role in Role if role.value in self._records]
         self._add_loop()
-        for role in self._roles:
+        for role in roles:
             self._add_host(role)
             self._add_kernels(role)
-        for role in self._roles:
+        for role in roles:
             self._add_gaps(role)
         self._add_copies()
         self._add_steps()
         for step in self._steps:
-            for role in self._roles:
-                self._point_at(role, step)
-        self._timeline.slices.sort(key=lambda slice_: (slice_.lane.value, slice_.begin_ns, -slice_.end_ns))
-        return self._timeline
+            for role in roles:
+                self._add_arrows(role, step)
+        self.slices.sort(key=lambda slice_: (slice_.lane, slice_.begin_ns, -slice_.end_ns))
 
-    def _add(self, slice_: Slice) -> Slice:
-        self._timeline.slices.append(slice_)
-        return slice_
+    def _add(
+        self, lane: Lane, kind: str, name: str, begin_ns: int, end_ns: int, details: Mapping[str, object]
+    ) -> Slice:
+        self.slices.append(Slice(lane, kind, name, begin_ns, end_ns, details))
+        return self.slices[-1]
 
     def _add_loop(self) -> None:
-        steps = {step.step: step for step in self._steps}
+        details = {step.step: _details(step) for step in self._steps}
         for site, step, begin, end in self._records["scheduler"]:
-            if site is Site.IDLE:
-                self._idle_after.add(step)
             if site in _LOOP:
-                kind = IDLE if site is Site.IDLE else WAIT if site is Site.WAIT else HOST
-                details = _details(steps[step]) if step in steps else {}
-                slice_ = Slice(Lane.LOOP, kind, f"{_LOOP[site]} {step}", begin, end, details)
-                self._host[Lane.LOOP, site, step] = self._add(slice_)
+                kind, name = _LOOP_KINDS.get(site, HOST), f"{_LOOP[site]} {step}"
+                self._host[Lane.LOOP, site, step] = self._add(Lane.LOOP, kind, name, begin, end, details.get(step, {}))
 
     def _add_host(self, role: Role) -> None:
         lane = _HOSTS[role]
         for site, step, begin, end in self._records[role.value]:
             if site in (Site.RECEIVE, Site.ENQUEUE):
-                name = f"{'receive' if site is Site.RECEIVE else 'enqueue'} {step}"
-                self._host[lane, site, step] = self._add(Slice(lane, HOST, name, begin, end, {"step": step}))
+                name = f"{site.name.lower()} {step}"
+                self._host[lane, site, step] = self._add(lane, HOST, name, begin, end, {"step": step})
 
     def _add_kernels(self, role: Role) -> None:
-        """By stamps, which are the worker's, who may be anybody: what cannot be is left out, or cut to what can."""
+        """Adds a stream's work by its stamps. A drafter may stamp anything: impossible times are left out or cut."""
         stamps = {record.step: record for record in self._records[role.value] if record.site is Site.STREAM}
         free = 0
         for step in self._steps:
@@ -118,14 +185,12 @@ class _Builder:
             if not earliest <= begin <= end <= sent.end_ns + LONGEST_STEP_NS:
                 continue
             begin = max(begin, free)
-            end = max(end, begin + 1)
-            free = end
+            free = end = max(end, begin + 1)
             name = f"{role.value} {_PHASES[step.kind]} {step.step}"
-            slice_ = Slice(_STREAMS[role], KERNEL, name, begin, end, _details(step))
-            self._kernels[role, step.step] = self._add(slice_)
+            self._kernels[role, step.step] = self._add(_STREAMS[role], KERNEL, name, begin, end, _details(step))
 
     def _add_gaps(self, role: Role) -> None:
-        """What the stream did between the work of two steps: nothing to do, then held by a fence, or starting."""
+        """Adds what a stream did between the work of two steps: idle, then held by a fence, or starting."""
         before: Slice | None = None
         for step in self._steps:
             work = self._kernels.get((role, step.step))
@@ -137,24 +202,27 @@ class _Builder:
 
     def _add_gap(self, role: Role, step: TracedStep, begin: int, end: int) -> None:
         lane, details = _STREAMS[role], {"step": step.step}
-        # Of a worker that does not record, it is known when its command went out.
+        # For a worker that does not record, only the sending of its command is known.
         enqueued = self._host.get((_HOSTS[role], Site.ENQUEUE, step.step))
         sent = self._host.get((Lane.LOOP, Site.SEND, step.step))
         there = enqueued.begin_ns if enqueued is not None else sent.end_ns if sent is not None else begin
         there = min(max(begin, there), end)
         if begin < there:
-            self._add(Slice(lane, IDLE, "no command", begin, there, details))
+            self._add(lane, IDLE, "no command", begin, there, details)
         if there < end:
-            held = [_name(point) for point in _waits(role, step) if self._signalled_after(point, there)]
+            held = [
+                f"{FENCES[point.fence][1]} >= {point.value}"
+                for point in _waits(role, step)
+                if (signaller := self._signaller(point)) is not None and signaller.end_ns > there
+            ]
             kind, name = (WAIT, f"wait for {', '.join(held)}") if held else (IDLE, f"start of {step.step}")
-            self._add(Slice(lane, kind, name, there, end, details))
+            self._add(lane, kind, name, there, end, details)
 
-    def _signalled_after(self, point: FencePoint, time_ns: int) -> bool:
-        signaller = self._kernels.get((FENCES[point.fence][0], point.value))
-        return signaller is not None and signaller.end_ns > time_ns
+    def _signaller(self, point: FencePoint) -> Slice | None:
+        return self._kernels.get((FENCES[point.fence][0], point.value))
 
     def _add_copies(self) -> None:
-        """The stream of the copies: held by publish, which comes within verify's work, and then the copy."""
+        """Adds the stream of the copies: held by publish, which comes within verify's work, and then the copy."""
         free = 0
         for site, step, begun, landed in self._records["scheduler"]:
             begin, published = max(begun, free), self._kernels.get((Role.VERIFY, step))
@@ -164,35 +232,36 @@ class _Builder:
             wait, details = f"wait for verify.publish >= {step}", {"step": step}
             ended = begin if published is None else max(begin, published.end_ns)
             if ended >= landed:
-                copy = self._add(Slice(Lane.COPIES, WAIT, f"{wait}, and copy", begin, landed, details))
+                copy = self._add(Lane.COPIES, WAIT, f"{wait}, and copy", begin, landed, details)
             else:
                 if begin < ended:
-                    self._add(Slice(Lane.COPIES, WAIT, wait, begin, ended, details))
-                copy = self._add(Slice(Lane.COPIES, COPY, f"copy {step}", ended, landed, details))
+                    self._add(Lane.COPIES, WAIT, wait, begin, ended, details)
+                copy = self._add(Lane.COPIES, COPY, f"copy {step}", ended, landed, details)
             if published is not None and published.begin_ns <= copy.last_ns:
                 at = max(copy.begin_ns, published.last_ns) if published.last_ns <= copy.last_ns else copy.last_ns
-                self._timeline.arrows.append(Arrow(FENCE, "verify.publish", published, published.within(at), copy, at))
+                self.arrows.append(Arrow(FENCE, "verify.publish", published, published.within(at), copy, at))
 
     def _add_steps(self) -> None:
-        """From the end of one step to the end of the next, with the time in which neither worker worked."""
+        """Adds steps, each from the end of the one before, with the time in which neither worker worked."""
+        idle_after = {record.step for record in self._records["scheduler"] if record.site is Site.IDLE}
         before: int | None = None
         all_end = 0
         for step in self._steps:
             verify, draft = self._kernels.get((Role.VERIFY, step.step)), self._kernels.get((Role.DRAFT, step.step))
             if verify is None:
                 continue
-            if before is not None and step.step - 1 not in self._idle_after:
+            if before is not None and step.step - 1 not in idle_after:
                 name = f"step {step.step}, {_PHASES[step.kind]}"
-                self._add(Slice(Lane.STEPS, STEP, name, before, verify.end_ns, _details(step)))
+                self._add(Lane.STEPS, STEP, name, before, verify.end_ns, _details(step))
                 for edge, begin, bubble_end in _bubbles(step.kind, all_end, verify, draft):
                     end = min(bubble_end, verify.end_ns)
                     if begin < end:
-                        self._add(Slice(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step}))
+                        self._add(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step})
             before = verify.end_ns
             all_end = max(all_end, verify.end_ns, 0 if draft is None else draft.end_ns)
 
-    def _point_at(self, role: Role, step: TracedStep) -> None:
-        """The arrows that lead to a worker's half of a step."""
+    def _add_arrows(self, role: Role, step: TracedStep) -> None:
+        """Adds the arrows that lead to a worker's part of a step."""
         work = self._kernels.get((role, step.step))
         enqueued = self._host.get((_HOSTS[role], Site.ENQUEUE, step.step))
         received = self._host.get((_HOSTS[role], Site.RECEIVE, step.step)) or enqueued
@@ -204,18 +273,18 @@ class _Builder:
         if enqueued is not None:
             self._link(LAUNCH, f"launch {step.step}", enqueued, enqueued.begin_ns, work)
         for point in _waits(role, step):
-            signaller = self._kernels.get((FENCES[point.fence][0], point.value))
+            signaller = self._signaller(point)
             if signaller is not None:
                 self._link(FENCE, FENCES[point.fence][1], signaller, signaller.last_ns, work)
 
     def _link(self, kind: str, name: str, source: Slice, source_ns: int, target: Slice) -> None:
-        # Two clocks agree no better than they were compared: an arrow that led back in time would say nothing.
+        # Two clocks agree only as well as they were compared: an arrow back in time would say nothing.
         if source_ns <= target.begin_ns:
-            self._timeline.arrows.append(Arrow(kind, name, source, source_ns, target, target.begin_ns))
+            self.arrows.append(Arrow(kind, name, source, source_ns, target, target.begin_ns))
 
 
 def _bubbles(kind: StepKind, all_end: int, verify: Slice, draft: Slice | None) -> Iterable[tuple[str, int, int]]:
-    """As `scheduler/telemetry/timings.py` defines them; `all_end`: of everybody's work in the steps before."""
+    """Bubbles as `scheduler/telemetry/timings.py` defines them; `all_end`: end of all work in the steps before."""
     if draft is not None and kind is StepKind.DECODE:
         return (VERIFY_TO_DRAFT, all_end, draft.begin_ns), (DRAFT_TO_VERIFY, draft.end_ns, verify.begin_ns)
     return ((VERIFY_TO_VERIFY, all_end, verify.begin_ns),)
@@ -223,10 +292,6 @@ def _bubbles(kind: StepKind, all_end: int, verify: Slice, draft: Slice | None) -
 
 def _waits(role: Role, step: TracedStep) -> tuple[FencePoint, ...]:
     return step.draft_waits if role is Role.DRAFT else step.verify_waits
-
-
-def _name(point: FencePoint) -> str:
-    return f"{FENCES[point.fence][1]} >= {point.value}"
 
 
 def _details(step: TracedStep) -> dict[str, object]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli.trace_clock import StampClock
-from slipstream.cli.trace_events import trace_json
+from slipstream.cli.trace import trace_json
+from slipstream.cli.trace_timeline import StampClock
 from slipstream.common.device.clock import ClockBounds, ClockSample
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.step import FenceName, FencePoint, StepKind

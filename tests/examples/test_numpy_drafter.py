@@ -15,8 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from slipstream.bundled import target_dir
-from slipstream.cli.trace import fetch_trace
-from slipstream.cli.trace_events import trace_json
+from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import UnavailableError

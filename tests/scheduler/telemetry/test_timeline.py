@@ -13,8 +13,7 @@ import grpc.aio
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft
-from slipstream.cli.trace import fetch_trace
-from slipstream.cli.trace_events import trace_json
+from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.cli.trace_timeline import FENCES
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
