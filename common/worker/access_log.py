@@ -1,4 +1,4 @@
-"""What a process did to shared memory and to the fences, as a log for the happens-before checker.
+"""Logs of the accesses to shared memory and of the fence operations, for the happens-before checker.
 
 Debug mode only: each stream of work has a log of its own, in the order of the stream (the order in
 which work was enqueued on it). `python -m slipstream.scheduler.ordering.replay DIR` joins the logs
@@ -11,7 +11,7 @@ and the reads) when it *consumes* the result, not when it enqueues the copy.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ class StreamName(enum.StrEnum):
 
 
 class LogOp(enum.StrEnum):
-    """What one line of a log says."""
+    """The kind of operation that a line of a log is about."""
 
     READ = "read"
     WRITE = "write"
@@ -49,68 +49,43 @@ class LogOp(enum.StrEnum):
 FenceLogOp = Literal[LogOp.SIGNAL, LogOp.WAIT, LogOp.POLL]
 
 
-class AccessLog(Protocol):
-    """The log of one stream. Accesses and fence operations belong to the epoch of the last send or recv."""
+class AccessLog:
+    """The log of one stream. Accesses and fence operations belong to the epoch of the last send or recv.
 
-    @property
-    def is_enabled(self) -> bool:
-        """False where nothing is kept, so that a caller need not even collect the rows."""
-        ...
+    This base class keeps nothing.
+    """
+
+    is_enabled = False
+    """False where nothing is kept: then a caller need not even collect the rows."""
 
     def access(self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int) -> None:
         """The stream reads or writes `rows` of `buffer` as part of `step`."""
-        ...
 
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
         """The stream signals `value`, or has come past it by a wait or by a poll that was seen true."""
-        ...
 
     def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
-        """The scheduler releases everyone in `epoch` who waits for up to `value`."""
-        ...
+        """The scheduler releases all waits in `epoch` for up to `value`."""
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
         """The scheduler is about to send the worker its command of `step`."""
-        ...
 
     def recv(self, *, epoch: int, step: int) -> None:
         """The worker begins with the command of `step`: before its first wait."""
-        ...
 
     def close(self) -> None:
         """Writes out what is buffered. Nothing may be logged after it."""
-        ...
 
 
-class NullAccessLog:
+class NullAccessLog(AccessLog):
     """Keeps nothing."""
 
-    is_enabled = False
 
-    def access(self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int) -> None:
-        """Keeps nothing."""
-
-    def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
-        """Keeps nothing."""
-
-    def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
-        """Keeps nothing."""
-
-    def send(self, role: Role, *, epoch: int, step: int) -> None:
-        """Keeps nothing."""
-
-    def recv(self, *, epoch: int, step: int) -> None:
-        """Keeps nothing."""
-
-    def close(self) -> None:
-        """Keeps nothing."""
-
-
-class JsonLinesAccessLog:
+class JsonLinesAccessLog(AccessLog):
     """One JSON object a line, appended by one thread.
 
-    Lines reach the file with the next `send` or `recv` at the latest, so that the log of a killed
-    process lacks no more than its last command.
+    Lines reach the file with the next `send` or `recv` at the latest, so the log of a killed process lacks no more
+    than its last command.
     """
 
     is_enabled = True
@@ -123,35 +98,29 @@ class JsonLinesAccessLog:
         self._epoch = 0
 
     def access(self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int) -> None:
-        """The stream reads or writes `rows` of `buffer` as part of `step`."""
         op = LogOp.WRITE if is_write else LogOp.READ
         text = ",".join(map(str, rows))
         self._append(op, step, f'"buffer":"{buffer.value}","rows":[{text}]')
 
     def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
-        """The stream signals `value`, or has come past it by a wait or by a poll that was seen true."""
         self._append(op, step, f'"fence":"{fence.name}","value":{value}')
 
     def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
-        """The scheduler releases everyone in `epoch` who waits for up to `value`."""
         current, self._epoch = self._epoch, epoch
         self._append(LogOp.RELEASE, value, f'"fence":"{fence.name}","value":{value}')
         self._epoch = current
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
-        """The scheduler is about to send the worker its command of `step`."""
         self._epoch = epoch
         self._append(LogOp.SEND, step, f'"role":"{role.value}"')
         self._file.flush()
 
     def recv(self, *, epoch: int, step: int) -> None:
-        """The worker begins with the command of `step`: before its first wait."""
         self._file.flush()
         self._epoch = epoch
         self._append(LogOp.RECV, step)
 
     def close(self) -> None:
-        """Writes out what is buffered. Nothing may be logged after it."""
         self._file.close()
 
     def _append(self, op: LogOp, step: int, fields: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What a process did in its last steps, kept all the time: a few numbers each, in a ring that bounds them."""
+"""The flight recorder: times of a process's last steps, kept all the time in a bounded ring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Site(enum.IntEnum):
-    """What a record is about."""
+    """The activity that a record is about."""
 
     SEND = 1
     """Scheduler, loop: the step was decided on, and its commands were handed over."""
@@ -21,7 +21,7 @@ class Site(enum.IntEnum):
     IDLE = 5
     """Scheduler, loop: nothing to do; the step is the last one that was sent before."""
     RECEIVE = 6
-    """Worker, host: the command came, until it went to whoever enqueues it."""
+    """Worker, host: the command came, until it went to the thread that enqueues it."""
     ENQUEUE = 7
     """Worker, host: the step was enqueued."""
     STREAM = 8
@@ -50,17 +50,17 @@ class FlightRecorder:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._records: deque[tuple[Site, int, int, int]] = deque(maxlen=capacity)
         self.epoch = 0
-        """What the steps are numbered in."""
+        """The epoch that the steps are numbered in."""
 
     def add(self, site: Site, step: int, begin_ns: int, end_ns: int) -> None:
-        """Takes about 0.2 us: no object but a tuple is made, and the oldest goes."""
+        """Adds a record, in about 0.2 us; the oldest one goes."""
         self._records.append((site, step, begin_ns, end_ns))
 
     def begin_epoch(self, epoch: int) -> None:
-        """Steps are numbered anew; what was recorded is forgotten."""
+        """Forgets all records: steps are numbered anew."""
         self._records.clear()
         self.epoch = epoch
 
     def since(self, step: int) -> list[Record]:
-        """Those of steps from this one on, in the order in which they were added."""
+        """The records of steps from this one on, in the order in which they were added."""
         return [Record(*record) for record in self._records.copy() if record[1] >= step]

@@ -1,4 +1,4 @@
-"""What `slipstream trace` asks a server for: the steps as they were ordered, and who did what when."""
+"""The answer to `slipstream trace`: the steps as they were ordered, and when each process did what."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_WAIT_MS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """What is asked for. Raises InvalidArgumentError."""
+    """A request for a trace. Raises InvalidArgumentError."""
 
     steps: int
     """How many further steps."""
@@ -35,7 +35,6 @@ class TraceRequest:
             raise InvalidArgumentError("wait_ms", self.wait_ms, f"1 to {MAX_WAIT_MS}")
 
     def to_pb(self) -> trace_pb2.TraceRequest:
-        """The request as it travels."""
         return trace_pb2.TraceRequest(steps=self.steps, wait_ms=self.wait_ms)
 
     @classmethod
@@ -53,12 +52,11 @@ class TracedStep:
     num_slots: int
     """Requests that took part."""
     has_draft: bool
-    """Whether draft had a half in it."""
+    """True if draft had a command in it."""
     draft_waits: tuple[FencePoint, ...] = ()
     verify_waits: tuple[FencePoint, ...] = ()
 
     def to_pb(self) -> trace_pb2.TracedStep:
-        """The step as it travels."""
         message = trace_pb2.TracedStep(step=self.step, num_slots=self.num_slots, has_draft=self.has_draft)
         message.kind = int(self.kind)  # type: ignore[assignment]
         for target, points in ((message.draft_waits, self.draft_waits), (message.verify_waits, self.verify_waits)):
@@ -90,13 +88,12 @@ class TracedProcess:
     records: tuple[Record, ...]
 
     def to_pb(self) -> trace_pb2.TracedProcess:
-        """The process as it travels."""
         records = records_to_pb(self.records)
         return trace_pb2.TracedProcess(name=self.name, pid=self.pid, model=self.model, records=records)
 
     @classmethod
     def from_pb(cls, message: trace_pb2.TracedProcess) -> TracedProcess:
-        """What we know of it: a newer server's other records are left out."""
+        """Leaves out records of sites that only a newer server has."""
         return cls(name=message.name, pid=message.pid, model=message.model, records=records_from_pb(message.records))
 
 
@@ -114,12 +111,11 @@ class Trace:
     steps: tuple[TracedStep, ...]
     """In order."""
     processes: tuple[TracedProcess, ...]
-    """Scheduler first, then those of the workers that there are."""
+    """Scheduler first, then the workers that are attached."""
     clock_samples: tuple[ClockSample, ...]
     """The stamps' clock against the host's, at one time or at two; between them it runs evenly."""
 
     def to_pb(self) -> trace_pb2.TraceResponse:
-        """The trace as it travels."""
         return trace_pb2.TraceResponse(
             **{name: getattr(self, name) for name in _PLAIN},
             steps=[step.to_pb() for step in self.steps],
@@ -129,7 +125,6 @@ class Trace:
 
     @classmethod
     def from_pb(cls, message: trace_pb2.TraceResponse) -> Trace:
-        """The trace that `to_pb` was made of."""
         return cls(
             **{name: getattr(message, name) for name in _PLAIN},
             steps=tuple(map(TracedStep.from_pb, message.steps)),
@@ -144,38 +139,33 @@ _SITES = {int(site): site for site in Site}
 
 @dataclass(frozen=True, slots=True)
 class HostRecords:
-    """What a worker recorded, and its look at the clock of the stamps."""
+    """The records of a worker, and its sample of the clock of the stamps."""
 
     epoch: int
     records: tuple[Record, ...]
     clock: ClockSample | None
 
     def to_pb(self) -> trace_pb2.ReadRecordsResponse:
-        """The records as they travel."""
         clock = None if self.clock is None else clock_to_pb(self.clock)
         return trace_pb2.ReadRecordsResponse(epoch=self.epoch, records=records_to_pb(self.records), clock=clock)
 
     @classmethod
     def from_pb(cls, message: trace_pb2.ReadRecordsResponse) -> HostRecords:
-        """The records that `to_pb` was made of."""
         clock = clock_from_pb(message.clock) if message.HasField("clock") else None
         return cls(message.epoch, records_from_pb(message.records), clock)
 
 
 def clock_to_pb(sample: ClockSample) -> trace_pb2.ClockSample:
-    """A sample as it travels."""
     return trace_pb2.ClockSample(
         device_ns=sample.device_ns, host_ns=sample.host_ns, uncertainty_ns=sample.uncertainty_ns
     )
 
 
 def clock_from_pb(message: trace_pb2.ClockSample) -> ClockSample:
-    """The sample that `clock_to_pb` was made of."""
     return ClockSample(message.device_ns, message.host_ns, message.uncertainty_ns)
 
 
 def records_to_pb(records: Iterable[Record]) -> list[trace_pb2.TraceRecord]:
-    """Records as they travel."""
     return [
         trace_pb2.TraceRecord(site=int(site), step=step, begin_ns=begin, end_ns=end)  # type: ignore[arg-type]
         for site, step, begin, end in records
@@ -183,7 +173,7 @@ def records_to_pb(records: Iterable[Record]) -> list[trace_pb2.TraceRecord]:
 
 
 def records_from_pb(messages: Iterable[trace_pb2.TraceRecord]) -> tuple[Record, ...]:
-    """Those whose site we know."""
+    """Leaves out records of unknown sites."""
     return tuple(
         Record(_SITES[message.site], message.step, message.begin_ns, message.end_ns)
         for message in messages

@@ -32,11 +32,11 @@ _DONE, _PUBLISH, _STASH = FenceName.DRAFT_DONE, FenceName.VERIFY_PUBLISH, FenceN
 
 @dataclass(frozen=True, slots=True)
 class DraftTraits:
-    """What the order of the steps depends on, of the draft that is attached."""
+    """The properties of the attached draft that the order of the steps depends on."""
 
     is_present: bool
     reads_hidden: bool = False
-    """Whether it reads the target's hidden states."""
+    """True if it reads the target's hidden states."""
 
 
 class OrderedStep(NamedTuple):
@@ -49,7 +49,7 @@ class OrderedStep(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """What the commands of a step wait for and signal."""
+    """The waits and signals of a step's commands."""
 
     draft: FenceOps | None
     """None where the step has no command for draft."""
@@ -97,7 +97,7 @@ def with_draft(state: PlanState, draft: DraftTraits) -> PlanState:
 
 
 def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, PlanState]:
-    """What the commands of the next step wait for and signal, and the state after it.
+    """Returns the waits and signals of the next step's commands, and the state after it.
 
     Raises OrderingError when the step cannot be ordered now.
     """

@@ -203,5 +203,5 @@ def run(checker: Checker, lanes: Sequence[Iterable[Operation]]) -> list[Stuck]:
 
 
 def joined(left: Clock, right: Clock) -> Clock:
-    """What is known to a lane that knows both."""
+    """The clock of a lane that knows both."""
     return tuple(map(max, left, right))

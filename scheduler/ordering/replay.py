@@ -5,10 +5,9 @@
 DIR holds one `*.jsonl` file for each stream of each process, as `JsonLinesAccessLog` writes them.
 Prints a summary, and exits with 1 if two accesses collided or a stream waited for what never came.
 
-The padding row of the slot buffers is left out: every padded batch touches it. Faults that the system
-is made to bear are not reported: what a draft did in a step whose wait the
-scheduler released (verify uses only a checked copy of it), and how the log of a process ends that
-another one replaced, or whose epoch is over.
+The padding row of the slot buffers is left out: every padded batch touches it. Faults that the system tolerates are
+not reported: accesses of a draft in a step whose wait the scheduler released (verify uses only a checked copy), and
+the end of the log of a process that was replaced, or whose epoch is over.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a run looks like."""
+    """The result of a replay."""
 
     num_logs: int
     num_operations: int
@@ -58,7 +57,7 @@ class Report:
 
 
 class _Log:
-    """One log, and how far it was read."""
+    """One log, and counts of what was read of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,10 +77,10 @@ class _Log:
 
 
 class Replay:
-    """A run, put together from its logs."""
+    """A run, joined from its logs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError where there are no logs."""
+        """Raises ConfigError if there are no logs."""
         logs = [_Log(path) for path in sorted(folder.glob("*.jsonl"))]
         self._logs = sorted((log for log in logs if log.first is not None), key=_beginning)
         if not self._logs:
@@ -91,7 +90,7 @@ class Replay:
         self._released: dict[int, int] = {}
 
     def report(self) -> Report:
-        """Carries the run out again. Raises ConfigError where a log is broken."""
+        """Carries the run out again. Raises ConfigError if a log is broken."""
         lanes = [self._lane(number) for number in range(len(self._logs))]
         stuck = run(self._checker, lanes)
         races = self._checker.races
@@ -118,7 +117,7 @@ class Replay:
 
     def _supersede_drafts_before(self, number: int) -> None:
         # Called when the log's first command has come. Each attachment of a draft has rows of its own, so
-        # what an older one did to its rows meets nobody any more.
+        # accesses of an older one conflict with nothing any more.
         if _stream(self._logs[number]) is StreamName.DRAFT:
             for earlier in range(number):
                 log = self._logs[earlier]

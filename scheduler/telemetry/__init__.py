@@ -1,1 +1,1 @@
-"""What the scheduler measures of its steps, and who may read it."""
+"""Measurements of the steps: metrics for Prometheus, and records for `slipstream trace`."""

@@ -1,7 +1,6 @@
-"""What the scheduler knows of the last steps: how they were ordered, what its loop did, what the workers stamped.
+"""The scheduler's records of the last steps: their order, the loop's activities, and the workers' stamps.
 
-Kept all the time, as a handful of tuples a step: whoever wants to see steps need not switch anything on, and
-sees those that nobody slowed down by looking.
+Kept all the time, as a handful of tuples a step: a trace needs nothing switched on, and does not slow down the steps.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _KEPT_STEPS = MAX_STEPS + 64
 
 
 class StepRecorder:
-    """One epoch's. The loop's thread adds; any other may read."""
+    """Records of one epoch. The loop's thread adds; any other may read."""
 
     def __init__(self) -> None:
         self._host = FlightRecorder()
@@ -34,24 +33,24 @@ class StepRecorder:
         self._lock = threading.Lock()
         self._watchers: dict[Callable[[], None], int] = {}
         self.is_closed = False
-        """Whether the epoch is over."""
+        """True once the epoch is over."""
         self.last_sent = 0
-        """The last step that was decided on."""
+        """The last step that was sent."""
         self.last_complete = 0
-        """The last step of which everything is known."""
+        """The last step whose stamps were read."""
 
     def sent(self, step: Step, verify: FenceOps, draft: FenceOps | None, begin_ns: int, end_ns: int) -> None:
-        """The step was decided on at `begin_ns`, and its commands were handed over until `end_ns`."""
+        """Adds a step that was decided on at `begin_ns`, with its commands handed over until `end_ns`."""
         self._planned.append((step.number, step.kind, len(step.members), verify, draft))
         self._host.add(Site.SEND, step.number, begin_ns, end_ns)
         self.last_sent = step.number
 
     def add(self, site: Site, step: int, begin_ns: int, end_ns: int) -> None:
-        """The loop did something."""
+        """Adds an activity of the loop."""
         self._host.add(site, step, begin_ns, end_ns)
 
     def stamped(self, step: int, verify: Interval, draft: Interval | None) -> None:
-        """The stamps of a step were read: nothing more will be known of it."""
+        """Adds the stamps of a step, which complete its records."""
         self._streams[Role.VERIFY].add(Site.STREAM, step, *verify)
         if draft is not None:
             self._streams[Role.DRAFT].add(Site.STREAM, step, *draft)
@@ -60,26 +59,26 @@ class StepRecorder:
             self._notify(step)
 
     def watch(self, step: int, call: Callable[[], None]) -> None:
-        """Has `call` called once this step is complete, or the epoch over; at once if it is."""
+        """Calls `call` once this step is complete or the epoch is over, at once if it is."""
         with self._lock:
             self._watchers[call] = step
-        # Behind that: a step that is complete by now may have found nobody to tell.
+        # Checked after the registration: a step that is complete by now may have found no watcher.
         if self.is_closed or self.last_complete >= step:
             self.forget(call)
             call()
 
     def forget(self, call: Callable[[], None]) -> None:
-        """It is not to be called any more."""
+        """Takes back a `watch`."""
         with self._lock:
             self._watchers.pop(call, None)
 
     def close(self) -> None:
-        """The epoch is over."""
+        """Ends the epoch: calls all watchers."""
         self.is_closed = True
         self._notify(None)
 
     def steps(self, first: int, last: int) -> list[TracedStep]:
-        """The complete steps among these. Raises UnavailableError if the epoch is over."""
+        """Returns the complete steps among these. Raises UnavailableError if the epoch is over."""
         if self.is_closed:
             raise UnavailableError("the workers were lost, or the server ends, while steps were traced")
         last = min(last, self.last_complete)
@@ -97,11 +96,11 @@ class StepRecorder:
         ]
 
     def host_records(self, first: int) -> list[Record]:
-        """What the loop did, from this step on."""
+        """The loop's activities, from this step on."""
         return self._host.since(first)
 
     def stream_records(self, role: Role, first: int) -> list[Record]:
-        """What a worker stamped, from this step on."""
+        """A worker's stamps, from this step on."""
         return self._streams[role].since(first)
 
     def _notify(self, step: int | None) -> None:

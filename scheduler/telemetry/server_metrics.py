@@ -1,4 +1,4 @@
-"""What the server is and how full it is, read from the current epoch at each scrape."""
+"""Metrics of the server's sizes and their use, read from the current epoch at each scrape."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ SPECS = (EPOCH, RUN_AHEAD, NUM_DRAFT_TOKENS, SLOTS, QUEUE_CAPACITY, KV_PAGES, KV
 
 
 class ServerMetrics(Collector):
-    """Made anew at each scrape, so that nothing of an older epoch stays behind. Nothing before the first epoch."""
+    """Makes its metrics anew at each scrape, so none of an older epoch stays. Has none before the first epoch."""
 
     def __init__(self, registry: CollectorRegistry, *, epoch: Callable[[], Epoch | None], queue: WaitingQueue) -> None:
-        """`epoch` gives the current one, or the last."""
+        """`epoch` returns the current epoch, or the last one; None before the first."""
         self._epoch = epoch
         self._queue = queue
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        """The families without values, so that registering does not ask for an epoch."""
+        """Returns the families without values: registering needs no epoch."""
         return [spec.family() for spec in (BUILD_INFO, *SPECS)]
 
     def collect(self) -> Iterable[Metric]:

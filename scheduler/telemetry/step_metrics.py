@@ -33,7 +33,7 @@ STEP_BUCKETS_S = (
 )
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
-"""Where the loop's thread may be blocked."""
+"""The places where the loop's thread may be blocked."""
 _PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "decode"}
 
 

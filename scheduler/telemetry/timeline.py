@@ -1,4 +1,4 @@
-"""The `Timeline` service: waits for steps, and puts together what all three processes recorded of them."""
+"""The `Timeline` service: waits for steps, and merges the records of all three processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
     """Serves `Timeline`."""
 
     def __init__(self, epoch: Callable[[], Epoch | None]) -> None:
-        """`epoch`: the current one, or the last; None before the first."""
+        """`epoch` returns the current epoch, or the last one; None before the first."""
         self._epoch = epoch
 
     async def Trace(self, request: trace_pb2.TraceRequest, context: Any) -> trace_pb2.TraceResponse:
@@ -46,26 +46,26 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
 async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
     """Raises DeadlineExceededError when nothing runs, UnavailableError when the workers are lost."""
     recorder = epoch.recorder
-    before = await asyncio.to_thread(_Look.take, epoch, recorder.last_sent + 1)
+    before = await asyncio.to_thread(_Answers.take, epoch, recorder.last_sent + 1)
     first = recorder.last_sent + 1
     last = first + asked.steps - 1
     await _until_complete(recorder, last, asked.wait_ms / 1000)
     steps = recorder.steps(first, last)
     if not steps:
         raise DeadlineExceededError(f"no step was complete within {asked.wait_ms / 1000:g} s: ask while requests run")
-    # Now, as the workers take their time to answer, and the rings go on.
+    # Read before the workers are asked, which takes time: the rings go on.
     host = recorder.host_records(first)
     streams = {role: recorder.stream_records(role, first) for role in _attached(epoch)}
-    after = await asyncio.to_thread(_Look.take, epoch, first)
-    return _put_together(epoch, steps, host, streams, after.answers, (before.clock, after.clock))
+    after = await asyncio.to_thread(_Answers.take, epoch, first)
+    return _merged(epoch, steps, host, streams, after.answers, (before.clock, after.clock))
 
 
 async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
-    """Returns when that step is complete, the epoch over, or no other step came for so long."""
+    """Returns when the step is complete, the epoch is over, or no step was completed for `wait_s`."""
     loop, is_complete = asyncio.get_running_loop(), asyncio.Event()
 
     def call() -> None:
-        # The server may be on its way down.
+        # The server may be shutting down.
         if not loop.is_closed():
             loop.call_soon_threadsafe(is_complete.set)
 
@@ -84,7 +84,7 @@ async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> N
         recorder.forget(call)
 
 
-def _put_together(
+def _merged(
     epoch: Epoch,
     steps: list[TracedStep],
     host: list[Record],
@@ -117,15 +117,15 @@ def _put_together(
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What the workers answered, and the clock of the stamps at that time."""
+class _Answers:
+    """The workers' answers, and a sample of the stamps' clock at that time."""
 
     answers: dict[Role, HostRecords | None]
     clock: ClockSample
 
     @classmethod
-    def take(cls, epoch: Epoch, from_step: int) -> _Look:
-        """Blocks. The workers' looks at the clock are preferred: outside MPS, the scheduler gets the GPU late."""
+    def take(cls, epoch: Epoch, from_step: int) -> _Answers:
+        """Blocks. Prefers the workers' samples of the clock: outside MPS, the scheduler gets the GPU late."""
         answers = {role: epoch.read_records(role, from_step) for role in _attached(epoch)}
         clocks = [answer.clock for answer in answers.values() if answer is not None and answer.clock is not None]
         tightest = min(clocks, key=lambda clock: clock.uncertainty_ns) if clocks else epoch.sample_clock()

@@ -1,4 +1,4 @@
-"""Where the time of each step went, from the stamps that the workers leave in the arena.
+"""The time of each step and its parts, from the stamps that the workers leave in the arena.
 
 For consecutive steps while requests run (all on one clock):
 
@@ -60,7 +60,7 @@ def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: 
             bubbles[VERIFY_TO_VERIFY] = max(0, verify[0] - all_end)
     return StepTiming(
         kind=kind,
-        # Stamps are the workers': whatever they hold, time does not go back.
+        # The workers may stamp anything: no time is negative.
         draft_ns=0 if draft is None else max(0, draft[1] - draft[0]),
         verify_ns=max(0, verify[1] - verify[0]),
         wall_ns=None if before is None else max(0, verify[1] - verify_end),
@@ -69,10 +69,10 @@ def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: 
 
 
 class StepTimings:
-    """Takes in the stamps of each step, which is one step late.
+    """Takes in the stamps of each step, one step late.
 
     As a rule they come with the next step's result. Where that does not imply that they are complete, they are read
-    when the fences say so.
+    once the fences are signalled.
     """
 
     def __init__(
@@ -101,33 +101,33 @@ class StepTimings:
         self._before: Interval = (0, 0)
 
     def sent(self, step: Step) -> None:
-        """A step was sent; its stamps are to be read."""
+        """Notes a step that was sent, whose stamps are to be read."""
         self._unread.append((step, self._is_idle))
         self._is_idle = False
 
     def idle(self) -> None:
-        """There is nothing to do: the time until the next step is nobody's loss."""
+        """There is nothing to do: the time until the next step is not counted."""
         self._is_idle = True
 
     def came(self, step: Step, stamps_before: tuple[Interval, ...]) -> None:
-        """The result of `step` is there, and with it the stamps of the step before.
+        """Takes in the stamps of the step before, which come with the result of `step`.
 
-        Verify had ended that one. Draft had, if verify waited in `step` for the draft's next tokens.
+        Verify's are complete. Draft's are if verify waited in `step` for the draft's next tokens.
         """
         self.collect(step.number - 2)
         if not self._unread or self._unread[0][0].number != step.number - 1:
             return
         before, _ = self._unread[0]
-        has_half = self._has_half_in(before)
-        if has_half and step.kind is not StepKind.DECODE:
+        has_draft_part = self._has_draft_part(before)
+        if has_draft_part and step.kind is not StepKind.DECODE:
             self.collect(before.number)
             return
-        names = list(self._stamps)[: 1 + has_half]
+        names = list(self._stamps)[: 1 + has_draft_part]
         self._log_read(before, names)
         self._take(list(stamps_before[: len(names)]))
 
     def report(self) -> None:
-        """Has the steps observed whose stamps came in: when nobody waits for this thread."""
+        """Calls `observe` for the steps whose stamps came in. Called when no worker waits for this thread."""
         while self._unreported:
             self._observe(self._unreported.popleft())
 
@@ -137,7 +137,7 @@ class StepTimings:
             self._take(self._read(self._unread[0][0]))
 
     def _take(self, stamps: list[Interval]) -> None:
-        """Of the first step that is unread: verify's, and draft's if the step has a half in it."""
+        """Takes in the first unread step. `stamps`: verify's, and draft's if the step has a command for it."""
         step, is_first = self._unread.popleft()
         verify, *drafts = stamps
         draft = drafts[0] if drafts else None
@@ -145,12 +145,12 @@ class StepTimings:
         self._unreported.append(time_step(step.kind, None if is_first else self._before, verify, draft))
         self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 
-    def _has_half_in(self, step: Step) -> bool:
+    def _has_draft_part(self, step: Step) -> bool:
         return self._has_draft and step.kind is not StepKind.PLAIN
 
     def _is_there(self, step: Step) -> bool:
         fences = [(FenceName.VERIFY_STASH, self._stash)]
-        if self._has_half_in(step):
+        if self._has_draft_part(step):
             fences.append((FenceName.DRAFT_DONE, self._done))
         if any(fence.poll() < step.number for _, fence in fences):
             return False
@@ -160,9 +160,9 @@ class StepTimings:
         return True
 
     def _read(self, step: Step) -> list[Interval]:
-        """Of verify, and of draft if the step has a half in it."""
+        """Reads verify's stamps, and draft's if the step has a command for it."""
         row = step.number % self._ring
-        names = list(self._stamps)[: 1 + self._has_half_in(step)]
+        names = list(self._stamps)[: 1 + self._has_draft_part(step)]
         self._log_read(step, names)
         copies = self._device.to_host([self._stamps[name][row] for name in names])
         return [(start, end) for start, end in (copy.tolist() for copy in copies)]

@@ -16,9 +16,17 @@ from tests.harness.trace_format import check, slices_by_thread
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.harness.running import Running
+
 pytestmark = pytest.mark.timeout(120)
 
-NOBODY = ("--server", "127.0.0.1:9")
+NO_SERVER = ("--server", "127.0.0.1:9")
+
+
+def generate_until_the_end(trace: Running, address: str) -> None:
+    """Has the server run steps for as long as the command waits for some."""
+    while not trace.has_ended:
+        slipstream("generate", "--server", address, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
 
 
 @pytest.mark.usefixtures("up")
@@ -26,18 +34,14 @@ def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
     server, out = ("--state-dir", str(state_dir)), tmp_path / "out.json"
     nothing = slipstream("trace", *server, "--wait", "0.1", str(out))
     address = (state_dir / "server").read_text()
-    generate = ("generate", "--server", address, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
-    with running("trace", *server, "--steps", "20", "--wait", "30", str(out)) as trace, running(*generate) as ask:
+    with running("trace", *server, "--steps", "20", "--wait", "30", str(out)) as trace:
+        generate_until_the_end(trace, address)
         assert trace.end() == 0, trace.errors()
         assert trace.errors().startswith("steps ")
         assert f"(one clock) are in {out}: open it in " in trace.errors()
-        ask.signal(signal.SIGINT)
-        ask.end()
     with running("trace", *server, "--steps", "10", "--wait", "30", "-") as to_standard_output:
-        with running(*generate) as ask:
-            assert to_standard_output.end() == 0, to_standard_output.errors()
-            ask.signal(signal.SIGINT)
-            ask.end()
+        generate_until_the_end(to_standard_output, address)
+        assert to_standard_output.end() == 0, to_standard_output.errors()
         piped = json.loads(to_standard_output.output())
     assert (nothing.returncode, nothing.stdout) == (1, "")
     assert nothing.stderr == "slipstream: error: no step was complete within 0.1 s: ask while requests run\n"
@@ -55,14 +59,14 @@ def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", ["0", "-1", "1001"])
 def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
-    found = slipstream("trace", *NOBODY, "--steps", steps, str(tmp_path / "out.json"))
+    found = slipstream("trace", *NO_SERVER, "--steps", steps, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr == f"slipstream: error: --steps: got {steps}, accepted: 1 to 1000\n"
 
 
 @pytest.mark.parametrize("wait", ["0", "-1", "nan", "inf", "61"])
 def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
-    found = slipstream("trace", *NOBODY, "--wait", wait, str(tmp_path / "out.json"))
+    found = slipstream("trace", *NO_SERVER, "--wait", wait, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.startswith("slipstream: error: --wait: got ")
 
@@ -70,16 +74,16 @@ def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_asked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "missing" / "out.json", tmp_path / "file" / "out.json"):
-        found = slipstream("trace", *NOBODY, str(out))
+        found = slipstream("trace", *NO_SERVER, str(out))
         assert (found.returncode, found.stdout) == (2, "")
         assert found.stderr.startswith(f"slipstream: error: OUT: got '{out}', accepted: a file that this user can ")
         assert found.stderr.count("\n") == 1
 
 
-def test_nobody_at_the_address(tmp_path: Path) -> None:
+def test_no_server_at_the_address(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     out.write_text("what was there before")
-    found = slipstream("trace", *NOBODY, str(out))
+    found = slipstream("trace", *NO_SERVER, str(out))
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr.startswith("slipstream: error: no trace from a server at 127.0.0.1:9: ")
     assert found.stderr.count("\n") == 1

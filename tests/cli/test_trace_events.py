@@ -262,7 +262,7 @@ def test_a_drafter_that_records_nothing_is_shown_by_its_stamps() -> None:
     ],
 )
 def test_stamps_that_a_drafter_made_up(begin_us: float, end_us: float, is_shown: bool) -> None:
-    """Of step 9: none, back in time, far ahead, longer than the next step took, before the step before was over."""
+    """Stamps of step 9: none, back in time, far ahead, longer than the next step, before the last step was over."""
     stamp = record(Site.STREAM, 9, begin_us, end_us)
     records = [r for r in DRAFT.records if (r.site, r.step) != (Site.STREAM, 9)]
     content = trace_json(replace(TRACE, processes=(SCHEDULER, VERIFY, replace(DRAFT, records=(stamp, *records)))))

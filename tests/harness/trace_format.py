@@ -1,4 +1,4 @@
-"""What the Trace Event Format demands of a file, and what makes it worth looking at."""
+"""Checks that a file is in the Trace Event Format, and that its timeline makes sense."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Rows(enum.Enum):
     """Which rows of a buffer a step touches."""
 
     SLOTS = "slots"
-    """Those of the step's slots.
+    """The rows of the step's slots.
 
     A prefill declares a write of the stash for all its slots: where the prompt ends in it that is the
     stash, where a request takes the slot the poison of debug mode.
@@ -98,7 +98,7 @@ class Access:
 
 
 def has_draft_half(kind: StepKind, draft: DraftTraits) -> bool:
-    """Whether a step of this kind has a command for draft."""
+    """True if a step of this kind has a command for draft."""
     return draft.is_present and kind is not StepKind.PLAIN
 
 

@@ -48,7 +48,7 @@ class DerivedState(NamedTuple):
     step: int
     """The last step planned."""
     knows: tuple[Known, Known, Known]
-    """What draft, verify and the scheduler know."""
+    """The knowledge of draft, verify and the scheduler."""
     histories: tuple[GroupHistory, ...]
     """By the number of the BufferGroup."""
     published: tuple[Signal, ...]
@@ -62,9 +62,9 @@ class DerivedState(NamedTuple):
 
 def initial_state(draft: DraftTraits, run_ahead: int) -> DerivedState:
     """The state before the first step of an epoch."""
-    nobody_knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
+    knows = (NOTHING_KNOWN, NOTHING_KNOWN, NOTHING_KNOWN)
     nothing_done = (GroupHistory(),) * len(BufferGroup)
-    return DerivedState(draft, run_ahead, halves_by_kind(draft), 0, nobody_knows, nothing_done, ())
+    return DerivedState(draft, run_ahead, halves_by_kind(draft), 0, knows, nothing_done, ())
 
 
 def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
@@ -80,7 +80,7 @@ def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
 
 
 def plan_step(state: DerivedState, command: OrderedStep) -> tuple[PlannedStep, DerivedState]:
-    """What the commands of the next step wait for and signal, and the state after it.
+    """Returns the waits and signals of the next step's commands, and the state after it.
 
     Raises OrderingError when the step cannot be ordered now, naming the accesses that collide.
     """

@@ -35,12 +35,12 @@ class PlannedAccess(NamedTuple):
 
 
 class Half(NamedTuple):
-    """What one stream does in a step."""
+    """The part of a step on one stream."""
 
     stream: int
     accesses: tuple[PlannedAccess, ...]
     signals: tuple[FenceName, ...]
-    """What the stream signals, in order."""
+    """The stream's signals, in order."""
 
 
 def halves_by_kind(draft: DraftTraits) -> Mapping[StepKind, Halves]:
@@ -88,7 +88,7 @@ def _cut(accesses: tuple[Access, ...]) -> Halves:
 
 def _reduced(accesses: Iterable[Access]) -> tuple[PlannedAccess, ...]:
     # A stream's reads of what only itself writes conflict with nothing. Of the same access twice in a
-    # command the last one stands: waits come before both, and whoever comes after the last comes after both.
+    # command the last one stands: waits come before both, and an access after the last one is after both.
     reduced: dict[tuple[BufferGroup, Rows, bool], PlannedAccess] = {}
     for access in accesses:
         if access.is_write or access.group.writer is not access.phase.stream:

@@ -1,4 +1,4 @@
-"""What a stream knows, and the accesses to the buffers that it can come to know of.
+"""The knowledge of a stream, and the accesses to the buffers that it can come to know of.
 
 A stream knows how far every counter has come before its next operation.
 
@@ -24,7 +24,7 @@ assert set(FenceName) == {1, 2, 3}, "a counter for every fence"
 
 
 class Signal(NamedTuple):
-    """A counter reaches a value, and what is known to whoever sees that."""
+    """A counter reaches a value, and the knowledge that a stream gains by seeing it."""
 
     counter: int
     value: int
@@ -33,7 +33,7 @@ class Signal(NamedTuple):
 
 
 def join(left: Known, right: Known) -> Known:
-    """What is known to a stream that knows both."""
+    """The knowledge of a stream that knows both."""
     if left == right:
         return left
     return (
@@ -45,7 +45,7 @@ def join(left: Known, right: Known) -> Known:
 
 
 def signal(known: Known, counter: int, value: int) -> Signal:
-    """What a stream signals that knows `known`."""
+    """The signal of a stream that knows `known`."""
     reached = list(known)
     reached[counter] = value
     consumed, done, publish, stash = reached
@@ -75,9 +75,9 @@ class GroupHistory(NamedTuple):
     """The accesses to one group of buffers."""
 
     writes: Entries = ()
-    """Those of the group's writer."""
+    """Accesses of the group's writer."""
     reads: Entries = ()
-    """Those of the group's reader."""
+    """Accesses of the group's reader."""
 
 
 def latest(entries: Entries, rows: int) -> Signal | None:

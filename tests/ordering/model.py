@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DRAFT, NUM_LANES = 0, 3
 
 Alteration = Callable[[StepKind, Operation], Operation | None]
-"""What is carried out in place of an operation of a step of that kind; None for nothing."""
+"""Returns the operation to carry out in place of one of a step of that kind; None for none."""
 
 
 class Model:
@@ -58,7 +58,7 @@ class Model:
 
     @property
     def has_unconsumed(self) -> bool:
-        """Whether a step is sent and not consumed."""
+        """True if a step is sent and not consumed."""
         return self.state.consumed < self.state.step
 
     def send(self, command: OrderedStep) -> PlannedStep:
@@ -86,7 +86,7 @@ class Model:
         self.checker.restart(DRAFT)
 
     def operations(self, step: int) -> StepOperations:
-        """What was laid out for a step that is not consumed."""
+        """The operations of a step that is not consumed."""
         _, operations = self._steps[step]
         return operations
 

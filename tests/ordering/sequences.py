@@ -57,7 +57,7 @@ class Visit:
     after: Model
     """The step is sent and carried out."""
     is_end: bool
-    """Whether the sequence has its full length."""
+    """True if the sequence has its full length."""
     is_new: bool
     """False if the visit before went through the same commands: only which chunks are the last ones differs."""
 

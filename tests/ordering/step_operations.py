@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Lanes = tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]
-"""What draft, verify and the scheduler do."""
+"""The operations of draft, verify and the scheduler."""
 
 
 class StepOperations(NamedTuple):
@@ -34,7 +34,7 @@ class StepOperations(NamedTuple):
 
     @property
     def send_lanes(self) -> Lanes:
-        """What the lanes do when the step is sent."""
+        """The operations of the lanes when the step is sent."""
         return self.draft, self.verify, self.sends
 
 

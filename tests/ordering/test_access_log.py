@@ -1,4 +1,4 @@
-"""What the processes log."""
+"""The logs of accesses, line by line."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def test_a_run_of_10000_steps(tmp_path: Path) -> None:
 
 
 def replayed(folder: Path, *, status: int) -> str:
-    """What the command prints, which ends with this status."""
+    """The output of the command, which ends with this status."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert main([str(folder)]) == status

@@ -33,7 +33,7 @@ STAMPS = {BufferName.DRAFT_STAMPS, BufferName.VERIFY_STAMPS}
 
 
 class Rule(enum.Enum):
-    """What orders the steps."""
+    """A rule that orders the steps."""
 
     DRAFT_WAITS_FOR_STASH = enum.auto()
     DRAFT_PREFILL_WAITS_FOR_STASH = enum.auto()
@@ -44,7 +44,7 @@ class Rule(enum.Enum):
     STAMPS_BEHIND_POLL = enum.auto()
 
     def covers(self, kind: StepKind, operation: Operation) -> bool:
-        """Whether the operation is there because of the rule."""
+        """True if the operation is there because of the rule."""
         return (kind, operation.op, operation.stream) in OPERATIONS[self]
 
 
@@ -74,7 +74,7 @@ FOR_HIDDEN_STATES = {Rule.DRAFT_PREFILL_WAITS_FOR_STASH, Rule.VERIFY_PREFILL_WAI
 
 
 def races_without(rule: Rule, draft: DraftTraits, run_ahead: int) -> list[Race]:
-    """Those of the first sequence of up to 4 steps, consumed to its end, in which there are any."""
+    """The races of the first sequence of up to 4 steps, consumed to its end, that has any."""
 
     def alter(kind: StepKind, operation: Operation) -> Operation | None:
         return None if rule.covers(kind, operation) else operation

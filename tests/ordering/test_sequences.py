@@ -24,7 +24,7 @@ run_aheads = pytest.mark.parametrize("run_ahead", [0, 1, 2])
 
 
 def check(visit: Visit) -> None:
-    """What the last send of the sequence did, and at the end the consumption of all that is left."""
+    """Checks the last send of the sequence, and at the end the consumption of all that is left."""
     assert not visit.after.problems, explain(visit)
     lanes = visit.after.operations(visit.after.state.step).send_lanes
     needless = needless_waits(visit.before.checker, lanes)
@@ -94,7 +94,7 @@ def test_all_sequences_with_a_draft_that_leaves_and_joins(draft: DraftTraits, ru
 
 
 Element = tuple[int, StepKind, int, int]
-"""What the scheduler has consumed, the kind of step, its rows, the slots that are ready after it."""
+"""The last consumed step, the kind of step, its rows, the slots that are ready after it."""
 
 
 def may_follow(earlier: tuple[Element, ...], element: Element, run_ahead: int) -> bool:

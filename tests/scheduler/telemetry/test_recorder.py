@@ -1,4 +1,4 @@
-"""What is kept of the last steps, and who is told that one is complete."""
+"""The records of the last steps, and the calls when a step is complete."""
 
 from __future__ import annotations
 

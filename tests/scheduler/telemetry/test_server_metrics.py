@@ -1,4 +1,4 @@
-"""What the server says of itself: a real epoch over workers in this process."""
+"""The server's metrics, of a real epoch over workers in this process."""
 
 from __future__ import annotations
 

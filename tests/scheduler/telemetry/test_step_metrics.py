@@ -31,7 +31,7 @@ class Measured:
         self.metrics = StepMetrics(self.families, **LABELS)
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Of a sample; None if it is not there."""
+        """The value of a sample; None if it is not there."""
         return self.registry.get_sample_value(f"slipstream_{name}", LABELS | labels)
 
     def drafting(self, name: str, **labels: str) -> float | None:

@@ -130,7 +130,7 @@ async def test_when_requests_end_before_there_are_the_steps_so_far(processes: Wo
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
             _, trace = await asyncio.gather(client.run(make_job(60)), asked)
             assert client.epoch is not None
-            # The stamps of a step are read with the next one: of the last nobody knows them yet.
+            # The stamps of a step are read with the next one: those of the last one are not known yet.
             assert trace.steps[-1].step == client.epoch.recorder.last_complete >= trace.steps[0].step + 10
             check(trace_json(trace))
             with pytest.raises(DeadlineExceededError, match=r"no step was complete within 0\.05 s"):

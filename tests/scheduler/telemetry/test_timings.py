@@ -1,4 +1,4 @@
-"""Where the time of a step went: the formulas, and that lost time shows in them."""
+"""The times of a step: the formulas, and that lost time shows in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DECODE, PREFILL, PLAIN = StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN
 
 
 class TestFormulas:
-    """wall, busy and bubbles of one step. Times are `before` = (verify's end, everybody's end), (start, end)."""
+    """wall, busy and bubbles of one step. `before`: verify's end, and the last end of both workers."""
 
     def test_decode(self) -> None:
         timing = time_step(DECODE, (100, 100), verify=(130, 180), draft=(107, 120))
@@ -60,7 +60,7 @@ class TestFormulas:
         assert timing.bubbles_ns == {}
 
     def test_prefill_of_both_at_the_same_time(self) -> None:
-        """Draft is not on the path of the step: verify starts late because of nobody but the host."""
+        """Draft is not on the path of the step: verify starts late only because of the host."""
         timing = time_step(PREFILL, (100, 100), verify=(104, 150), draft=(101, 190))
         assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (89, 46, 50)
         assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 4}
@@ -97,7 +97,7 @@ class Stamps:
 
     @property
     def timings(self) -> list[StepTiming]:
-        """Of the steps whose stamps came in so far."""
+        """The times of the steps whose stamps came in so far."""
         self.collector.report()
         return self._timings
 
@@ -139,14 +139,14 @@ class TestStepTimings:
         assert [(timing.draft_ns, timing.verify_ns, timing.wall_ns) for timing in stamps.timings] == [(10, 30, None)]
 
     def test_stamps_come_with_the_next_result(self, stamps: Stamps) -> None:
-        """Nobody looks at a fence, which stand at zero here."""
+        """No fence is polled: all of them are at zero here."""
         stamps.send(1)
         stamps.collector.came(made_step(1), ((0, 0), (0, 0)))
         stamps.send(2)
         stamps.collector.came(made_step(2), ((30, 60), (10, 20)))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30)]
 
-    def test_a_draft_that_nobody_waited_for_is_looked_at(self, stamps: Stamps) -> None:
+    def test_a_draft_that_no_step_waited_for_is_polled(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
         stamps.send(2, PREFILL)
         stamps.work(Role.VERIFY, 1, 30, 60)
@@ -179,7 +179,7 @@ class TestStepTimings:
         assert [timing.wall_ns for timing in stamps.timings] == [None, *[100] * 9]
         assert stamps.timings[5].bubbles_ns == {VERIFY_TO_DRAFT: 3, DRAFT_TO_VERIFY: 5}
 
-    def test_idle_time_is_nobodys_loss(self, stamps: Stamps) -> None:
+    def test_idle_time_is_not_counted(self, stamps: Stamps) -> None:
         for number, start in ((1, 100), (2, 200), (3, 90_000), (4, 90_100)):
             if number == 3:
                 stamps.collector.idle()
@@ -243,14 +243,14 @@ def _measure(late: LateSend, *, late_role: Role, run_ahead: int, has_draft: bool
     epoch.run([Sequence(spec)])
     for worker in workers:
         worker.close()
-    # Step 1 is the prefill; the last step's stamps nobody asks for any more.
+    # Step 1 is the prefill; the last step's stamps are not read any more.
     assert epoch.metrics.timings[0].kind is PREFILL
     return epoch.metrics.timings
 
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """What a delay of this length did to a bubble, in seconds."""
+    """The effect of a delay of this length on a bubble, in seconds."""
 
     put_s: float
     shown_s: float
@@ -277,7 +277,7 @@ def _lower_quartile(values: list[float]) -> float:
 
 
 NUM_TRIES = 3
-"""What is wrong in the system is wrong every time."""
+"""An error of the system shows every time."""
 
 
 @pytest.mark.parametrize(
