@@ -33,7 +33,6 @@ _SPEC = "setting"
 class _Spec:
     help: str
     unit: str | None
-    choices: tuple[str, ...]
     name: str | None
     unset: str | None
     accepts: Callable[[Any], bool] | None
@@ -70,11 +69,10 @@ def setting(
         accepts, accepted = accepts or choices.__contains__, accepted or ", ".join(choices)
         unit = "|".join(choices)
     elif high is not None:
-        bound = above if low is None else low
-        assert bound is not None, "a range has two ends"
+        assert (low is None) != (above is None), "a range has one lower end"
         accepts = (lambda value: above < value <= high) if low is None else (lambda value: low <= value <= high)
         accepted = accepted or (f"above {above}, to {high}" if low is None else f"{low} to {high}")
-    spec = _Spec(help=help, unit=unit, choices=choices, name=name, unset=unset, accepts=accepts, accepted=accepted)
+    spec = _Spec(help=help, unit=unit, name=name, unset=unset, accepts=accepts, accepted=accepted)
     return field(default=default, default_factory=default_factory, metadata={_SPEC: spec})
 
 
