@@ -83,7 +83,7 @@ Beside these, every endpoint has what Prometheus' own client tells of a process:
 
 
 def text() -> str:
-    """What the page holds."""
+    """Returns the text of the page."""
     labels = "".join(f"| `{label}` | {values} |\n" for label, values in LABELS.items())
     return HEAD + labels + "".join(map(_section, CATALOGUE)) + TAIL
 

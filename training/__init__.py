@@ -1,4 +1,4 @@
-"""How the bundled model was made: corpus, tokenizer, target, distilled draft, evaluation.
+"""The making of the bundled model: corpus, tokenizer, target, distilled draft, evaluation.
 
 Each module is one command, run in this order (``--help`` on each)::
 

@@ -40,7 +40,7 @@ class Walk:
 def walk(matches: Sequence[bool], setting: Setting) -> Walk:
     """Walk one output. ``matches[i]``: whether the draft agrees on output token i.
 
-    Token 0 is prefill's and belongs to no step. A step that begins within the output counts whole, also where
+    Token 0 comes from prefill and belongs to no step. A step that begins within the output counts whole, even if
     it reaches past the end: ``matches`` covers ``num_tokens + num_draft_tokens`` tokens.
     """
     steps = 0
@@ -99,7 +99,7 @@ def generate(model: LlamaForCausalLM, prompts: list[list[int]], seed: int, setti
 
 @torch.inference_mode()
 def matches(draft: LlamaForCausalLM, rows: Tensor, lengths: list[int], seed: int, setting: Setting) -> Tensor:
-    """Whether the draft agrees on each output token: bool [rows, num_tokens + num_draft_tokens]."""
+    """Return for each output token whether the draft agrees: bool [rows, num_tokens + num_draft_tokens]."""
     hidden = draft.model(rows, use_cache=False).last_hidden_state
     index = torch.arange(len(rows), device=rows.device)
     seeds = torch.full_like(index, seed)
@@ -114,7 +114,7 @@ def matches(draft: LlamaForCausalLM, rows: Tensor, lengths: list[int], seed: int
 def measure(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: list[list[int]], setting: Setting
 ) -> dict[str, object]:
-    """Mean accept length over all prompts and seeds, per seed, and what qualifies it."""
+    """Mean accept length over all prompts and seeds, per seed, and the share of repeated text."""
     lengths = [len(prompt) for prompt in prompts]
     walks: list[list[Walk]] = []
     outputs: list[list[int]] = []

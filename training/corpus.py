@@ -40,7 +40,7 @@ class SourceFile:
 
     @property
     def split(self) -> Split:
-        """By a hash of the name alone, so that a file stays on its side whatever else changes."""
+        """True by a hash of the name alone, so that a file stays on its side when others change."""
         digest = hashlib.sha256(self.name.encode()).digest()
         held_out = int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0
         return "heldout" if held_out else "train"
@@ -52,7 +52,7 @@ class SourceFile:
 
 
 def is_skipped(name: str) -> bool:
-    """Whether the file with this relative name is left out of the corpus."""
+    """True if the file with this relative name is left out of the corpus."""
     parts = name.split("/")
     if any(part.startswith(("config-", "__pycache__")) for part in parts[:-1]):
         return True

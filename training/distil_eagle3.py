@@ -18,11 +18,11 @@ from slipstream.training.optimizer import Course, OptimizerConfig
 from slipstream.training.run import write_log
 
 DEPTH_WEIGHT = 0.9
-"""Of each depth's loss, relative to the depth before: a later token counts only if those before are accepted."""
+"""Weight of each depth's loss, relative to the depth before: a token counts only if those before are accepted."""
 
 
 class Rollout(torch.nn.Module):
-    """The loss of a batch: the head is rolled out from every position, and compared with the target all along."""
+    """The loss of a batch: the head is rolled out from every position and compared with the target at each depth."""
 
     def __init__(self, head: Eagle3Head, teacher: Llama, *, depth: int, overlap_weight: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the drafts' distillations share: text of the corpus and the target's own samples, a batch of each a step."""
+"""Distils a draft: one batch of the corpus and one of the target's own samples in each step."""
 
 import json
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from slipstream.training.run import LOG_EVERY_STEPS, Record, steps
 from slipstream.training.windows import Rows, Windows, load_tokens
 
 TEMPERATURE = 0.8
-"""That of the distributions that are compared: drafts are used at about that."""
+"""Temperature of the distributions that are compared: drafts are used at about that."""
 
 LossAndOverlap = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Of tokens, int64 [batch, length]: the loss, a scalar, and the overlap sum of min(p, q), a scalar or [depth]."""
+"""Maps tokens, int64 [batch, length], to the loss, a scalar, and the overlap sum of min(p, q), a scalar or [depth]."""
 
 
 def load_sources(

@@ -21,7 +21,7 @@ class HeadShape:
     intermediate_size: int = 640
     draft_vocab_size: int = 3584
     fused_layers: tuple[int, int, int] = (2, 4, 6)
-    """Layers whose inputs are fused; the target has six, of which the paper's 2, n // 2 and n - 3 would be two."""
+    """Layers whose inputs are fused. Of the paper's layers 2, n // 2, n - 3 two are the same in this target of six."""
 
 
 class ChainAttention(nn.Module):
@@ -39,7 +39,7 @@ class ChainAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """``x``: [batch, length, 2 * width], the entries of one depth; ``cache`` has those of the depths before.
 
-        Index i of depth j stands at position i + j. It sees what depth 0 has up to i, and its own chain.
+        Index i of depth j stands at position i + j. It sees depth 0 up to i, and its own chain.
         """
         batch, length, _ = x.shape
         query, key, value = (
@@ -66,7 +66,7 @@ class ChainAttention(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The one layer: embedding and state are normed apart, and the state is what the branches add to."""
+    """The one layer: embedding and state are normed apart, and the branches add to the state."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """The head. The embedding is the target's and not part of it."""
+    """The head, without an embedding: it uses the target's."""
 
     cos: Tensor
     sin: Tensor

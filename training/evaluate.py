@@ -33,7 +33,7 @@ def heldout_files(corpus: Path, limit: int | None) -> tuple[list[list[int]], int
 
 
 def natural_share(files: list[list[int]]) -> float:
-    """Repeated 5-gram share of the held-out text itself, in pieces as long as the sampled outputs."""
+    """Repeated 5-gram share of the held-out text, in pieces as long as the sampled outputs."""
     length = SAMPLED.num_tokens
     pieces = [file[i : i + length] for file in files for i in range(1, len(file) - length, length)]
     return sum(map(accept_length.repeated_share, pieces)) / len(pieces)

@@ -140,7 +140,7 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=0.02 / depth**0.5 if residual else 0.02)
 
     def states(self, tokens: Tensor) -> list[Tensor]:
-        """What each layer reads, and at last what the last one leaves: [batch, length, width] each."""
+        """Return the input of each layer and the output of the last one: [batch, length, width] each."""
         x = self.model.dropout(self.model.embed_tokens(tokens))
         length = tokens.shape[1]
         # RoPE in the activations' own dtype would lose whole positions in bfloat16: the tables stay float32.

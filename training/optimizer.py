@@ -53,7 +53,7 @@ class Optimizer:
 
 
 class Course:
-    """How far a run is, 0 to 1: by steps, or by the clock where that comes first.
+    """Progress of a run, 0 to 1: by steps, or by the clock if that is further.
 
     The clock starts at the first call, so that compilation before it does not count.
     """

@@ -1,4 +1,4 @@
-"""A run of training: one step after the other until its course is over, and its log."""
+"""Runs training steps until the course is over, and writes the log."""
 
 import json
 import time
@@ -13,28 +13,28 @@ LOG_EVERY_STEPS = 20
 
 Result = TypeVar("Result")
 Record = dict[str, Any]
-"""What the log has of a step."""
+"""The log's record of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[Result]):
-    """A step that is done."""
+    """A finished step."""
 
     number: int
     """1 is the first."""
     result: Result
-    """What the backward pass returned."""
+    """The value that the backward pass returned."""
     began: float
-    """When the run did, by the monotonic clock."""
+    """Beginning of the run, by the monotonic clock."""
 
     @property
     def is_logged(self) -> bool:
-        """Whether the log has a record of it."""
+        """True if the log has a record of it."""
         return self.number % LOG_EVERY_STEPS == 0
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Seconds since the run began."""
         return time.monotonic() - self.began
 
 
@@ -50,6 +50,6 @@ def steps(optimizer: Optimizer, course: Course, backward: Callable[[], Result]) 
 
 
 def write_log(path: Path, settings: Record, records: list[Record]) -> None:
-    """Write both as JSON, and make the folder."""
+    """Write settings and records as JSON; make the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"settings": settings, "log": records}) + "\n")

@@ -1,4 +1,4 @@
-"""Text sampled from the target, for its draft to learn where it will be used."""
+"""Samples text from the target, on which its draft is trained."""
 
 import time
 from pathlib import Path

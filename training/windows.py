@@ -24,7 +24,7 @@ class Windows:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Full batches in one pass over the stream; what is left over waits for another epoch."""
+        """Full batches in one pass over the stream; the remainder is skipped until another epoch."""
         return (len(self.stream) - 2 * self.length) // self.length // self.batch
 
     def batches(self) -> Iterator[Tensor]:

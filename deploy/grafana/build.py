@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "dashboards"
 
 
 def texts() -> dict[str, str]:
-    """What each file in `FOLDER` holds, by its name."""
+    """Returns the content of each file in `FOLDER`, by its name."""
     boards = (overlap(), speculation(), service(), health())
     return {
         f"{board.uid}.json": json.dumps(board, cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
@@ -28,7 +28,7 @@ def texts() -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes them."""
+    """Writes the files."""
     for name, text in texts().items():
         (FOLDER / name).write_text(text, encoding="utf-8")
 

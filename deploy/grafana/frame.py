@@ -1,4 +1,4 @@
-"""What every dashboard has around its panels: variables, links to the others, marks where something started anew."""
+"""The frame of every dashboard: variables, links to the others, marks at restarts and new epochs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Health dashboard: what is there, since when, and what it takes."""
+"""The Health dashboard: which services run, since when, and what they take of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AGE_LIMITS = ((3, "yellow"), (10, "red"))
 
 
 def health() -> Dashboard:
-    """The whole of it."""
+    """Returns the dashboard."""
     return framed(
         "health",
         "health",

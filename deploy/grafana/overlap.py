@@ -43,7 +43,7 @@ COLORS = {
 
 
 def overlap() -> Dashboard:
-    """The whole of it."""
+    """Returns the dashboard."""
     return framed(
         "overlap",
         "overlap",
@@ -73,7 +73,7 @@ def _lost() -> list[Panel]:
         ),
         bars(
             "Lost at which edge",
-            "The same share, by what came before and after the time in which nobody worked. verify → draft: the next "
+            "The same share, by the work before and after the lost time. verify → draft: the next "
             "step's draft came too late. draft → verify: verify did. verify → verify: steps without a draft in their "
             "path. A long bar points at who sends late: see the host's stalls below.",
             *_lost_by_edge(),

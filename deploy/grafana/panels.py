@@ -1,4 +1,4 @@
-"""Panels as all dashboards have them: every one with a unit, a description and thresholds."""
+"""The panels of all dashboards, each with a unit, a description and thresholds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Panel: TypeAlias = stat.Panel | timeseries.Panel | bargauge.Panel | heatmap.Panel | table.Panel
 P = TypeVar("P", stat.Panel, timeseries.Panel, bargauge.Panel, heatmap.Panel, table.Panel)
 Limits: TypeAlias = "Sequence[tuple[float, str]]"
-"""From which value on which colour; green below the first."""
+"""The colours from each value on; green below the first."""
 
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 WIDTH = 24
@@ -129,7 +129,7 @@ def _framed(
     thresholds: dashboard.ThresholdsConfig,
     size: tuple[int, int],
 ) -> P:
-    """What every panel has; `size` is its columns and rows."""
+    """Sets the parts that every panel has; `size` is its columns and rows."""
     panel.title(title).description(description).datasource(DATASOURCE).unit(unit).thresholds(thresholds)
     panel.span(size[0]).height(size[1])
     for number, query in enumerate(queries):

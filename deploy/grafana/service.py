@@ -1,4 +1,4 @@
-"""The Service dashboard: what clients get."""
+"""The Service dashboard: latencies, load and room, as clients meet them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KV_BYTES = f"{series(KV_PAGES_USED)} * {series(KV_PAGE_BYTES)}"
 
 
 def service() -> Dashboard:
-    """The whole of it."""
+    """Returns the dashboard."""
     return framed(
         "service",
         "service",

@@ -39,7 +39,7 @@ GAIN_HELP = (
 
 
 def speculation() -> Dashboard:
-    """The whole of it."""
+    """Returns the dashboard."""
     return framed(
         "speculation",
         "speculation",

@@ -1,4 +1,4 @@
-"""The shared memory: maps the file that a manifest describes, and waits for and signals the fences in it."""
+"""The shared memory: maps the file of a manifest, waits for and signals the fences in it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 _SYS_FUTEX = 202  # x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
-_LOOK_UP_S = 0.1
-"""How often somebody who waits looks whether it is still worth it."""
+_ALL_WAITERS = 2**31 - 1
+_CHECK_INTERVAL_S = 0.1
+"""Between two checks, in a wait, if the epoch is over."""
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
 
 class ManifestError(Exception):
-    """The memory is not what the manifest says, or not what this drafter can use."""
+    """The memory differs from the manifest, or this drafter cannot use it."""
 
 
 class _Timespec(ctypes.Structure):
@@ -39,19 +39,19 @@ class _Timespec(ctypes.Structure):
 
 
 class Fence:
-    """A counter that only grows: eight bytes of which the low four are a futex."""
+    """A counter that only grows: eight bytes, of which the low four are a futex."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._word = ctypes.c_uint64.from_buffer(memory, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._word))
 
     def signal(self, value: int) -> None:
-        """Sets it and wakes all who wait. x86-64 keeps stores in order: who sees it sees what was written before."""
+        """Sets the counter and wakes all waiters. x86-64 keeps stores in order: earlier writes are visible with it."""
         self._word.value = value
-        _syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+        _syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
 
     def wait(self, value: int, is_over: Callable[[], bool]) -> bool:
-        """Sleeps until it is at least `value`; False if `is_over` turns true first."""
+        """Sleeps until the counter is at least `value`. Returns False if `is_over` turns true first."""
         while (now := self._word.value) < value:
             if is_over():
                 return False
@@ -60,7 +60,7 @@ class Fence:
 
     def _sleep_while(self, seen: int) -> None:
         # The kernel compares before it sleeps, so no wake is missed; it may also return for no reason.
-        expected, timeout = ctypes.c_uint32(seen & 0xFFFFFFFF), _Timespec(0, int(_LOOK_UP_S * 1e9))
+        expected, timeout = ctypes.c_uint32(seen & 0xFFFFFFFF), _Timespec(0, int(_CHECK_INTERVAL_S * 1e9))
         if _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, expected, ctypes.byref(timeout), None, 0) < 0:
             code = ctypes.get_errno()
             if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
@@ -68,15 +68,15 @@ class Fence:
 
 
 class Arena:
-    """The mapped file. It stays mapped until the last array and fence of it is gone."""
+    """The mapped file. It stays mapped until its last array and fence are gone."""
 
     def __init__(self, manifest: pb.Manifest) -> None:
-        """Maps it. Raises ManifestError."""
+        """Maps the file. Raises ManifestError."""
         self._manifest = manifest
         self._memory = _map(manifest)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> npt.NDArray[Any]:
-        """The buffer `name`. Raises ManifestError unless it lies within the file with this shape and dtype."""
+        """Returns a buffer. Raises ManifestError unless it lies within the file with this shape and dtype."""
         buffer = next((buffer for buffer in self._manifest.buffers if buffer.name == name), None)
         if buffer is None:
             raise ManifestError(f"there is no buffer {name}")
@@ -87,7 +87,7 @@ class Arena:
         return np.frombuffer(self._memory, dtype, count, buffer.offset).reshape(shape)
 
     def fence(self, fence: pb.Fence) -> Fence:
-        """Raises ManifestError unless it is a `host` fence within the file."""
+        """Returns a fence. Raises ManifestError unless it is of kind `host` and within the file."""
         word = next((word for word in self._manifest.fences if word.fence == fence), None)
         if word is None or word.kind != "host":
             raise ManifestError(f"fence {fence}: there is none of kind 'host'")

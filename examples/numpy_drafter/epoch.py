@@ -1,4 +1,4 @@
-"""An epoch: the steps from an Attach to the end of its Execute, carried out in order by a thread of their own."""
+"""An epoch: carries out the steps from an Attach to the end of its Execute, in order, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Epoch:
         self._thread.start()
 
     def enqueue(self, command: pb.StepCommand) -> None:
-        """Takes a step and returns. Raises ValueError if it makes no sense."""
+        """Queues a step and returns. Raises ValueError for an invalid one."""
         self._check(command)
         self._last_step = command.step
         self._commands.put(command)
 
     def finish(self) -> None:
-        """Waits for everything enqueued."""
+        """Waits until every enqueued step is done."""
         self._commands.put(None)
         self._thread.join()
 
     def abandon(self) -> None:
-        """Ends without the rest: what its fences wait for may never come."""
+        """Ends without the remaining steps: the signals that they wait for may never come."""
         self._is_over.set()
         self.finish()
 
@@ -68,7 +68,7 @@ class Epoch:
             raise ValueError(f"step {command.step} of kind {command.kind} after step {self._last_step}")
         if not all(0 < slot < len(self._histories) for slot in slots):
             raise ValueError(f"step {command.step}: a slot that is not there")
-        # Each word has one writer: a drafter that signals another's fence would break the order of everybody.
+        # Each fence has one writer: a drafter that signals another one breaks the order of all processes.
         if any(point.fence != pb.FENCE_DRAFT_DONE for point in command.signals):
             raise ValueError(f"step {command.step}: a draft signals DRAFT_DONE alone")
         if any(point.fence not in self._fences for point in command.waits):
@@ -103,9 +103,9 @@ class Epoch:
             self._fences[point.fence].signal(point.value)
 
     def _propose(self, slot: int) -> list[int]:
-        """The K tokens that the slot's sequence may go on with."""
+        """Returns K guesses for the tokens after the slot's sequence."""
         history, num_guesses = self._histories[slot], self._draft_tokens.shape[1]
-        # Clamped: whatever is in the memory, a length must not become a bad index, nor a token a bad id.
+        # Clamped, because the memory may hold anything: a length becomes an index, a token an id.
         num_new = min(max(int(self._num_new[slot]), 1), num_guesses + 1)
         tokens = np.clip(self._last_tokens[slot, :num_new], 0, self._vocab_size - 1)
         history.put(max(int(self._seq_lens[slot]) + 1 - num_new, 0), tokens.tolist())

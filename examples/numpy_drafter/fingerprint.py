@@ -1,4 +1,4 @@
-"""The fingerprint by which draft and verify know that they mean the same tokens; see `docs/write-a-drafter.md`."""
+"""The fingerprint of a tokenizer, equal for draft and verify; defined in `docs/write-a-drafter.md`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """SHA-256, in hex, of what gives token ids their meaning in the directory's `tokenizer.json`."""
+    """Returns the SHA-256, in hex, of vocabulary, added tokens and merges in the directory's `tokenizer.json`."""
     document = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     model = document["model"]
     pairs = _vocabulary(model["vocab"])

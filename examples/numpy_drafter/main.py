@@ -1,4 +1,4 @@
-"""A drafter that knows nothing of the project but its contract: n-grams in NumPy, over gRPC and shared memory.
+"""An n-gram drafter in NumPy. It uses the public contract alone: gRPC and shared memory.
 
     python examples/numpy_drafter/main.py --tokenizer DIR --listen unix:PATH
 
@@ -28,11 +28,11 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 PROTOCOL_VERSION = 1
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SWITCH_INTERVAL_S = 0.0005
-"""gRPC's threads and the stream's share one interpreter: a command must not wait 5 ms for its turn."""
+"""gRPC's threads and the stream's share one interpreter: by default a command may wait 5 ms for its turn."""
 OPTIONS = (
-    # Without it a second server shares a TCP port in silence.
+    # By default a second server shares a TCP port silently.
     ("grpc.so_reuseport", 0),
-    # The scheduler pings every 2 seconds; gRPC would hang up on it for that.
+    # The scheduler pings every 2 seconds, for which gRPC closes the connection by default.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -56,7 +56,7 @@ def main() -> int:
     pb_grpc.add_WorkerServicer_to_server(DraftServicer(description, fail), server)  # type: ignore[no-untyped-call]
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    os.umask(0o177)  # nobody else may connect to the socket
+    os.umask(0o177)  # other users may not connect to the socket
     server.add_insecure_port(arguments.listen)
     server.start()
     for name in ("", "slipstream.v1.Worker"):

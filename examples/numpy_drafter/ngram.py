@@ -1,7 +1,7 @@
-"""What comes next, by what came next before: n-gram counts over one sequence's own tokens.
+"""Guesses the next token from n-gram counts over the sequence's own tokens (prompt lookup).
 
-The longest match of the last tokens decides (prompt lookup); shorter ones, down to how often each token occurs
-at all, fill in where it says nothing.
+The longest match of the last tokens counts most. Shorter matches, down to the frequency of each token, give the other
+tokens their probability.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 LONGEST_MATCH_TOKENS = 4
 _SHORTER_MATCHES = 0.1
-"""How many occurrences what is known from shorter matches counts for, beside those of a longer one."""
+"""Weight of the shorter matches, in occurrences of the longer one."""
 
 
 class History:
-    """The tokens of a sequence from some position on, without a gap."""
+    """The tokens of a sequence from a position on, without a gap."""
 
     def __init__(self) -> None:
         self._start = 0
         self._tokens: list[int] = []
 
     def put(self, position: int, tokens: Iterable[int]) -> None:
-        """Has `tokens` from `position` on, and nothing behind them. What lies before a gap is forgotten."""
+        """Replaces all tokens from `position` on by `tokens`. Forgets the tokens before a gap."""
         if not self._start <= position <= self._start + len(self._tokens):
             self._start, self._tokens = position, []
         del self._tokens[position - self._start :]
@@ -36,11 +36,11 @@ class History:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self._start + len(self._tokens)
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """All of them."""
+        """Returns all tokens: [N]."""
         return np.array(self._tokens, np.int64)
 
 
@@ -50,11 +50,11 @@ class Continuation:
     def __init__(self, tokens: npt.NDArray[np.int64]) -> None:
         """`tokens`: at least one."""
         self.token_ids, self._codes = np.unique(tokens, return_inverse=True)
-        """The tokens that can be guessed: [N] ids, ascending; those of the sequence."""
+        """[N] ids, ascending: the tokens of the sequence, which are the ones that can be guessed."""
         self._last = self._codes[-LONGEST_MATCH_TOKENS:].tolist()
 
     def probabilities(self) -> npt.NDArray[np.float64]:
-        """How likely each of `token_ids` is next: [N], above 0."""
+        """Returns the probability of each of `token_ids` to be next: [N], above 0."""
         codes, num_tokens = self._codes, len(self.token_ids)
         likely: npt.NDArray[np.float64] = np.bincount(codes, minlength=num_tokens) / len(codes)
         places = np.arange(1, len(codes))  # of tokens that follow a match
@@ -68,5 +68,5 @@ class Continuation:
         return likely
 
     def append(self, index: int) -> None:
-        """The next token is taken to be number `index` of `token_ids`."""
+        """Appends number `index` of `token_ids` to the sequence."""
         self._last = [*self._last, index][-LONGEST_MATCH_TOKENS:]

@@ -1,4 +1,4 @@
-"""How a token is chosen: the noise and the filters of `docs/noise.md`, in NumPy."""
+"""Chooses tokens with the noise and the filters of `docs/noise.md`, in NumPy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 
 
 def random_words(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """The 32-bit random number of each token: Philox4x32-10, keyed by the seed."""
+    """Returns the 32-bit random number of each token ([N]): Philox4x32-10, keyed by the seed."""
     ids = token_ids.astype(np.uint64)
     zeros = np.zeros_like(ids)
     c0, c1, c2, c3 = ids >> np.uint64(2), zeros + np.uint64(position & _LOW), zeros, zeros
@@ -30,13 +30,13 @@ def random_words(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> 
 
 
 def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Standard Gumbel noise of tokens ([N]) that could be chosen at `position`: [N]."""
+    """Returns standard Gumbel noise of the tokens ([N]) for a choice at `position`: [N]."""
     words = random_words(seed, position, token_ids).astype(np.float64)
     return (-np.log(-np.log1p(-(words + 0.5) * 2.0**-32))).astype(np.float32)
 
 
 def can_choose(sampling: SlotSampling) -> bool:
-    """Whether the numbers are such that a token is left, whatever the probabilities."""
+    """Returns whether these filters leave a token for all probabilities."""
     if sampling.temperature == 0.0:
         return True
     return 2.0**-16 <= sampling.temperature <= 100 and 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
@@ -45,7 +45,7 @@ def can_choose(sampling: SlotSampling) -> bool:
 def choose(
     token_ids: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64], sampling: SlotSampling, position: int
 ) -> int:
-    """Which of the tokens ([N] ids, ascending) is chosen at `position`: its index. `probabilities`: [N], above 0."""
+    """Chooses one of the tokens ([N] ids, ascending) and returns its index. `probabilities`: [N], above 0."""
     if sampling.temperature == 0.0:
         return int(probabilities.argmax())
     logits = np.log(probabilities) / sampling.temperature
@@ -55,7 +55,7 @@ def choose(
 
 
 def _kept(logits: npt.NDArray[np.float64], sampling: SlotSampling) -> npt.NDArray[np.intp]:
-    """Indices, ascending, of what the filters keep: a prefix of the tokens, the most likely first."""
+    """Returns the indices, ascending, of the tokens that the filters keep: the most likely ones."""
     order = np.argsort(-logits, kind="stable")
     if sampling.top_k:
         order = order[: sampling.top_k]

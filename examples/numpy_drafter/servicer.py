@@ -1,4 +1,4 @@
-"""`slipstream.v1.Worker`, served by a drafter."""
+"""Serves `slipstream.v1.Worker`."""
 
 # ruff: noqa: N802 - a servicer's methods are named as in its proto
 
@@ -22,10 +22,10 @@ _MUST_AGREE = ("protocol_version", "device", "vocab_size", "tokenizer_sha256", "
 
 
 class DraftServicer(pb_grpc.WorkerServicer):
-    """One scheduler at a time, one epoch at a time."""
+    """Serves one scheduler and one epoch at a time."""
 
     def __init__(self, description: pb.DescribeResponse, on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called when a step failed for which there is no excuse."""
+        """`on_failure` is called when a step failed."""
         self._description = description
         self._on_failure = on_failure
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class DraftServicer(pb_grpc.WorkerServicer):
         with self._lock:
             if misfit := self._misfit(request):
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, misfit)
-            if self._epoch is not None:  # without a stream: its scheduler was lost between Attach and Execute
+            if self._epoch is not None:  # it has no stream: its scheduler was lost between Attach and Execute
                 self._epoch.abandon()
                 self._epoch = None
             try:
@@ -83,7 +83,7 @@ class DraftServicer(pb_grpc.WorkerServicer):
             if epoch is None or request.epoch not in (0, epoch.number):
                 return pb.DrainResponse()
             self._epoch = None
-        # Without the lock: if the scheduler is lost meanwhile, the end of its stream must be able to abandon it.
+        # Without the lock: if the scheduler is lost meanwhile, the end of its stream abandons the epoch.
         epoch.finish()
         return pb.DrainResponse()
 
@@ -97,7 +97,7 @@ class DraftServicer(pb_grpc.WorkerServicer):
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _misfit(self, request: pb.AttachRequest) -> str:
-        """What stands against an attachment; empty if nothing does."""
+        """Returns why an attachment does not fit; empty if it fits."""
         own, peer = self._description, request.peer
         if self._has_stream:
             return "another scheduler has the Execute stream of this worker"
