@@ -122,15 +122,22 @@ def test_a_draft_that_hangs_in_a_prefill_is_noticed_before_its_rows_are_used_aga
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
+    """Draft stands still until verify is as far ahead as it may be."""
     behind: list[int] = []
+    go_on = threading.Event()
 
     def look(command: StepCommand) -> StepCommand:
         if command.kind is StepKind.PREFILL:
-            behind.append(command.step - both[1].engine._fences[FenceName.DRAFT_DONE].poll())
+            draft = both[1].engine._open
+            assert draft is not None
+            behind.append(command.step - draft._fences[FenceName.DRAFT_DONE].poll())
+            if behind[-1] >= ring_rows(run_ahead):
+                go_on.set()
         return command
 
-    with workers(draft_ms=3.0, before_draft=look) as both:
+    with workers(before_draft=look) as both:
         epoch = make_epoch(both, chunk_tokens=2, run_ahead=run_ahead)
+        both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.run([make_job(prompt_tokens=60)])
         assert max(behind) == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
         assert (
