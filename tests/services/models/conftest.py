@@ -21,5 +21,5 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(checkpoint: Path) -> PagedModel:
-    """That Llama with a fresh cache."""
+    """The Llama of `checkpoint` with a fresh cache."""
     return PagedModel(checkpoint, seed=1)

@@ -48,7 +48,7 @@ def naive(logits: npt.NDArray[np.float32], row: Row, column: int, width: int, po
 
 
 def history_of(rows: list[Row], slots: list[int], vocab_size: int, *, commit: int = 0) -> TokenHistory:
-    """Of these prompts and outputs; `commit` of each chain's tokens are output, too."""
+    """Adds these prompts and outputs; `commit` of each chain's tokens are output, too."""
     history = TokenHistory(NUM_SLOTS, vocab_size, CPU)
     for row, slot in zip(rows, slots, strict=True):
         at = torch.tensor([slot])
@@ -188,7 +188,7 @@ def test_lists_of_every_length_fit(count: int) -> None:
 
 
 def test_nothing_is_read_back_off_the_cpu() -> None:
-    """On the meta device any look at a value is an error."""
+    """Runs on the meta device, where reading a value is an error."""
     meta = torch.device("meta")
     history = TokenHistory(3, 50, meta)
     rows = torch.zeros(2, dtype=torch.int64, device=meta)

@@ -130,7 +130,7 @@ def test_attention_is_given_by_the_caller(checkpoint: Path, model: PagedModel) -
 
 
 def test_nothing_is_read_back_from_other_devices(model: PagedModel) -> None:
-    """As CUDA graphs ask for: on the meta device tensors have no values that could be read."""
+    """CUDA graphs need this. On the meta device tensors have no values that could be read."""
     meta, config = torch.device("meta"), model.decoder.config
     decoder = Decoder(config, device=meta, dtype=torch.bfloat16)
     cache = PagedKV(config, num_pages=9, page_size=16, device=meta, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def logits_of(decoder: Decoder, num_tokens: int = 40) -> torch.Tensor:
-    """Of a prompt of as many different tokens."""
+    """Returns logits of a prompt of that many different tokens."""
     cache = PagedKV(decoder.config, num_pages=4, page_size=16, device=CPU, dtype=torch.float32)
     positions = torch.arange(num_tokens)[None]
     batch = ForwardBatch(

@@ -1,4 +1,4 @@
-"""Random batches over pages, and what attention must make of them, in float64."""
+"""Random batches over pages, and attention over them in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def some_config(
     sliding_windows: tuple[int | None, ...] = (),
     num_layers: int = 1,
 ) -> ModelConfig:
-    """A decoder of which only the attention matters."""
+    """Makes a configuration of which only the attention matters."""
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=64,
@@ -46,7 +46,7 @@ def some_config(
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """A batch whose rows hold `lengths` keys before it; all that a row may not see is NaN."""
+    """A batch whose rows hold `lengths` keys before it; keys that a row may not see are NaN."""
 
     config: ModelConfig
     cache: PagedKV
@@ -101,7 +101,7 @@ class AttentionCase:
         return pages[PADDING_PAGE + 1 :].to(torch.float64).cpu()
 
     def expected(self, layer: int = 0, *, qkv: torch.Tensor | None = None) -> torch.Tensor:
-        """What valid queries get, from pages that hold the batch's keys: [B, W, q_size] float64; zeros elsewhere."""
+        """Attention of valid queries over pages that hold the batch's keys: [B, W, q_size] float64; zeros elsewhere."""
         config, batch = self.config, self.batch
         num_rows, width = batch.tokens.shape
         queries = (qkv if qkv is not None else self.qkv)[:, : config.q_size].to(torch.float64).cpu()
@@ -134,7 +134,7 @@ class AttentionCase:
         return keys, values
 
     def assert_close(self, output: torch.Tensor, expected: torch.Tensor) -> None:
-        """Of valid queries, to the dtype's tolerance; those of others are finite."""
+        """Compares valid queries to the dtype's tolerance; outputs of the others are finite."""
         assert output.isfinite().all()
         is_valid = self.batch.is_valid.cpu()
         difference = (output.to(torch.float64).cpu().view_as(expected) - expected)[is_valid].abs()

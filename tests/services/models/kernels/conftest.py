@@ -11,7 +11,7 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With a GPU these are tests of the GPU."""
+    """Marks the kernels' tests as tests of the GPU where there is one."""
     here = Path(__file__).parent
     for item in items:
         if HAS_CUDA and here in item.path.parents:
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run."""
+    """The device on which the kernels run."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 

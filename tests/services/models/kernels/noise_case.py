@@ -1,4 +1,4 @@
-"""A kernel that leaves what the noise of the sampler's kernels is made of."""
+"""Kernels that write the random words and the noise of the sampler's kernels."""
 
 from __future__ import annotations
 

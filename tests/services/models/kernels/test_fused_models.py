@@ -119,5 +119,5 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
 
 
 def assert_close(values: torch.Tensor, expected: torch.Tensor) -> None:
-    """As far as the order of sums goes; TF32 is off by default."""
+    """Compares up to the order of sums; TF32 is off by default."""
     torch.testing.assert_close(values, expected, atol=2e-4, rtol=1e-4)

@@ -55,7 +55,7 @@ def test_a_query_does_not_depend_on_its_row(
 
 
 def test_a_query_does_not_depend_on_the_table(device: torch.device, dtype: torch.dtype) -> None:
-    """Which is longer where more tokens are drafted ahead."""
+    """A page table is longer where more tokens are drafted ahead."""
     cases = [
         AttentionCase.random(some_config(), (90,), WIDTH, device=device, dtype=dtype, seed=5, page_size=16)
         for _ in range(2)

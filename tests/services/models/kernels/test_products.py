@@ -25,7 +25,7 @@ class Case:
         self._dtype = dtype
 
     def some(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Around zero."""
+        """Random numbers around zero."""
         return (scale * torch.randn(*shape, generator=self._generator)).to(self._device, self._dtype)
 
     def layer(self, size: int, columns: int, *, has_bias: bool) -> Linear:
@@ -34,7 +34,7 @@ class Case:
         return Linear(weight, nn.Parameter(self.some(columns), requires_grad=False) if has_bias else None)
 
     def norm(self, size: int) -> RMSNorm:
-        """With weights around one."""
+        """Makes a norm with weights around one."""
         return RMSNorm(nn.Parameter(1 + self.some(size, scale=0.2), requires_grad=False), EPS)
 
 
@@ -87,6 +87,6 @@ def test_what_is_more_or_exact_is_not_for_it() -> None:
 
 
 def close(values: torch.Tensor, expected: torch.Tensor) -> None:
-    """As far as rounding goes."""
+    """Compares up to rounding."""
     rounding = ROUNDING[values.dtype]
     torch.testing.assert_close(values.to(torch.float64), expected, atol=rounding, rtol=rounding)

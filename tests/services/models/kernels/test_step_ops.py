@@ -1,4 +1,4 @@
-"""What a step does around its forwards, in one launch each, against the same in PyTorch."""
+"""The kernels of a step around its forwards against the same operations in PyTorch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PlainArena:
         return self._buffers[name]
 
     def state(self) -> dict[str, list[object]]:
-        """All there is, but for the padding slot."""
+        """Returns all buffers as lists."""
         return {name: buffer.tolist() for name, buffer in self._buffers.items()}
 
 
