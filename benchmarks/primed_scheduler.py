@@ -31,14 +31,10 @@ def main() -> None:
 
 
 def _import_the_rest() -> None:
-    """What a scheduler imports only when it runs. A tokenizer's classes are known when one was loaded."""
+    """Imports what a scheduler imports only when it runs."""
     import_module("slipstream.scheduler.server")
-    from transformers import AutoTokenizer
-
-    from slipstream.bundled import target_dir
     from slipstream.common.device.choose import cuda_obstacle
 
-    AutoTokenizer.from_pretrained(str(target_dir()), local_files_only=True)
     if cuda_obstacle() is None:
         import_module("slipstream.benchmarks.policy_device")
 
