@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from slipstream.services.models.attention import Attention
-
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -138,28 +136,26 @@ def load_decoder(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    attention: Attention | None = None,
     load_format: LoadFormat = LoadFormat.AUTO,
     on_progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
 
     Everything is checked against `config.json` before memory is taken. On a GPU the decoder works by kernels of its
-    own, unless `attention` is given; on a CPU that is PyTorch's. `on_progress` is called with the fraction of the
-    weights that are in place. Raises `CheckpointError` when the directory is not a whole checkpoint of a supported
-    decoder.
+    own. `on_progress` is called with the fraction of the weights that are in place. Raises `CheckpointError` when the
+    directory is not a whole checkpoint of a supported decoder.
     """
     path = Path(path)
     config = ModelConfig.from_directory(path)
     if load_format is LoadFormat.DUMMY:
-        decoder = _empty_decoder(config, attention, device, dtype)
+        decoder = _empty_decoder(config, device, dtype)
         fill_with_noise(decoder, on_progress=on_progress)
         decoder.pack()
         return decoder.eval()
     slots = dict(_slots(config))
     with WeightFiles(path) as files:
         check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))
-        decoder = _empty_decoder(config, attention, device, dtype)
+        decoder = _empty_decoder(config, device, dtype)
         fill(decoder, slots, files, on_progress)
         if config.tie_word_embeddings:
             _check_tied_head(files)
@@ -167,15 +163,13 @@ def load_decoder(
     return decoder.eval()
 
 
-def _empty_decoder(
-    config: ModelConfig, attention: Attention | None, device: torch.device, dtype: torch.dtype
-) -> Decoder:
-    if device.type == "cuda" and attention is None:
-        # Here, as there is no triton where there is no GPU.
+def _empty_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    if device.type == "cuda":
+        # Imported here, as there is no triton where there is no GPU.
         from slipstream.services.models.fused import FusedDecoder
 
         return FusedDecoder(config, device=device, dtype=dtype)
-    return Decoder(config, attention=attention, device=device, dtype=dtype)
+    return Decoder(config, device=device, dtype=dtype)
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:

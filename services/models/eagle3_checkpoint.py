@@ -81,7 +81,7 @@ def _dummy(
 
 def _empty_head(config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> Eagle3Head:
     if device.type == "cuda":
-        # Here, as there is no triton where there is no GPU.
+        # Imported here, as there is no triton where there is no GPU.
         from slipstream.services.models.fused import FusedEagle3Head
 
         return FusedEagle3Head(config, device=device, dtype=dtype)

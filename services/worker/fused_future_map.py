@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.worker.layout import BufferName
-from slipstream.services.models.kernels.step_ops import gather_kernel, power_of_two, publish_kernel, stash_kernel
+from slipstream.services.models.kernels.launching import power_of_two
+from slipstream.services.models.kernels.step_ops import gather_kernel, publish_kernel, stash_kernel
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState
 
 if TYPE_CHECKING:

@@ -35,6 +35,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def overlapping(device: torch.device) -> Mapping[str, Any]:
     """Options for launching a kernel that waits by itself for the one before it (programmatic dependent launch).
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel
-from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping
+from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping, power_of_two
 from slipstream.services.models.kernels.rotation import keep_kernel
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class PagedLayerAttention:
             KV_HEADS=config.num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=config.head_dim,
-            BLOCK_D=max(16, _power_of_two(config.head_dim)),
+            BLOCK_D=max(16, power_of_two(config.head_dim)),
             BLOCK_M=self._tile.block_m,
             BLOCK_N=self._tile.block_n,
             HAS_WINDOW=window is not None,
@@ -172,7 +172,7 @@ class PagedLayerAttention:
             Q_HEADS=config.num_heads,
             KV_HEADS=config.num_kv_heads,
             HEAD_DIM=config.head_dim,
-            BLOCK_HALF=_power_of_two(config.head_dim // 2),
+            BLOCK_HALF=power_of_two(config.head_dim // 2),
             BLOCK_HEADS=block_heads,
             FIRST_HEAD=first_head,
             HAS_ROTATION=rotation is not None,
@@ -192,8 +192,8 @@ class PagedLayerAttention:
             KV_HEADS=config.num_kv_heads,
             GROUP=self._group,
             HEAD_DIM=config.head_dim,
-            BLOCK_D=_power_of_two(config.head_dim),
-            BLOCK_S=_power_of_two(self._num_splits),
+            BLOCK_D=power_of_two(config.head_dim),
+            BLOCK_S=power_of_two(self._num_splits),
             **overlapping(output.device),
             num_warps=1 if self._num_splits <= 8 else 4,
         )
@@ -209,14 +209,9 @@ class _Tile:
 
 def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
     """Chooses the tile of a program for `num_stacked` queries of the heads that share a key head."""
-    block_m = min(128, max(16, _power_of_two(num_stacked)))
+    block_m = min(128, max(16, power_of_two(num_stacked)))
     if element_size == 4:
         return _Tile(min(block_m, 64), 32, 4, 2)
     if block_m == 128:
         return _Tile(128, 64, 4 if head_dim <= 128 else 8, 2)
     return _Tile(block_m, 128 if head_dim <= 128 else 64, 4, 2)
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
-    return 1 << max(0, number - 1).bit_length()

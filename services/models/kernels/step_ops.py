@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.services.models.kernels.launching import power_of_two
 from slipstream.services.models.sampler import SamplingRows
 
 if TYPE_CHECKING:
@@ -272,8 +273,3 @@ def embed_and_norm(
             num_warps=min(16, max(1, block // 512)),
         )
     return both
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`."""
-    return 1 << max(0, number - 1).bit_length()

@@ -113,7 +113,7 @@ def test_tokens_that_were_rejected_leave_no_trace(model: PagedModel) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_attention_is_given_by_the_caller(checkpoint: Path, model: PagedModel) -> None:
+def test_layers_share_what_attention_prepares(checkpoint: Path, model: PagedModel) -> None:
     calls = []
 
     class Counted(TorchAttention):
@@ -121,8 +121,8 @@ def test_attention_is_given_by_the_caller(checkpoint: Path, model: PagedModel) -
             calls.append(batch)
             return super().prepare(batch, cache)
 
-    attention = Counted(model.decoder.config)
-    decoder = load_decoder(checkpoint, device=CPU, dtype=torch.float32, attention=attention)
+    decoder = load_decoder(checkpoint, device=CPU, dtype=torch.float32)
+    decoder._attention = Counted(model.decoder.config)
     batch = model.batch([(0, [1, 2, 3])])
     hidden = decoder(batch, model.cache).hidden
     assert len(calls) == 1, "what layers share is computed once"
