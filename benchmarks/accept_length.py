@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.benchmarks.result_rows import write_rows
-from slipstream.benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.models import Models
+from slipstream.benchmarks.result_files import write_rows
+from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
@@ -30,12 +31,11 @@ ALGORITHMS = ("standalone", "eagle3")
 NUM_DRAFT_TOKENS = 4
 CONCURRENCY = 8
 GRAM = 5
-LOG_DIR = Path("build/benchmarks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is measured."""
+    """A way of sampling."""
 
     temperature: float
     max_new_tokens: int
@@ -50,7 +50,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptLength:
-    """What came out."""
+    """The result for one draft, setting and seed."""
 
     algorithm: str
     num_draft_tokens: int
@@ -64,7 +64,7 @@ class AcceptLength:
     mean_accept_length: float
     """1 + accepted / verify steps, over all prompts."""
     repeated_share: float
-    """Of the output's tokens, those that lie in a 5-gram that was there before in the same output."""
+    """The part of the output's tokens that lies in a 5-gram that occurs more than once in the same output."""
 
 
 def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
@@ -81,7 +81,7 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
     return inside / max(1, sum(map(len, outputs)))
 
 
-def main(json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the results.")] = None) -> None:
+def main(json_file: Annotated[Path | None, typer.Option("--json", help="The file for the results.")] = None) -> None:
     """Measures the standalone draft and the EAGLE-3 head."""
     results = asyncio.run(_measure_all())
     for result in results:
@@ -90,18 +90,16 @@ def main(json_file: Annotated[Path | None, typer.Option("--json", help="Where to
             f"{result.max_new_tokens} tokens of {result.num_prompts} prompts: mean accept length "
             f"{result.mean_accept_length:.3f}, {100 * result.repeated_share:.1f} % of tokens in a repeated {GRAM}-gram"
         )
-    if json_file is not None:
-        write_rows(results, json_file)
+    write_rows(results, json_file)
 
 
 async def _measure_all() -> list[AcceptLength]:
     results = []
-    async with ServingStack.start(LOG_DIR) as stack:
+    async with Stack() as stack:
+        await stack.models(Models())
         for algorithm in ALGORITHMS:
-            async with (
-                stack.scheduler(algorithm, arguments=("--num-draft-tokens", str(NUM_DRAFT_TOKENS))) as address,
-                AsyncClient(address) as client,
-            ):
+            scheduler = stack.scheduler(algorithm, num_draft_tokens=NUM_DRAFT_TOKENS)
+            async with scheduler as served, AsyncClient(served.address) as client:
                 cases = [(setting, seed) for setting in SETTINGS for seed in setting.seeds]
                 results += [await _measure(client, algorithm, setting, seed) for setting, seed in cases]
     return results

@@ -1,4 +1,4 @@
-"""What `decode` measures, and what it says of it."""
+"""The measurements of `decode.py` and their medians."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Measurement:
     draft_ms: float
     verify_ms: float
     bubble_ms: float
-    """Neither worker worked."""
+    """Time in which neither worker worked."""
     draft_floor_ms: float | None
-    """What draft must read over the bandwidth of a copy; None where that is not known."""
+    """The bytes that draft must read over the bandwidth of a copy; None where that is not known."""
     verify_floor_ms: float | None
     tokens_per_second: float
-    """By this process's clock."""
+    """By the benchmark's own clock."""
     mean_accept_length: float
     num_steps: int
     cpu_ms: dict[str, float]
@@ -43,7 +43,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medians:
-    """Of the repeats of one shape and batch in three processes; ratios to one process are of the medians."""
+    """Medians over the repeats of one shape and batch in three processes; ratios to one process are of the medians."""
 
     shape: str
     batch: int
@@ -54,17 +54,17 @@ class Medians:
     bubble_ms: float
     tokens_per_second: float
     overlap_efficiency: float
-    over_kernels: float
-    """A step over draft and verify together."""
+    one_process_ms: float
+    """A step of one process."""
     over_one: float
-    """A step over one of one process."""
+    """A step over a step of one process."""
     draft_over_floor: float | None
     verify_over_floor: float | None
     cpu_ms: dict[str, float]
 
 
 def medians(measurements: Sequence[Measurement]) -> list[Medians]:
-    """Of each shape and batch, in their order."""
+    """Medians of each shape and batch, in their order."""
     return [
         _medians(*([m for m in measurements if (m.shape, m.batch, m.mode) == (shape, batch, mode)] for mode in MODES))
         for shape, batch in dict.fromkeys((m.shape, m.batch) for m in measurements)
@@ -72,7 +72,7 @@ def medians(measurements: Sequence[Measurement]) -> list[Medians]:
 
 
 def _medians(three: Sequence[Measurement], one: Sequence[Measurement]) -> Medians:
-    step = median(m.step_ms for m in three)
+    step, one_process = median(m.step_ms for m in three), median(m.step_ms for m in one)
     return Medians(
         shape=three[0].shape,
         batch=three[0].batch,
@@ -83,8 +83,8 @@ def _medians(three: Sequence[Measurement], one: Sequence[Measurement]) -> Median
         bubble_ms=median(m.bubble_ms for m in three),
         tokens_per_second=median(m.tokens_per_second for m in three),
         overlap_efficiency=median(1 - m.bubble_ms / m.step_ms for m in three),
-        over_kernels=step / median(m.draft_ms + m.verify_ms for m in three),
-        over_one=step / median(m.step_ms for m in one),
+        one_process_ms=one_process,
+        over_one=step / one_process,
         draft_over_floor=_over_floor((m.draft_ms, m.draft_floor_ms) for m in three),
         verify_over_floor=_over_floor((m.verify_ms, m.verify_floor_ms) for m in three),
         cpu_ms={name: median(m.cpu_ms[name] for m in three) for name in three[0].cpu_ms},
@@ -97,13 +97,12 @@ def _over_floor(times: Iterable[tuple[float, float | None]]) -> float | None:
 
 
 def summary(measurements: Sequence[Measurement]) -> list[str]:
-    """Medians, and three processes over one."""
+    """Lines with the medians, and three processes over one."""
     lines = ["", "medians of the repeats:"]
     for m in medians(measurements):
         lines.append(
-            f"{m.shape}, batch {m.batch}: step {m.step_ms:.3f} ms, {m.over_one:.4f} of one process, "
-            f"{m.over_kernels:.4f} of its kernels; overlap efficiency {m.overlap_efficiency:.4f}; "
-            f"{m.tokens_per_second:.0f} tokens/s"
+            f"{m.shape}, batch {m.batch}: step {m.step_ms:.3f} ms, {m.over_one:.4f} of one process; "
+            f"overlap efficiency {m.overlap_efficiency:.4f}; {m.tokens_per_second:.0f} tokens/s"
         )
         if m.verify_over_floor is not None:
             lines.append(f"    verify {m.verify_over_floor:.3f} of its floor, draft {m.draft_over_floor:.3f}")
@@ -111,7 +110,7 @@ def summary(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def line(m: Measurement) -> str:
-    """One repeat."""
+    """A line for one repeat."""
     cpu = ", ".join(f"{name} {value:.2f}" for name, value in m.cpu_ms.items())
     return (
         f"{m.shape}, batch {m.batch}, {m.mode}, repeat {m.repeat}: step {m.step_ms:.3f} ms = draft {m.draft_ms:.3f} + "

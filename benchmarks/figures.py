@@ -1,7 +1,7 @@
-"""The README's table of figures, and the page of a GPU's, from the results that are in the repository.
+"""The README's table and the pages of figures, from the results that are in the repository.
 
-python benchmarks/figures.py            # prints both
-python benchmarks/figures.py --write    # puts the one into README.md, between its two marks, and the other into docs/
+python benchmarks/figures.py            # prints the table
+python benchmarks/figures.py --write    # writes it into README.md, between its marks, and the two pages into docs/
 """
 
 from __future__ import annotations
@@ -9,265 +9,382 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.figures_gpu import decode_rows, overlap_rows, peers_rows
-from slipstream.benchmarks.figures_page import page
+from slipstream.benchmarks import decode_report, overlap
+from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
+from slipstream.benchmarks.transformers_peer import ASSISTED
+from slipstream.common.host import STEP_LOOP
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+CPU_PAGE = ROOT / "docs" / "measured.md"
 GPU_PAGE = ROOT / "docs" / "measured-on-a-gpu.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
-
-SERVING_FRACTION = 0.6
-"""Of the capacity: the rate that the table shows."""
-LONG_PROMPT_CHUNKS = (64, 512, 4096)
-"""The sizes of chunks that the table shows; 512 is the default."""
-ATTENTION = ((1, 8192), (32, 1024), (32, 8192))
-"""Batch and context of what the table shows."""
-STEP_CHECKS = ("step_check_cpu", "step_check_h200")
-GPU_ROWS = {"overlap": overlap_rows, "decode": decode_rows, "peers": peers_rows}
-DRAFTS = {"none": "no draft", "standalone": "standalone draft", "eagle3": "EAGLE-3 head"}
+WRITTEN = "Written by `python benchmarks/figures.py --write` from the files that each section names."
+LINE = 120
+DRAFT_NAMES = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
 
 
 def table() -> str:
-    """Markdown; every number comes from a file in `benchmarks/results`."""
-    rows = [("what", "measured", "script and raw output")]
-    rows += _overlap(_load("overlap_cpu"))
-    rows += _accept_lengths(_load("accept_length_cpu"))
-    rows.append(_lossless(_load("lossless_cpu")))
-    soak = _load("soak_cpu")
-    outcomes = soak["outcomes"]
-    rows.append(
-        (
-            f"{soak['num_clients']} clients that come, go and cancel for {soak['seconds']:.0f} s",
-            f"{sum(outcomes.values())} jobs, {outcomes['abort'] + outcomes['left']} of them cancelled; slots, pages, "
-            f"threads and descriptors afterwards {'as before' if not soak['problems'] else 'not as before'}",
-            _source("soak", "soak_cpu"),
-        )
-    )
-    rows += [_serving(_load("serving_cpu")), _overload(_load("overload_cpu")), _long_prompt(_load("long_prompt_cpu"))]
-    rows += [_step_check(name) for name in STEP_CHECKS if (RESULTS / f"{name}.json").is_file()]
-    rows.append(_measuring(_load("metrics_cost_cpu")))
-    rows.append(_attention(_load("attention_h200")))
-    for script, rows_of in GPU_ROWS.items():
-        if (RESULTS / f"{script}_h200.json").is_file():
-            found = rows_of(_load(f"{script}_h200"))
-            rows += [(what, measured, _source(script, f"{script}_h200")) for what, measured in found]
-    if (RESULTS / "near_ties_h200.json").exists():
-        rows.append(_near_ties(_load("near_ties_h200")))
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|---|---|---|", *lines[1:]])
+    """The README's table, with the hardware above it."""
+    decode, kernels = _decode("decode_h200"), _overlap("overlap_h200")
+    on_cpu, lossless = _overlap("overlap_cpu"), _load("lossless_cpu")
+    rows = []
+    shapes = {m.batch: m for m in decode_report.medians(decode) if m.shape == "llama-3.1-8b"}
+    for m in (shapes[min(shapes)], shapes[max(shapes)]):
+        what = f"decode step, 8B shape, batch {m.batch}; baseline: one process"
+        rows.append((what, f"{m.step_ms:.2f} ms", f"{m.one_process_ms:.2f} ms", f"{m.over_one:.3f}"))
+    pair = _pairs(kernels)[0]
+    steps = [m for m in _of(kernels, *pair, "run_ahead", 1) if m.mps and m.fence == "timeline"]
+    what = f"step, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: their length"
+    step_ms, ratio = median(m.step_ms for m in steps), median(m.ratio for m in steps)
+    rows.append((what, f"{step_ms:.2f} ms", f"{sum(pair):.2f} ms", f"{ratio:.3f}"))
+    speeds = {r["way"]: r["tokens_per_second"] for r in _load("peers_h200") if r["case"] == SHAPE_8B}
+    for baseline, name in ((PLAIN, "without a draft"), (ASSISTED, "`transformers`, assisted by a 1B shape")):
+        what = f"one request, 8B shape, EAGLE-3 head; baseline: {name}"
+        ratio = speeds[DRAFTING] / speeds[baseline]
+        rows.append((what, f"{speeds[DRAFTING]:.0f} tokens/s", f"{speeds[baseline]:.0f} tokens/s", f"{ratio:.2f}"))
+    for draft_ms, verify_ms in _pairs(on_cpu):
+        ours, host = (_of(on_cpu, draft_ms, verify_ms, *order) for order in (("run_ahead", 1), ("host_blocks", 0)))
+        what = f"lost per step on a CPU, dummy kernels of {draft_ms:g} + {verify_ms:g} ms; baseline: the host blocks"
+        share = median(m.lost_share for m in ours if m.lost_share is not None)
+        lost = [median(m.lost_ms for m in group) for group in (ours, host)]
+        rows.append((what, f"{lost[0]:.2f} ms", f"{lost[1]:.2f} ms", f"{share:.3f}"))
+    what = "outputs on a CPU that differ from plain decoding's; baseline: all that were compared"
+    share = lossless["num_different"] / lossless["num_outputs"]
+    rows.append((what, f"{lossless['num_different']}", f"{lossless['num_outputs']:,}", f"{share:g}"))
+    hardware = f"{_short(decode[0].host)}; on a CPU: {_short(on_cpu[0].host, 2)}."
+    return f"{hardware}\n\n{_table(('workload', 'Slipstream', 'baseline', 'ratio'), rows)}"
 
 
-def _step_check(name: str) -> tuple[str, str, str]:
-    found = _load(name)
-    parts = [_checked_part(part) for part in found["parts"] if part["delays"]]
-    gpu = "" if found["device"] == "cpu" else f" on an {found['host'].partition(',')[0]}"
-    what = (
-        f"step metrics against the host's clock, and {found['delay_us']:g} us put at each edge in turn{gpu}: what "
-        "shows there, and the most that shows at another"
-    )
-    return what, "; ".join(parts), _source("step_check", name)
-
-
-def _checked_part(part: dict[str, Any]) -> str:
-    clock = part["clocks"][0]
-    said = (
-        f"{part['name']}: sum over {clock['num_steps']:,} steps {clock['step_s'] / clock['clock_s']:.5f} of the clock's"
-    )
-    for run_ahead, where in ((1, "between streams"), (0, "a host that sends late, run-ahead 0")):
-        checks = [check for check in part["delays"] if check["delay"]["run_ahead"] == run_ahead]
-        own = [check["median"]["bubble_us"][check["delay"]["edge"]] for check in checks]
-        others = [
-            abs(grown)
-            for check in checks
-            for edge, grown in check["median"]["bubble_us"].items()
-            if edge != check["delay"]["edge"]
-        ]
-        if checks:
-            said += f", {where} {min(own):.0f} to {max(own):.0f} us and {max(others):.0f}"
-    return said
-
-
-def _measuring(cost: dict[str, Any]) -> tuple[str, str, str]:
-    share = f"{100 * cost['low_us'] / 1000:.1f} to {100 * cost['high_us'] / 1000:.1f} %"
-    return (
-        f"what measuring adds to a step of {cost['step_us'] / 1000:.1f} ms, with and without it in turns, "
-        f"{len(cost['pairs'])} pairs",
-        f"{cost['median_us']:.1f} us (95 of 100 resamples: {cost['low_us']:.1f} to {cost['high_us']:.1f}), which is "
-        f"{share} of a millisecond",
-        _source("metrics_cost", "metrics_cost_cpu"),
-    )
-
-
-def _attention(result: dict[str, Any]) -> tuple[str, str, str]:
-    places = {(m["batch"], m["context"]): m for m in result["measurements"]}
-    parts = []
-    for batch, context in ATTENTION:
-        m = places[batch, context]
-        times = m["torch_us"] / m["kernel_us"]
-        parts.append(
-            f"batch {batch}, context {context}: {100 * m['share_of_bandwidth']:.0f} % of the copy bandwidth, "
-            f"PyTorch's takes {times:.1f} times as long"
-        )
-    gpu = result["host"].partition(",")[0]
-    what = f"attention over pages on an {gpu}, 8B shape, {result['width']} query tokens, bfloat16"
-    return what, "; ".join(parts), _source("attention", "attention_h200")
-
-
-def _near_ties(report: dict[str, Any]) -> tuple[str, str, str]:
-    usual = [
-        row for row in report["rows"] if not row["deterministic"] and (row["draft"], row["at_once"]) != ("none", 1)
+def cpu_page() -> str:
+    """`docs/measured.md`."""
+    sections = [
+        "# Measured on a CPU",
+        _text(f"{WRITTEN} Two virtual cores; machines are noisy, and each ratio is taken within one run."),
+        *_overlap_section("overlap_cpu"),
+        *_accept_length_section(),
+        *_lossless_section(),
+        *_serving_section(),
+        *_robustness_sections(),
+        *_step_check_section("step_check_cpu"),
     ]
-    never = [row for row in report["rows"] if row["deterministic"] and (row["draft"], row["at_once"]) != ("none", 1)]
-    rates = [row["per_1000_tokens"] for row in usual]
-    largest = max((row["largest_gap"] for row in usual if row["largest_gap"] is not None), default=0.0)
-    num_far = sum(not row["all_near_ties"] for row in usual)
-    prices = [price["ratio"] for price in report["prices"]]
-    gpu = report["host"].partition(",")[0]
-    what = (
-        f"outputs in {report['dtype']} against plain decoding alone, bundled model on an {gpu}: "
-        f"{report['num_prompts']} prompts, greedy and at T = 0.8, without a draft and with the bundled ones, alone and "
-        f"in batches of {max(row['at_once'] for row in usual)}"
-    )
-    result = (
-        f"{sum(row['partings'] for row in usual)} of {sum(row['outputs'] for row in usual)} outputs part, "
-        f"{min(rates):.2f} to {max(rates):.2f} times in 1,000 tokens, "
-        f"{'each' if not num_far else 'not each'} at a near tie (at most {largest:.2f} from the best score, bound "
-        f"{report['bound']:g}); with `--deterministic` {sum(row['partings'] for row in never)} of "
-        f"{sum(row['outputs'] for row in never)}, and a step takes {min(prices):.2f} to {max(prices):.2f} times as long"
-    )
-    return what, result, _source("near_ties", "near_ties_h200")
+    return "\n\n".join(sections) + "\n"
 
 
-def _overlap(measurements: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+def gpu_page() -> str:
+    """`docs/measured-on-a-gpu.md`."""
+    sections = [
+        "# Measured on a GPU",
+        _text(f"{WRITTEN} Machines differ, also of one provider: each ratio is taken within one run."),
+        *_overlap_section("overlap_h200"),
+        *_decode_section(),
+        *_peers_section(),
+        *_near_ties_section(),
+        *_step_check_section("step_check_h200"),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _overlap_section(name: str) -> list[str]:
+    measurements = _overlap(name)
+    columns = [(pair, mps) for pair in _pairs(measurements) for mps in sorted({m.mps for m in measurements})[::-1]]
+    header = ["order of steps"]
+    for (draft_ms, verify_ms), mps in columns:
+        where = ", no MPS" if measurements[0].device == "cuda" and not mps else ""
+        header += [f"{draft_ms:g} + {verify_ms:g} ms{where}", "lost share"]
     rows = []
-    for pair in sorted({(m["draft_ms"], m["verify_ms"]) for m in measurements}, reverse=True):
-        group = [m for m in measurements if (m["draft_ms"], m["verify_ms"]) == pair]
-        parts = []
-        for policy, run_ahead, name in (
-            ("run_ahead", 1, "run-ahead 1"),
-            ("host_blocks", 0, "host blocks on each call"),
-        ):
-            ratios = [m["ratio"] for m in group if (m["policy"], m["run_ahead"]) == (policy, run_ahead)]
-            parts.append(f"{name}: {median(ratios):.3f} (worst of {len(ratios)}: {max(ratios):.3f})")
-        what = f"step over the sum of its kernels, dummy kernels of {pair[0]:g} + {pair[1]:g} ms, 8 streaming clients"
-        rows.append((what, "; ".join(parts), _source("overlap", "overlap_cpu")))
-    return rows
+    for title in dict.fromkeys(m.title for m in measurements):
+        row = [title]
+        for pair, mps in columns:
+            found = [m for m in measurements if (m.title, (m.draft_ms, m.verify_ms), m.mps) == (title, pair, mps)]
+            shares = [m.lost_share for m in found if m.lost_share is not None]
+            row += [f"{median(m.ratio for m in found):.3f}", f"{median(shares):.3f}"] if found else ["", ""]
+        rows.append(row)
+    words = (
+        f"Dummy kernels of a known length, {measurements[0].num_clients} streaming clients, metrics on: the time of a "
+        "step over the length of its kernels, and the part that it loses (step - busy) as a share of that of host "
+        "blocks in the same repeat; medians. With host blocks, workers acknowledge work that is done, and each command "
+        "waits for the acknowledgements that it needs."
+    )
+    if measurements[0].device == "cuda":
+        words += " Timeline fences and workers under MPS, unless a row or column says something else."
+    return [
+        "## A step over its kernels",
+        _source("overlap", name, measurements[0].host),
+        _text(words),
+        _table(header, rows),
+    ]
 
 
-def _accept_lengths(results: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    rows = []
-    for key in sorted({(r["algorithm"], -r["temperature"], r["max_new_tokens"]) for r in results}):
-        group = [r for r in results if (r["algorithm"], -r["temperature"], r["max_new_tokens"]) == key]
-        lengths = [r["mean_accept_length"] for r in group]
-        algorithm, temperature, num_tokens = key[0], -key[1], key[2]
-        how = f"T = {temperature:g}, {len(group)} seeds" if temperature else "greedy"
-        share = 100 * max(r["repeated_share"] for r in group)
-        spread = f"{min(lengths):.2f} to {max(lengths):.2f}" if len(lengths) > 1 else f"{lengths[0]:.2f}"
+def _decode_section() -> list[str]:
+    measurements = _decode("decode_h200")
+    words = (
+        "Random weights, an EAGLE-3 head with K = 4, a simulated accept length of 3.5, contexts that grow from 1,024 "
+        "tokens to 1,400; medians. *Floor* is the time to read the step's bytes at the bandwidth of a copy. CPU time "
+        "is that of each process, and of the *loop*, the thread of the scheduler that decides the steps. Draft and "
+        "verify are processes of their own under MPS; *one process* is all of it in one, on one stream."
+    )
+    sections = ["## Decode steps", _source("decode", "decode_h200", measurements[0].host), _text(words)]
+    times = ("batch", "tokens/s", "step, ms", "draft, ms", "verify, ms", "bubble, ms")
+    cpu = ("CPU, ms: loop", "scheduler", "draft", "verify")
+    ratios = ("batch", "overlap efficiency", "step / one process", "verify / floor", "draft / floor")
+    found = decode_report.medians(measurements)
+    for shape in dict.fromkeys(m.shape for m in found):
+        mine = [m for m in found if m.shape == shape]
+        in_ms = [
+            [f"{m.batch}", f"{m.tokens_per_second:,.0f}"]
+            + [f"{time:.3f}" for time in (m.step_ms, m.draft_ms, m.verify_ms, m.bubble_ms)]
+            + [f"{m.cpu_ms[name]:.2f}" for name in (STEP_LOOP, "scheduler", "draft", "verify")]
+            for m in mine
+        ]
+        in_ratios = [
+            [f"{m.batch}", f"{m.overlap_efficiency:.4f}", f"{m.over_one:.4f}"]
+            + ["" if floor is None else f"{floor:.2f}" for floor in (m.verify_over_floor, m.draft_over_floor)]
+            for m in mine
+        ]
+        repeats = f"{mine[0].num_repeats} repeats of each mode, in turns."
+        sections += [f"### {shape}", repeats, _table((*times, *cpu), in_ms), _table(ratios, in_ratios)]
+    return sections
+
+
+def _peers_section() -> list[str]:
+    results = _load("peers_h200")
+    first, rows = results[0], []
+    for case in dict.fromkeys(result["case"] for result in results):
+        mine = [result for result in results if result["case"] == case]
+        for r in mine:
+            ratio = mine[0]["tokens_per_second"] / r["tokens_per_second"]
+            draft = DRAFTS.get((case, r["way"]), "none")
+            speed, length = f"{r['tokens_per_second']:,.0f}", f"{r['mean_accept_length']:.2f}"
+            rows.append([case, r["way"], draft, speed, length, f"{ratio:.2f}"])
+    words = (
+        f"The same target, prompt ({first['prompt_tokens']} tokens) and length ({first['num_new_tokens']} tokens) on "
+        f"both sides, {first['dtype']}, K = {first['num_draft_tokens']}; the drafts differ as the table says, because "
+        "`transformers` has no EAGLE-3 head. The 8B shape has random weights. Draft and verify are processes of their "
+        "own without MPS; one way is measured after the other."
+    )
+    header = ("target", "way", "draft", "tokens/s", "accept length", f"{first['way']} is faster by")
+    source = _source("peers", "peers_h200", f"{first['hardware']}, {first['host']}")
+    return ["## One request, against `transformers`", source, _text(words), _table(header, rows)]
+
+
+def _near_ties_section() -> list[str]:
+    report = _load("near_ties_h200")
+    rows = [
+        [
+            *("yes" if row["deterministic"] else "no", DRAFT_NAMES[row["draft"]], f"{row['at_once']}"),
+            *(f"{row['outputs']}", f"{row['partings']}", f"{row['per_1000_tokens']:.2f}"),
+            "" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}",
+        ]
+        for row in report["rows"]
+    ]
+    prices = [
+        [DRAFT_NAMES[price["draft"]], f"{price['at_once']}"]
+        + [f"{price[name] / 1000:.2f}" for name in ("step_us", "deterministic_step_us")]
+        + [f"{price['ratio']:.2f}"]
+        for price in report["prices"]
+    ]
+    num_far = sum(not row["all_near_ties"] for row in report["rows"])
+    words = (
+        "The bundled model against plain decoding of one request at a time. Products of other sizes round differently, "
+        "and a token whose score is nearly the best may replace it. So each output is followed to where it first "
+        f"parts, and the gap of the scores there compared with {report['bound']:g}: rows with a larger one: {num_far}."
+    )
+    header = ("`--deterministic`", "draft", "at once", "outputs", "part", "in 1,000 tokens", "largest gap")
+    return [
+        "## Which outputs differ, in bfloat16",
+        _source("near_ties", "near_ties_h200", report["host"]),
+        _text(words),
+        _table(header, rows),
+        "The price of `--deterministic`, for a model so small that the host bounds many of these steps:",
+        _table(("draft", "at once", "step, ms", "deterministic, ms", "ratio"), prices),
+    ]
+
+
+def _step_check_section(name: str) -> list[str]:
+    report = _load(name)
+    clocks, rows = [], []
+    for part in report["parts"]:
+        clock = part["clock"]
+        ratio = f"{clock['step_s'] / clock['clock_s']:.5f}"
+        clocks.append([part["name"], f"{clock['num_steps']:,}", ratio])
+        for check in part["delays"]:
+            delay, grown = check["delay"], check["bubble_us"]
+            other = max((value for edge, value in grown.items() if edge != delay["edge"]), key=abs)
+            place = f"{delay['where']}, run-ahead {delay['run_ahead']}"
+            rows.append([part["name"], delay["edge"], place, f"{grown[delay['edge']]:.0f}", f"{other:.0f}"])
+    words = (
+        f"The sum of `slipstream_step_seconds` over the clock of the host, and {report['delay_us']:g} us put at one "
+        "place in turns with nothing: the growth per step of the bubble at its edge, and the largest at another, in us."
+    )
+    return [
+        "## Step metrics against the clock, and against delays of a known length",
+        _source("step_check", name, report["host"]),
+        _text(words),
+        _table(("models", "steps", "metrics / clock"), clocks),
+        _table(("models", "edge", "delay at", "shows there", "most elsewhere"), rows),
+    ]
+
+
+def _accept_length_section() -> list[str]:
+    results, rows = _load("accept_length_cpu"), []
+    keys = [(r["algorithm"], r["temperature"], r["max_new_tokens"]) for r in results]
+    for key in dict.fromkeys(keys):
+        group = [r for r, own in zip(results, keys, strict=True) if own == key]
+        lengths = sorted(r["mean_accept_length"] for r in group)
+        repeated = max(r["repeated_share"] for r in group)
+        spread = f"{lengths[0]:.2f} to {lengths[-1]:.2f}" if len(group) > 1 else f"{lengths[0]:.2f}"
         rows.append(
-            (
-                f"mean accept length of the bundled {algorithm} draft, K = {group[0]['num_draft_tokens']}, {how}, "
-                f"first {num_tokens} tokens of {group[0]['num_prompts']} held-out prompts",
-                f"{spread} (up to {share:.0f} % of the tokens lie in a repeated 5-gram)",
-                _source("accept_length", "accept_length_cpu"),
-            )
+            [DRAFT_NAMES[key[0]], f"{key[1]:g}", f"{key[2]}", f"{len(group)}", spread, f"{100 * repeated:.0f} %"]
         )
-    return rows
-
-
-def _serving(report: dict[str, Any]) -> tuple[str, str, str]:
-    parts = []
-    for algorithm, capacity in report["capacity"].items():
-        run = next(r for r in report["runs"] if (r["algorithm"], r["fraction"]) == (algorithm, SERVING_FRACTION))
-        first, between = run["report"]["ttft_ms"], run["report"]["inter_token_ms"]
-        parts.append(
-            f"{DRAFTS[algorithm]}: capacity {capacity['tokens_per_second']:.0f} tokens/s; at "
-            f"{run['offered_requests_per_second']:.1f} requests/s {first['p50']:.0f} ms to the first token (p99 "
-            f"{first['p99']:.0f}), {between['p50']:.1f} ms between tokens (p99 {between['p99']:.1f})"
-        )
-    scale, temperature = report["lengths"]["scale"], report["temperature"]
-    what = f"Poisson arrivals, ShareGPT-like lengths times {scale:g}, T = {temperature:g}"
-    return what, "; ".join(parts), _source("serving", "serving_cpu")
-
-
-def _overload(report: dict[str, Any]) -> tuple[str, str, str]:
-    plan, load, rejection = report["plan"], report["load"], report["load"]["rejection_ms"]
-    return (
-        f"{plan['factor']:g} times the capacity for {plan['seconds']:.0f} s, standalone draft",
-        f"goodput {report['goodput']:.2f} of the capacity; {load['num_rejected']} of {load['num_requests']} requests "
-        f"refused, after {rejection['p50']:.1f} ms (p99 {rejection['p99']:.1f}, most {rejection['most']:.1f}), "
-        f"{load['num_rejected'] - report['rejections_without_retry_info']} of them with a RetryInfo; health "
-        f"{' and '.join(report['health']['statuses'])} throughout; "
-        f"memory of the services grows by {100 * _growth(report['footprints']):.1f} % at most",
-        _source("overload", "overload_cpu"),
+    words = (
+        f"The bundled drafts, K = {results[0]['num_draft_tokens']}, {results[0]['num_prompts']} held-out prompts. "
+        "Small models repeat themselves, which makes drafting easy: the last column is the largest share of tokens in "
+        "a repeated 5-gram."
     )
+    header = ("draft", "T", "tokens", "seeds", "mean accept length", "repeated")
+    return ["## Accept length", _source("accept_length", "accept_length_cpu", ""), _text(words), _table(header, rows)]
 
 
-def _growth(footprints: dict[str, dict[str, Any]]) -> float:
-    """Of resident memory, from the first third of the time to the last; 0 if all of them shrank."""
-    return max(0.0, *(float(each["last_rss_kib"] / each["first_rss_kib"] - 1) for each in footprints.values()))
-
-
-def _long_prompt(report: dict[str, Any]) -> tuple[str, str, str]:
-    parts = []
-    for result in report["results"]:
-        if result["chunk_tokens"] not in LONG_PROMPT_CHUNKS:
-            continue
-        quiet, together = result["quiet_message_gap_ms"], result["message_gap_ms"]
-        at_once = result["chunk_tokens"] >= report["plan"]["prompt_tokens"]
-        parts.append(
-            f"{'all at once' if at_once else 'chunks of ' + str(result['chunk_tokens'])}: {together['p50']:.0f} ms at "
-            f"p50, at most {together['most']:.0f}, instead of {quiet['p50']:.0f} and {quiet['most']:.0f}"
-        )
-    what = (
-        f"between messages of a running stream while a prompt of {report['plan']['prompt_tokens']:,} tokens comes in, "
-        "and alone"
-    )
-    return what, "; ".join(parts), _source("long_prompt", "long_prompt_cpu")
-
-
-def _lossless(found: dict[str, Any]) -> tuple[str, str, str]:
+def _lossless_section() -> list[str]:
+    found = _load("lossless_cpu")
     drafts = ", ".join(name for name in found["algorithms"] if name != "none")
-    run_aheads = found["run_aheads"]
-    what = (
-        f"{found['num_cases']} requests ({found['num_prompts']} prompts, greedy and at T = 0.8, with filters, "
-        f"penalties, bias and a least length), each in {found['num_ways']} ways: without a draft and with {drafts}; "
-        f"alone and in batches of {max(found['concurrencies'])}; run-ahead {run_aheads[0]} to {run_aheads[-1]}; "
-        f"prompts whole and in chunks of {min(found['chunk_tokens'])}; drafts off for every other request"
+    words = (
+        f"{found['num_different']} of {found['num_outputs']:,} outputs ({found['num_tokens']:,} tokens) differ from "
+        f"plain decoding's: {found['num_cases']} requests ({found['num_prompts']} prompts, greedy and at T = 0.8, with "
+        f"filters, penalties, bias and a least length), each in {found['num_ways']} ways: without a draft and with "
+        f"{drafts}; alone and in batches of {max(found['concurrencies'])}; run-ahead {found['run_aheads'][0]} to "
+        f"{found['run_aheads'][-1]}; prompts whole and in chunks of {min(found['chunk_tokens'])}; drafts off for every "
+        "other request."
     )
-    outputs = f"{found['num_outputs']:,} outputs ({found['num_tokens']:,} tokens)"
-    result = f"{found['num_different']} of {outputs} differ from plain decoding's"
-    return what, result, _source("lossless", "lossless_cpu")
+    return ["## The same tokens in every way", _source("lossless", "lossless_cpu", ""), _text(words)]
 
 
-def _source(script: str, result: str) -> str:
-    return f"[`{script}.py`](benchmarks/{script}.py), [JSON](benchmarks/results/{result}.json)"
+def _serving_section() -> list[str]:
+    report, rows = _load("serving_cpu"), []
+    for run in report["runs"]:
+        first, between = run["report"]["ttft_ms"], run["report"]["inter_token_ms"]
+        speeds = f"{run['offered_requests_per_second']:.1f}", f"{run['report']['tokens_per_second']:.0f}"
+        latencies = (f"{times[p]:.1f}" for times in (first, between) for p in ("p50", "p99"))
+        rows.append([DRAFT_NAMES[run["algorithm"]], *speeds, *latencies])
+    capacity = ", ".join(
+        f"{DRAFT_NAMES[name]} {found['tokens_per_second']:.0f}" for name, found in report["capacity"].items()
+    )
+    words = (
+        f"Poisson arrivals, ShareGPT-like lengths times {report['lengths']['scale']:g}, T = {report['temperature']:g}. "
+        f"Capacity by saturation, in tokens/s, by draft: {capacity}. Drafting spends compute to save time, and two "
+        "busy cores have none to spare."
+    )
+    header = ("draft", "requests/s", "tokens/s", "first token, ms", "p99", "between tokens, ms", "p99")
+    source = _source("serving", "serving_cpu", report["host"])
+    picture = "![Throughput and latency against offered load](../benchmarks/results/serving_cpu.png)"
+    return ["## Latency against load", source, _text(words), _table(header, rows), picture]
+
+
+def _robustness_sections() -> list[str]:
+    """Overload, a long prompt, and many clients that come and go."""
+    over, long, soak = _load("overload_cpu"), _load("long_prompt_cpu"), _load("soak_cpu")
+    plan, load, rejection = over["plan"], over["load"], over["load"]["rejection_ms"]
+    growth = max(0.0, *(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in over["footprints"].values()))
+    words = (
+        f"{plan['factor']:g} times the capacity for {plan['seconds']:.0f} s, standalone draft: goodput "
+        f"{over['goodput']:.2f} of the capacity; {load['num_rejected']} of {load['num_requests']} requests refused, "
+        f"after {rejection['p50']:.1f} ms (p99 {rejection['p99']:.1f}, most {rejection['most']:.1f}), "
+        f"{load['num_rejected'] - over['rejections_without_retry_info']} of them with a RetryInfo; health "
+        f"{' and '.join(over['health']['statuses'])} throughout; memory of the services grows by {100 * growth:.1f} % "
+        "at most."
+    )
+    rows = [
+        [f"{r['chunk_tokens']}"]
+        + [f"{r[gaps][p]:.0f}" for gaps in ("quiet_message_gap_ms", "message_gap_ms") for p in ("p50", "most")]
+        + [f"{median(r['first_token_s']):.2f}"]
+        for r in long["results"]
+    ]
+    prompt = (
+        f"Milliseconds between messages of a running stream, alone and while a prompt of "
+        f"{long['plan']['prompt_tokens']:,} tokens comes in, by the size of its chunks; and its own first token."
+    )
+    header = ("chunk", "alone, p50", "most", "with the prompt, p50", "most", "first token, s")
+    outcomes = soak["outcomes"]
+    clients = (
+        f"{soak['num_clients']} clients that come, go and cancel for {soak['seconds']:.0f} s: {sum(outcomes.values())} "
+        f"jobs, {outcomes['abort'] + outcomes['left']} of them cancelled; slots, pages, threads and descriptors "
+        f"afterwards {'not ' if soak['problems'] else ''}as before."
+    )
+    picture = "![A running stream while a long prompt comes in](../benchmarks/results/long_prompt_cpu.png)"
+    return [
+        *("## Overload", _source("overload", "overload_cpu", over["host"]), _text(words)),
+        *("## A long prompt beside a stream", _source("long_prompt", "long_prompt_cpu", long["host"]), _text(prompt)),
+        *(
+            _table(header, rows),
+            picture,
+            "## Clients that come and go",
+            _source("soak", "soak_cpu", ""),
+            _text(clients),
+        ),
+    ]
+
+
+def _overlap(name: str) -> list[overlap.Measurement]:
+    return overlap.with_shares([overlap.Measurement(**row) for row in _load(name)])
+
+
+def _decode(name: str) -> list[decode_report.Measurement]:
+    return [decode_report.Measurement(**row) for row in _load(name)]
 
 
 def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def gpu_page() -> str:
-    """`docs/measured-on-a-gpu.md`."""
-    return page(_load)
+def _pairs(measurements: Sequence[overlap.Measurement]) -> list[tuple[float, float]]:
+    return sorted({(m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
 
 
-def main(write: Annotated[bool, typer.Option(help="Put them into README.md and docs/.")] = False) -> None:
-    """Prints the figures, or puts them in their places."""
+def _of(
+    measurements: Sequence[overlap.Measurement], draft_ms: float, verify_ms: float, policy: str, run_ahead: int
+) -> list[overlap.Measurement]:
+    wanted = (draft_ms, verify_ms, policy, run_ahead)
+    return [m for m in measurements if (m.draft_ms, m.verify_ms, m.policy, m.run_ahead) == wanted]
+
+
+def _short(host: str, num_parts: int = 1) -> str:
+    """The first parts of a host's description."""
+    return ", ".join(host.split(", ")[:num_parts])
+
+
+def _source(script: str, result: str, where: str) -> str:
+    links = f"[`{script}.py`](../benchmarks/{script}.py), [JSON](../benchmarks/results/{result}.json)"
+    return _text(f"{links}{where and '; '}{where}.")
+
+
+def _text(paragraph: str) -> str:
+    return fill(paragraph, LINE, break_long_words=False, break_on_hyphens=False)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def main(write: Annotated[bool, typer.Option(help="Write them into README.md and docs/.")] = False) -> None:
+    """Prints the table, or writes it and the pages."""
     if not write:
-        print(table(), gpu_page(), sep="\n\n")
+        print(table())
         return
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    CPU_PAGE.write_text(cpu_page(), encoding="utf-8")
     GPU_PAGE.write_text(gpu_page(), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
-"""Makes requests from a process of its own, and notes when what came back.
+"""Makes requests from a process of its own, and records their outcomes.
 
-Open loop: requests are made at their times, whatever became of those before them, and a latency counts from the time
-at which a request should have been made. So neither a slow server nor a slow generator hides in the figures.
+Open loop: requests are made at their times without waiting for earlier ones, and a latency counts from the time at
+which a request should have been made. So neither a slow server nor a slow generator hides in the figures.
 Closed loop: a number of clients, each of which makes its next request when its last one is answered.
 """
 
@@ -34,26 +34,26 @@ COMPLETED = "completed"
 REJECTED = "rejected"
 FAILED = "failed"
 LEFT = "left"
-"""Not over when the run was."""
+"""The run was over first."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of a request. Times in seconds from the start of the run."""
+    """The outcome of a request. Times in seconds from the start of the run."""
 
     intended_s: float
-    """When it should have been made."""
+    """The time at which it should have been made."""
     sent_s: float
-    """When it was."""
+    """The time at which it was made."""
     wanted_tokens: int
     times_s: array[float] = field(default_factory=lambda: array("d"))
-    """When each message with tokens came."""
+    """The arrival of each message with tokens."""
     counts: array[int] = field(default_factory=lambda: array("I"))
-    """How many tokens were in it."""
+    """The number of tokens in it."""
     ended_s: float = 0.0
     outcome: str = LEFT
     retry_after_ms: int | None = None
-    """What a rejection says of when to come again; None if it says nothing."""
+    """The delay that a rejection asks for; None if it does not."""
     error: str = ""
 
     @property
@@ -68,15 +68,15 @@ class LoadRun:
 
     records: list[RequestRecord]
     seconds: float
-    """From the start to when the last request was to be made."""
+    """From the start to the due time of the last request."""
     cpu_s: float
-    """CPU time that the generator took."""
+    """CPU time of the generator."""
     wall_s: float
-    """From the start until everything was over."""
+    """From the start to the end of the last request."""
 
 
 class LoadGenerator:
-    """A process that makes requests, a new one for each run. A context manager."""
+    """Starts a new process for each run, which makes the requests. A context manager."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
@@ -90,13 +90,13 @@ class LoadGenerator:
         self._pool.shutdown()
 
     async def open_loop(self, address: str, arrivals: Sequence[Arrival], seconds: float, drain_s: float) -> LoadRun:
-        """Makes each request at its time, and waits `drain_s` at most for those that are not over at the end."""
+        """Makes each request at its time, and at the end waits `drain_s` at most for those that still run."""
         return await self._run(_open_loop, address, arrivals, seconds, drain_s)
 
     async def closed_loop(
         self, address: str, requests: Sequence[PlannedRequest], num_clients: int, seconds: float
     ) -> LoadRun:
-        """Clients that are never idle until the time is over, when they leave; `requests` are made over and over."""
+        """Keeps clients busy until the time is over, when they leave; `requests` are repeated as needed."""
         return await self._run(_closed_loop, address, requests, num_clients, seconds)
 
     async def _run(self, run: object, *arguments: object) -> LoadRun:
@@ -199,7 +199,7 @@ class _Clock:
 
     @classmethod
     async def start(cls, client: AsyncClient) -> _Clock:
-        """Connects first; the start is a moment later."""
+        """Connects first; the run starts LEAD_S later."""
         await client.server_info()
         clock = cls(time.monotonic() + LEAD_S)
         await asyncio.sleep(LEAD_S)

@@ -1,4 +1,4 @@
-"""What a run of the load generator comes to: throughput, and percentiles of the latencies."""
+"""Sums up a run of the load generator: throughput, and percentiles of the latencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of latencies in milliseconds; all 0 when there were none."""
+    """Percentiles of latencies in milliseconds; all 0 when there were none."""
 
     count: int
     p50: float
@@ -39,17 +39,17 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One run. Latencies are of the requests that were to be made after the warm-up, and count from then."""
+    """One run. Latencies count from the due time of requests, for requests that were due after the warm-up."""
 
     seconds: float
-    """The window: from the warm-up's end to when the last request was to be made."""
+    """The window: from the warm-up's end to the due time of the last request."""
     num_requests: int
-    """To be made in the window. So many of them had each outcome:"""
+    """Due in the window; the next four are their outcomes."""
     num_completed: int
     num_rejected: int
     num_failed: int
     num_left: int
-    """Not over when the run was given up."""
+    """The run was given up first."""
     requests_per_second: float
     """Completed in the window."""
     tokens_per_second: float
@@ -61,19 +61,19 @@ class LoadReport:
     inter_token_ms: Percentiles
     """Between tokens of completed requests; those of one message share the time since the one before."""
     message_gap_ms: Percentiles
-    """Between messages of completed requests: how long a reader sees nothing new."""
+    """Between messages of completed requests."""
     end_to_end_ms: Percentiles
     """Of completed requests."""
     rejection_ms: Percentiles
     """To the answer, of rejected requests."""
     lateness_ms: Percentiles
-    """From when a request was to be made to when it was: the generator's own slowness, part of the latencies."""
+    """From a request's due time to the time at which it was made: the generator's own delay, part of the latencies."""
     generator_cpu_share: float
     """Of one core."""
 
 
 def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:
-    """The report of a run, whose requests of the first seconds do not count."""
+    """Sums up a run; requests that were due in the first seconds do not count."""
     records = [record for record in run.records if record.intended_s >= warm_up_s]
     outcomes = Counter(record.outcome for record in records)
     completed = [record for record in records if record.outcome == COMPLETED]
@@ -101,7 +101,7 @@ def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:
 
 
 def failures(run: LoadRun) -> list[str]:
-    """A line for each request that failed: the error, or what was wrong about its output."""
+    """A line for each request that failed: the error, or the missing tokens."""
     return [
         record.error or f"{record.num_tokens} of {record.wanted_tokens} tokens"
         for record in run.records

@@ -1,4 +1,4 @@
-"""Does a long prompt stop the tokens of others? A running stream while a prompt of 4,000 tokens comes in.
+"""The effect of a long prompt on others' tokens: a running stream while a prompt of 4,000 tokens comes in.
 
     python benchmarks/long_prompt.py --json benchmarks/results/long_prompt_cpu.json \
         --picture benchmarks/results/long_prompt_cpu.png
@@ -6,55 +6,61 @@
 A prompt is taken in by chunks, in steps that take turns with decoding. For each size of the chunks a stream runs
 alone for a while, then together with the long prompt until that has its first token; the last size takes the whole
 prompt at once. The bundled models were trained for 1,024 tokens: copies with a larger `max_position_embeddings` take
-as long for a step as any model of their sizes, whatever their words are worth.
+as long for a step as any model of their sizes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from array import array
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.load_report import Percentiles
-from slipstream.benchmarks.longer_context import with_context
-from slipstream.benchmarks.model_options import (
+from slipstream.benchmarks.models import (
+    EAGLE3,
+    NONE,
+    STANDALONE,
     DeviceOption,
     Eagle3Option,
     JsonOption,
-    PictureOption,
+    Models,
     StandaloneOption,
     TargetOption,
-    chosen_models,
+    draft_of,
 )
-from slipstream.benchmarks.reader import Reader
-from slipstream.benchmarks.serving_stack import EAGLE3, NONE, STANDALONE, Models, ServingStack
+from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.client import AsyncClient
 
-LOG_DIR = Path("build/benchmarks/long_prompt")
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
 TEMPERATURE = 0.8
 STREAM_PROMPT = list(range(100, 132))
+WARM_TOKENS = 32
+TIMEOUT_S = 60.0
 
 
 # Without slots, so that the command line can read the defaults from the class.
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """The settings of a measurement."""
 
     algorithm: str = STANDALONE
     prompt_tokens: int = 4000
     chunk_sizes: tuple[int, ...] = (32, 64, 128, 256, 512, 4096)
     repeats: int = 2
     quiet_s: float = 1.5
-    """In which the stream runs alone, each time."""
+    """The time in which the stream runs alone, in each repeat."""
     stream_tokens: int = 3000
-    """What the stream may generate at most; it is left before that."""
+    """The length of the stream, which is left before its end."""
     slots: int = 4
     context_tokens: int = 8192
     seed: int = 1
@@ -62,7 +68,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Gaps:
-    """Of the messages of the stream: seconds since the one before, and tokens."""
+    """For each message of the stream: seconds since the one before, and tokens."""
 
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
@@ -71,13 +77,13 @@ class Gaps:
         return Percentiles.of_seconds(gap / count for gap, count in self.gaps for _ in range(count))
 
     def message_gap_ms(self) -> Percentiles:
-        """Between messages: how long a reader sees nothing new."""
+        """Between messages."""
         return Percentiles.of_seconds(gap for gap, _ in self.gaps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSize:
-    """What came out for one size of the chunks."""
+    """The result for one size of the chunks."""
 
     chunk_tokens: int
     quiet_inter_token_ms: Percentiles
@@ -98,21 +104,85 @@ class ChunkSize:
     """Of the first repeat's stream: seconds since the long prompt was sent, and tokens."""
 
 
-async def measure(models: Models, plan: Plan) -> list[ChunkSize]:
-    """Starts the services once, and a scheduler for each size of the chunks."""
+class Reader:
+    """Follows one stream and notes the arrival of its messages."""
+
+    def __init__(self) -> None:
+        self.times_s = array("d")
+        """The arrival of each message with tokens, in seconds of `time.monotonic`."""
+        self.counts = array("I")
+        """The number of tokens in it."""
+        self._is_warm = asyncio.Event()
+        self._came = asyncio.Event()
+
+    @classmethod
+    @asynccontextmanager
+    async def reading(
+        cls, client: AsyncClient, prompt: list[int], *, max_new_tokens: int, temperature: float, seed: int
+    ) -> AsyncIterator[Reader]:
+        """Reads for as long as the context, which begins when tokens flow. Raises if the stream ends before."""
+        reader = cls()
+        task = asyncio.create_task(reader._read(client, prompt, max_new_tokens, temperature, seed))
+        warm = asyncio.create_task(reader._is_warm.wait())
+        try:
+            await asyncio.wait((task, warm), timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not reader._is_warm.is_set():
+                raise RuntimeError("the stream did not begin")
+            yield reader
+            if task.done():
+                task.result()
+                raise RuntimeError("the stream ended before the measurement did")
+        finally:
+            for each in (task, warm):
+                each.cancel()
+            await asyncio.gather(task, warm, return_exceptions=True)
+
+    def gaps_within(self, start_s: float, end_s: float) -> Iterator[tuple[float, int]]:
+        """For each message that came in this time, like the one before: seconds since that one, and its tokens."""
+        return ((at - before, count) for before, at, count in self._messages() if start_s <= before and at < end_s)
+
+    def gaps_across(self, start_s: float, end_s: float) -> Iterator[tuple[float, int]]:
+        """For each message that was awaited in a part of this time: seconds since the one before, and its tokens."""
+        return ((at - before, count) for before, at, count in self._messages() if start_s <= at and before < end_s)
+
+    async def next_message(self) -> None:
+        """Returns when another message has come. Raises TimeoutError."""
+        self._came.clear()
+        await asyncio.wait_for(self._came.wait(), TIMEOUT_S)
+
+    def _messages(self) -> Iterator[tuple[float, float, int]]:
+        return zip(self.times_s, self.times_s[1:], self.counts[1:], strict=False)
+
+    async def _read(
+        self, client: AsyncClient, prompt: list[int], max_new_tokens: int, temperature: float, seed: int
+    ) -> None:
+        chunks = client.generate(
+            prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True
+        )
+        num_tokens = 0
+        async for chunk in chunks:
+            self.times_s.append(time.monotonic())
+            self.counts.append(len(chunk.token_ids))
+            self._came.set()
+            num_tokens += len(chunk.token_ids)
+            if num_tokens >= WARM_TOKENS:
+                self._is_warm.set()
+
+
+async def measure(models: Models, plan: Plan, device: str) -> list[ChunkSize]:
+    """Starts the workers once, and a scheduler for each size of the chunks."""
+    results = []
     with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
-        longer = _with_context(models, plan.context_tokens, Path(directory))
-        results = []
-        async with ServingStack.start(LOG_DIR, longer) as stack:
+        async with Stack(LOG_DIR / "long_prompt", device=device) as stack:
+            await stack.models(models.with_context(plan.context_tokens, Path(directory)))
             for chunk_tokens in plan.chunk_sizes:
-                arguments = (
-                    *("--chunk-tokens", str(chunk_tokens), "--slots", str(plan.slots)),
-                    *("--context-tokens", str(plan.context_tokens), "--device", models.device),
+                scheduler = stack.scheduler(
+                    draft_of(plan.algorithm),
+                    chunk_tokens=chunk_tokens,
+                    slots=plan.slots,
+                    context_tokens=plan.context_tokens,
                 )
-                async with (
-                    stack.scheduler(plan.algorithm, arguments=arguments) as address,
-                    AsyncClient(address) as client,
-                ):
+                async with scheduler as served, AsyncClient(served.address) as client:
                     results.append(await _measure(client, plan, chunk_tokens))
                 print(line(results[-1]), flush=True)
     return results
@@ -139,7 +209,7 @@ async def _measure(client: AsyncClient, plan: Plan, chunk_tokens: int) -> ChunkS
             sent = time.monotonic()
             first_token_s.append(await _first_token_s(client, prompt))
             ended = time.monotonic()
-            # What was waited for when the prompt's first token came was held up by it, too.
+            # The prompt also held up the message that was awaited when its first token came.
             await reader.next_message()
             quiet.gaps += reader.gaps_within(started, sent)
             together.gaps += reader.gaps_across(sent, ended)
@@ -187,16 +257,8 @@ def _ratio(pair: tuple[Percentiles, Percentiles], percentile: str) -> float:
     return round(together / quiet, 3)
 
 
-def _with_context(models: Models, context_tokens: int, directory: Path) -> Models:
-    drafts = {
-        algorithm: with_context(path, context_tokens, directory / algorithm)
-        for algorithm, path in models.drafts.items()
-    }
-    return replace(models, target=with_context(models.target, context_tokens, directory / "target"), drafts=drafts)
-
-
 def line(result: ChunkSize) -> str:
-    """One size of the chunks."""
+    """A line for one size of the chunks."""
     quiet, together = result.quiet_message_gap_ms, result.message_gap_ms
     seconds = " and ".join(f"{each:.2f}" for each in result.first_token_s)
     return (
@@ -220,9 +282,9 @@ def main(
     repeats: Annotated[int, typer.Option(help="Long prompts for each size.")] = Plan.repeats,
     seed: Annotated[int, typer.Option(help="Of what is sampled.")] = Plan.seed,
     json_file: JsonOption = None,
-    picture: PictureOption = None,
+    picture: Annotated[Path | None, typer.Option(help="The file for a picture of it.")] = None,
 ) -> None:
-    """Measures what a long prompt does to a running stream."""
+    """Measures the effect of a long prompt on a running stream."""
     plan = Plan(
         algorithm=algorithm,
         prompt_tokens=prompt_tokens,
@@ -231,9 +293,9 @@ def main(
         repeats=repeats,
         seed=seed,
     )
-    models = chosen_models(target=target, standalone=standalone, eagle3=eagle3, device=device)
+    models = Models.choose(target=target, standalone=standalone, eagle3=eagle3)
     print(f"{host(device)}; {device}; {models.target.name}, {algorithm}; T = {TEMPERATURE}, seed {seed}")
-    results = asyncio.run(measure(models.with_draft(algorithm), plan))
+    results = asyncio.run(measure(models.with_drafts(algorithm), plan, device))
     written: dict[str, Any] = {
         "host": host(device),
         "device": device,
@@ -242,12 +304,11 @@ def main(
         "plan": asdict(plan),
         "results": [asdict(result) for result in results],
     }
-    if json_file is not None:
-        json_file.write_text(json.dumps(written, indent=1) + "\n")
+    write_json(written, json_file)
     if picture is not None:
-        from slipstream.benchmarks.long_prompt_picture import draw
+        from slipstream.benchmarks.charts import draw_long_prompt
 
-        draw(written, picture)
+        draw_long_prompt(written, picture)
 
 
 if __name__ == "__main__":

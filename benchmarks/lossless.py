@@ -1,4 +1,4 @@
-"""Are the tokens of a request the same, whoever drafts, whatever runs beside it, however it is served?
+"""Compares the tokens of requests that are served in many ways: they must be the same in all of them.
 
     python benchmarks/lossless.py --json benchmarks/results/lossless_cpu.json
 
@@ -17,19 +17,20 @@ import json
 import sys
 import time
 from collections import Counter
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.serving_stack import ALGORITHMS, NGRAM, NONE, Models, ServingStack
+from slipstream.benchmarks.models import ALGORITHMS, NGRAM, NONE, Models, draft_of
+from slipstream.benchmarks.result_files import write_json
+from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from slipstream.client.requests import RequestOptions
 
@@ -39,7 +40,6 @@ IN_ONE_PIECE, IN_CHUNKS = 512, 16
 """Prompt tokens in a step at most; the prompts have 48 to 96."""
 ENDS = (8, 12, 26, 199)
 """Opening bracket, comma, colon, end of line: tokens that the model samples all the time."""
-LOG_DIR = Path("build/benchmarks")
 
 SAMPLINGS: Mapping[str, RequestOptions] = {
     "greedy": {"temperature": 0.0},
@@ -53,7 +53,7 @@ SAMPLINGS: Mapping[str, RequestOptions] = {
         "frequency_penalty": 0.3,
         "presence_penalty": 0.4,
     },
-    # What ends the output is made likely, and kept out for a while.
+    # Tokens that end the output are made likely, and kept out for a while.
     "T = 0.8, bias, least length": {
         "temperature": 0.8,
         "seed": 4,
@@ -62,12 +62,12 @@ SAMPLINGS: Mapping[str, RequestOptions] = {
         "min_new_tokens": 20,
     },
 }
-"""How requests are sampled, by what a reader calls it."""
+"""Sampling parameters by the name of the combination."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request: a prompt and how it is sampled."""
+    """A request: a prompt and its sampling parameters."""
 
     prompt: int
     """Number of the held-out prompt."""
@@ -84,17 +84,17 @@ class Way:
     chunk_tokens: int
     concurrency: int
     is_mixed: bool = False
-    """Whether every other request has drafts off."""
+    """Every other request has drafts off."""
 
     @property
     def scheduler(self) -> tuple[str, int, int]:
-        """What a scheduler has to know."""
+        """The settings of the scheduler."""
         return self.algorithm, self.run_ahead, self.chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What came of a request."""
+    """The output of a request, and its counts."""
 
     token_ids: tuple[int, ...]
     finish_reason: str
@@ -124,26 +124,19 @@ def _ways() -> Iterator[Way]:
 WAYS = tuple(_ways())
 
 
-@asynccontextmanager
-async def start(log_dir: Path, ways: Sequence[Way]) -> AsyncIterator[ServingStack]:
-    """The target and the drafts that these ways need."""
+async def serve(stack: Stack, ways: Sequence[Way], cases: Sequence[Case]) -> dict[Way, list[Output]]:
+    """Starts the models that these ways need; returns the output of each case, by way.
+
+    One scheduler serves all ways with the same settings of the scheduler.
+    """
     algorithms = {way.algorithm for way in ways}
-    models = Models(drafts={name: path for name, path in Models().drafts.items() if name in algorithms})
-    async with ServingStack.start(log_dir, models) as stack:
-        if NGRAM in algorithms:
-            await stack.start_ngram(target_dir())
-        yield stack
-
-
-async def serve(stack: ServingStack, ways: Sequence[Way], cases: Sequence[Case]) -> dict[Way, list[Output]]:
-    """The output of each case, by way. One scheduler serves all ways that differ in nothing it knows of."""
+    await stack.models(Models().with_drafts(*algorithms))
+    if NGRAM in algorithms:
+        await stack.ngram(target_dir())
     outputs: dict[Way, list[Output]] = {}
     for (algorithm, run_ahead, chunk_tokens), group in itertools.groupby(ways, lambda way: way.scheduler):
-        chunks = ("--chunk-tokens", str(chunk_tokens))
-        async with (
-            stack.scheduler(algorithm, run_ahead=run_ahead, arguments=chunks) as address,
-            AsyncClient(address) as client,
-        ):
+        scheduler = stack.scheduler(draft_of(algorithm), run_ahead=run_ahead, chunk_tokens=chunk_tokens)
+        async with scheduler as served, AsyncClient(served.address) as client:
             for way in group:
                 outputs[way] = await _generate(client, cases, way)
     return outputs
@@ -175,7 +168,7 @@ async def _generate(client: AsyncClient, cases: Sequence[Case], way: Way) -> lis
 
 
 def differences(outputs: Mapping[Way, Sequence[Output]], cases: Sequence[Case]) -> list[str]:
-    """A line for each output that is not the reference's."""
+    """A line for each output that differs from the reference."""
     expected = outputs[REFERENCE]
     return [
         f"{way}, {case}: {output} instead of {reference}"
@@ -186,20 +179,19 @@ def differences(outputs: Mapping[Way, Sequence[Output]], cases: Sequence[Case]) 
 
 
 def mean_accept_length(outputs: Sequence[Output]) -> float:
-    """Of the steps in which a draft was checked; 1 where there is none."""
+    """The mean over the steps in which a draft was checked; 1 if there is none."""
     steps = sum(output.num_verify_steps for output in outputs)
     return 1 + sum(output.num_accepted_tokens for output in outputs) / max(1, steps)
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write what was compared.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="The file for the comparison.")] = None,
 ) -> None:
-    """Compares all of it."""
+    """Compares all ways."""
     started = time.monotonic()
     outputs = asyncio.run(_serve_all())
     report = _report(outputs, time.monotonic() - started)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_json(report, json_file)
     counts = f"{report['num_outputs']} outputs, {report['num_tokens']} tokens"
     print(f"{counts}, {report['num_different']} different from the reference, {report['seconds']:.0f} s")
     for way in report["ways"]:
@@ -209,7 +201,7 @@ def main(
 
 
 async def _serve_all() -> dict[Way, list[Output]]:
-    async with start(LOG_DIR, WAYS) as stack:
+    async with Stack() as stack:
         return await serve(stack, WAYS, CASES)
 
 

@@ -1,4 +1,4 @@
-"""How near to a tie the target was where two outputs of one request part.
+"""Measures how near to a tie the target was where two outputs of one request part.
 
 In bfloat16 rounding depends on how work is batched, so the tokens of a request may differ between ways of serving it:
 but only where the two best tokens, noise included, were almost equally good.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
 BOUND = 0.25
-"""A near tie is nearer, in units of the noise: logits in bfloat16 are off by up to 0.1, and the temperature is 0.8."""
+"""The largest gap of a near tie, in units of the noise: bfloat16 logits are off by 0.1, and the temperature is 0.8."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Parting:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """True if rounding explains it."""
         return self.gap < BOUND
 
 
 class Scores:
-    """What the target thinks in float32."""
+    """The target's scores in float32."""
 
     def __init__(self, target: Path) -> None:
         self._decoder = load_decoder(target, device=CPU, dtype=torch.float32)

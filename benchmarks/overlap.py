@@ -1,10 +1,14 @@
-"""What a step costs beyond its kernels: the real services, with dummy kernels of a known length.
+"""The cost of a step beyond its kernels: the real services, with dummy kernels of a known length.
 
-    python benchmarks/overlap.py --device cpu --json benchmarks/results/overlap_cpu.json
-    python benchmarks/overlap.py --device cuda --json benchmarks/results/overlap_h200.json
+    python benchmarks/overlap.py --device cpu --json benchmarks/results/overlap_cpu.json \
+        --picture benchmarks/results/overlap_cpu.png
+    python benchmarks/overlap.py --device cuda --json benchmarks/results/overlap_h200.json \
+        --picture benchmarks/results/overlap_h200.png
 
-Eight clients stream while metrics are on. Policies (`overlap_policies.py`) take turns within each repeat, so that a
-noisy machine is noisy for all of them. On a GPU both kinds of fences are measured, and workers with and without MPS.
+Eight clients stream while metrics are on. The orders of steps take turns within each repeat, so that noise of the
+machine hits all of them. On a GPU both kinds of fences are measured, and workers with and without MPS. The figure is
+what a step loses (step - busy) under run-ahead 1 as a share of what it loses when the host blocks on each call, in the
+same repeat.
 """
 
 from __future__ import annotations
@@ -12,108 +16,160 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.benchmarks.hardware import host
-from slipstream.benchmarks.mps_stack import mps_stack
-from slipstream.benchmarks.overlap_policies import Policy, policies_of
-from slipstream.benchmarks.result_rows import write_rows
-from slipstream.benchmarks.serving_stack import free_ports
-from slipstream.benchmarks.stack import Primed, Stack
+from slipstream.benchmarks.result_files import host, write_rows
+from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.stream_window import stream_window
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.up.mps import MpsMode
-from slipstream.client import AsyncClient
-from slipstream.common.rpc.scrape import Scrape, scrape
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from slipstream.benchmarks.stream_window import Window
+    from slipstream.client.requests import RequestOptions
 
 NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_TOKENS = 100
-DUMMY_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
+KERNELS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
 MEASURE_S = {"cpu": 4.0, "cuda": 1.5}
 REPEATS = {"cpu": 5, "cuda": 1}
-"""How often the policies take turns."""
+"""How often the orders take turns."""
 WINDOWS = {"cpu": 1, "cuda": 2}
-"""How often each is measured at its turn: to start a scheduler on a GPU takes longer than to measure it."""
+"""Windows of an order at its turn: starting a scheduler on a GPU takes longer than measuring it."""
 PROMPT = "def main():\n"
-LOG_DIR = Path("build/benchmarks")
+HOST_BLOCKS = "host_blocks"
+"""A worker acknowledges a step when its work is done, and every command waits for the acknowledgements it needs."""
+RUN_AHEAD = "run_ahead"
+"""The streams wait for each other, and steps are sent ahead: the product's own order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How steps are ordered."""
+
+    name: str
+    run_ahead: int
+    fence: str = "auto"
+    """On a GPU: timeline or event."""
+    has_mps: bool = False
+
+
+def orders_of(device: str) -> tuple[Order, ...]:
+    """The orders that are compared on a CPU or on a GPU; host blocks come before those that are held against them."""
+    if device == "cpu":
+        return (Order(name=HOST_BLOCKS, run_ahead=0), *(Order(name=RUN_AHEAD, run_ahead=ahead) for ahead in range(3)))
+
+    def order(run_ahead: int, fence: str, has_mps: bool, name: str = RUN_AHEAD) -> Order:
+        return Order(name=name, run_ahead=run_ahead, fence=fence, has_mps=has_mps)
+
+    return (
+        order(0, "timeline", True, HOST_BLOCKS),
+        *(order(ahead, "timeline", True) for ahead in range(4)),
+        *(order(ahead, "event", True) for ahead in (1, 2)),
+        order(0, "timeline", False, HOST_BLOCKS),
+        *(order(ahead, "timeline", False) for ahead in (1, 2)),
+        order(1, "event", False),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One repeat of one policy; times are means per decode step."""
+    """One window of one order; times are means per decode step."""
 
     device: str
     draft_ms: float
     verify_ms: float
     policy: str
+    """`Order.name`."""
     run_ahead: int
-    fence: str
-    mps: bool
+    fence: str = "host"
+    mps: bool = False
     repeat: int
     kernel_sum_ms: float
-    """The lengths of the dummy kernels."""
+    """The length that the dummy kernels were asked to have."""
     busy_ms: float
-    """What the workers' stamps say they took."""
+    """Their length by the workers' stamps."""
     step_ms: float
     """From the end of a step to the end of the next, by the stamps."""
+    lost_share: float | None = None
+    """step - busy, as a share of that of host blocks in the same repeat."""
     elapsed_ms: float
-    """The same by this process's clock: time of the window over the steps in it."""
+    """The window's time by this process's clock, over its steps."""
     ratio: float
     """step_ms / kernel_sum_ms."""
     num_steps: int
     num_clients: int
     tokens_per_second: float
-    tokens_sha256: str
-    """Of the first tokens of all clients: the same under every policy."""
+    tokens_sha256: str = ""
+    """Of the first tokens of all clients: the same in every order."""
     host: str
+
+    @property
+    def lost_ms(self) -> float:
+        """Time of a step in which neither worker worked."""
+        return self.step_ms - self.busy_ms
+
+    @property
+    def title(self) -> str:
+        """The order, for people."""
+        name = "host blocks" if self.policy == HOST_BLOCKS else f"run-ahead {self.run_ahead}"
+        return name if self.fence in ("host", "timeline") else f"{name}, {self.fence}"
+
+
+def with_shares(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """The same with `lost_share` filled in, also for results that were written without; other orders are left out."""
+    of_host = {(m.draft_ms, m.verify_ms, m.mps, m.repeat): m.lost_ms for m in measurements if m.policy == HOST_BLOCKS}
+    return [
+        replace(m, lost_share=m.lost_ms / of_host[m.draft_ms, m.verify_ms, m.mps, m.repeat])
+        for m in measurements
+        if m.policy in (HOST_BLOCKS, RUN_AHEAD) and (m.draft_ms, m.verify_ms, m.mps, m.repeat) in of_host
+    ]
 
 
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    repeats: Annotated[int | None, typer.Option(help="Interleaved repeats of each policy.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the list of measurements.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Interleaved repeats of each order.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="The file for the list of measurements.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="The file for a picture of it.")] = None,
 ) -> None:
-    """Measures the price of a step under each policy."""
-    if device not in DUMMY_MS:
-        raise typer.BadParameter(" or ".join(DUMMY_MS), param_hint="--device")
+    """Measures the price of a step in each order."""
+    if device not in KERNELS_MS:
+        raise typer.BadParameter(" or ".join(KERNELS_MS), param_hint="--device")
     measurements: list[Measurement] = []
 
     def keep(group: Sequence[Measurement]) -> None:
-        measurements.extend(group)
-        if json_file is not None:
-            write_rows(measurements, json_file)
+        measurements.extend(with_shares(group))
+        write_rows(measurements, json_file)
 
     asyncio.run(_measure_all(device, repeats or REPEATS[device], keep))
     if picture is not None:
-        from slipstream.benchmarks.overlap_picture import draw
+        from slipstream.benchmarks.charts import draw_overlap
 
-        draw(measurements, picture)
+        draw_overlap(measurements, picture)
     for line in _summary(measurements):
         print(line)
     if len({measurement.tokens_sha256 for measurement in measurements}) > 1:
-        raise SystemExit("the tokens are not the same under every policy")
+        raise SystemExit("the tokens are not the same in every order")
 
 
 async def _measure_all(device: str, repeats: int, keep: Callable[[Sequence[Measurement]], None]) -> None:
     """`keep` gets the measurements of each group, also of one that failed."""
-    policies = policies_of(device)
-    for lengths in DUMMY_MS[device]:
-        for has_mps in sorted({policy.has_mps for policy in policies}, reverse=True):
-            mine = [policy for policy in policies if policy.has_mps == has_mps]
+    orders = orders_of(device)
+    for kernels_ms in KERNELS_MS[device]:
+        for has_mps in sorted({order.has_mps for order in orders}, reverse=True):
+            mine = [order for order in orders if order.has_mps == has_mps]
             group: list[Measurement] = []
             try:
-                async for measured in _measure_group(device, *lengths, mine * repeats):
+                async for measured in _measure_group(device, *kernels_ms, mine * repeats):
                     group += measured
                     print(*map(_line, measured), sep="\n", flush=True)
             finally:
@@ -121,160 +177,94 @@ async def _measure_all(device: str, repeats: int, keep: Callable[[Sequence[Measu
 
 
 async def _measure_group(
-    device: str, draft_ms: float, verify_ms: float, turns: Sequence[Policy]
+    device: str, draft_ms: float, verify_ms: float, turns: Sequence[Order]
 ) -> AsyncIterator[list[Measurement]]:
-    """Everything that is only imported at first is so before the first measurement."""
-    async with mps_stack(MpsMode.ON if turns[0].has_mps else MpsMode.OFF, LOG_DIR) as stack:
+    mps = MpsMode.ON if turns[0].has_mps else MpsMode.OFF
+    async with Stack(device=device, mps=mps) as stack:
         async with asyncio.TaskGroup() as starts:
-            for blocking in (False, True):
-                _start_workers(starts, stack, device, draft_ms, verify_ms, is_blocking=blocking)
-            programs = [starts.create_task(PROGRAMS[device](stack, _module(policy))) for policy in turns]
-        for number, (policy, program) in enumerate(zip(turns, programs, strict=True)):
-            repeat = turns[:number].count(policy)
-            yield await _measure_policy(stack, device, draft_ms, verify_ms, policy, repeat, program.result())
+            for is_blocking in (False, True):
+                for role, model, length_ms in (
+                    ("draft", standalone_dir(), draft_ms),
+                    ("verify", target_dir(), verify_ms),
+                ):
+                    name = _worker(role, is_blocking)
+                    starts.create_task(
+                        stack.dummy(role, length_ms, name=name, model=model, acknowledge_done=is_blocking)
+                    )
+        for number, order in enumerate(turns):
+            repeat = turns[:number].count(order)
+            yield await _measure_order(stack, device, draft_ms, verify_ms, order, repeat)
 
 
-def _start_workers(
-    starts: asyncio.TaskGroup, stack: Stack, device: str, draft_ms: float, verify_ms: float, *, is_blocking: bool
-) -> None:
-    """Both workers, or those that acknowledge what is done."""
-    for role, model, length_ms in (("draft", standalone_dir(), draft_ms), ("verify", target_dir(), verify_ms)):
-        acknowledge = ("--acknowledge-done",) if is_blocking else ()
-        options = ("--model", str(model), "--device", device, *acknowledge)
-        starts.create_task(stack.dummy_worker(role, length_ms, *options, name=_worker(role, is_blocking)))
-
-
-async def _command(_: Stack, module: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", module)
-
-
-PROGRAMS: dict[str, Callable[[Stack, str], Coroutine[None, None, tuple[str, ...] | Primed]]] = {
-    "cpu": _command,
-    "cuda": Stack.primed,
-}
-"""How schedulers start: on a GPU there are few, and what they import takes longer than a measurement."""
-
-
-def _module(policy: Policy) -> str:
-    """Whose entry point orders steps so."""
-    return "slipstream.scheduler.main" if policy.is_served_with else "slipstream.benchmarks.policy_scheduler"
-
-
-def _arguments(stack: Stack, device: str, policy: Policy) -> tuple[str, ...]:
-    blocking = policy.is_blocking
-    arguments = (
-        *("--verify", stack.socket(_worker("verify", blocking)), "--draft", stack.socket(_worker("draft", blocking))),
-        *("--run-ahead", str(policy.run_ahead), "--num-draft-tokens", str(NUM_DRAFT_TOKENS)),
-        *("--slots", str(NUM_CLIENTS), "--context-tokens", str(CONTEXT_TOKENS)),
-    )
-    if not policy.is_served_with:
-        return (*arguments, policy.name)
-    order = ("--dispatch", "acknowledged" if blocking else "together")
-    return (*arguments, *order, "--device", device, "--fence", policy.fence)
-
-
-async def _measure_policy(
-    stack: Stack,
-    device: str,
-    draft_ms: float,
-    verify_ms: float,
-    policy: Policy,
-    repeat: int,
-    program: tuple[str, ...] | Primed,
+async def _measure_order(
+    stack: Stack, device: str, draft_ms: float, verify_ms: float, order: Order, repeat: int
 ) -> list[Measurement]:
-    port, metrics_port = free_ports(2)
-    arguments = _arguments(stack, device, policy)
-    async with stack.scheduler(*arguments, port=port, metrics_port=metrics_port, program=program) as address:
-        windows = [await _window(address, metrics_port, MEASURE_S[device]) for _ in range(WINDOWS[device])]
-    return [
-        _measurement(device, draft_ms, verify_ms, policy, WINDOWS[device] * repeat + number, window)
-        for number, window in enumerate(windows)
-    ]
+    is_blocking = order.name == HOST_BLOCKS
+    scheduler = stack.scheduler(
+        _worker("draft", is_blocking),
+        verify=_worker("verify", is_blocking),
+        run_ahead=order.run_ahead,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        slots=NUM_CLIENTS,
+        context_tokens=CONTEXT_TOKENS,
+        dispatch="acknowledged" if is_blocking else "together",
+        fence=order.fence,
+    )
+    options: RequestOptions = {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True}
+    measurements = []
+    async with scheduler as served:
+        for number in range(WINDOWS[device]):
+            window = await stream_window(
+                served,
+                [PROMPT] * NUM_CLIENTS,
+                [options] * NUM_CLIENTS,
+                warm_up_tokens=WARM_UP_TOKENS,
+                seconds=MEASURE_S[device],
+            )
+            measured = _measurement(device, draft_ms, verify_ms, order, WINDOWS[device] * repeat + number, window)
+            measurements.append(measured)
+    return measurements
 
 
 def _measurement(
-    device: str, draft_ms: float, verify_ms: float, policy: Policy, repeat: int, window: _Window
+    device: str, draft_ms: float, verify_ms: float, order: Order, repeat: int, window: Window
 ) -> Measurement:
-    used = window.used
-    num_steps = int(used.total("slipstream_step_seconds_count", phase="decode"))
-    step_ms = 1e3 * used.total("slipstream_step_seconds_sum", phase="decode") / num_steps
-    kernel_sum_ms = draft_ms + verify_ms
+    sums = window.sums
+    step_ms, kernel_sum_ms = sums.mean_ms(sums.step_s), draft_ms + verify_ms
     return Measurement(
         device=device,
         draft_ms=draft_ms,
         verify_ms=verify_ms,
-        policy=policy.name,
-        run_ahead=policy.run_ahead,
+        policy=order.name,
+        run_ahead=order.run_ahead,
         fence=window.fence,
-        mps=policy.has_mps,
+        mps=order.has_mps,
         repeat=repeat,
         kernel_sum_ms=kernel_sum_ms,
-        busy_ms=1e3 * used.total("slipstream_busy_seconds_total", phase="decode") / num_steps,
+        busy_ms=sums.mean_ms(sums.draft_s + sums.verify_s),
         step_ms=step_ms,
-        elapsed_ms=1e3 * window.elapsed_s / num_steps,
+        elapsed_ms=sums.mean_ms(window.elapsed_s),
         ratio=step_ms / kernel_sum_ms,
-        num_steps=num_steps,
+        num_steps=sums.num_steps,
         num_clients=NUM_CLIENTS,
         tokens_per_second=window.num_tokens / window.elapsed_s,
-        tokens_sha256=window.tokens_sha256,
+        tokens_sha256=hashlib.sha256(json.dumps(window.first_tokens).encode()).hexdigest(),
         host=host(device),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
-    """What happened while all clients streamed."""
-
-    used: Scrape
-    """What the metrics gained."""
-    elapsed_s: float
-    num_tokens: int
-    tokens_sha256: str
-    fence: str
-
-
-async def _window(address: str, metrics_port: int, measure_s: float) -> _Window:
-    received: list[list[int]] = [[] for _ in range(NUM_CLIENTS)]
-    warm = asyncio.Event()
-
-    async def stream(client: AsyncClient, number: int) -> None:
-        async for chunk in client.generate(PROMPT, max_new_tokens=CONTEXT_TOKENS // 2, ignore_eos=True):
-            received[number].extend(chunk.token_ids)
-            if not warm.is_set() and min(map(len, received)) >= WARM_UP_TOKENS:
-                warm.set()
-
-    async with AsyncClient(address) as client:
-        fence = (await client.server_info()).fence
-        streams = [asyncio.create_task(stream(client, number)) for number in range(NUM_CLIENTS)]
-        await asyncio.wait_for(warm.wait(), 60)
-        before, started, num_before = await scrape(metrics_port), time.monotonic(), sum(map(len, received))
-        await asyncio.wait(streams, timeout=measure_s, return_when=asyncio.FIRST_EXCEPTION)
-        after, ended = await scrape(metrics_port), time.monotonic()
-        num_tokens = sum(map(len, received)) - num_before
-        for task in streams:
-            if task.done():
-                task.result()
-            task.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-    first = [tokens[:WARM_UP_TOKENS] for tokens in received]
-    return _Window(
-        used=after.since(before),
-        elapsed_s=ended - started,
-        num_tokens=num_tokens,
-        tokens_sha256=hashlib.sha256(json.dumps(first).encode()).hexdigest(),
-        fence=fence,
-    )
-
-
 def _summary(measurements: Sequence[Measurement]) -> list[str]:
-    lines = ["", "worst of the repeats:"]
-    groups: dict[tuple[object, ...], list[Measurement]] = {}
+    lines = ["", "medians of the repeats:"]
+    groups: dict[str, list[Measurement]] = {}
     for m in measurements:
-        groups.setdefault((m.draft_ms, m.verify_ms, m.mps, m.policy, m.run_ahead, m.fence), []).append(m)
-    for group in groups.values():
-        worst = max(m.ratio for m in group)
-        lost = max(m.step_ms - m.busy_ms for m in group)
-        lines.append(f"{_name(group[0])}: ratio {worst:.3f}, step - busy {lost:.3f} ms")
+        groups.setdefault(_name(m), []).append(m)
+    for name, group in groups.items():
+        ratios, lost = [m.ratio for m in group], median(m.lost_ms for m in group)
+        share = median(m.lost_share for m in group if m.lost_share is not None)
+        lines.append(
+            f"{name}: ratio {median(ratios):.3f} (worst {max(ratios):.3f}), step - busy {lost:.3f} ms, "
+            f"{100 * share:.1f} % of that of host blocks"
+        )
     return lines
 
 

@@ -1,74 +1,66 @@
-"""Ten times what the server can do, for a minute: does it go on doing what it can, and say no at once?
+"""Ten times the requests that the server can serve, for a minute: the goodput must stay, and refusals be quick.
 
     python benchmarks/overload.py --json benchmarks/results/overload_cpu.json
 
 The capacity is found by saturation before and after, in the same run; in between, requests come as a Poisson process
 at ten times its rate, with the workload of `serving.py`. Goodput is the output tokens per second of requests that
-complete. Status 1 if it falls below 90 % of the capacity, a rejection takes 50 ms (at the 99th percentile, from when
-the request was to be made) or carries no RetryInfo, health is ever anything but SERVING, an accepted request fails,
-or the memory of a service grows.
+complete. Status 1 if it falls below 90 % of the capacity, a rejection takes 50 ms (at the 99th percentile, from the
+due time of the request) or carries no RetryInfo, health is ever anything but SERVING, an accepted request fails, or
+the memory of a service grows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.benchmarks.capacity import find_capacity
-from slipstream.benchmarks.hardware import host
-from slipstream.benchmarks.health_watch import HealthWatch
-from slipstream.benchmarks.lengths import Lengths
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, LoadGenerator
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.model_options import (
+from slipstream.benchmarks.models import (
+    STANDALONE,
     DeviceOption,
     Eagle3Option,
     JsonOption,
+    Models,
     StandaloneOption,
     TargetOption,
-    chosen_models,
+    draft_of,
 )
-from slipstream.benchmarks.process_watch import ProcessWatch
-from slipstream.benchmarks.resource_snapshot import settled
-from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
-from slipstream.benchmarks.warm_up import beyond_warm_up
-from slipstream.benchmarks.workload import Arrival, Workload
+from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.server_watch import HealthWatch, ProcessWatch, settled
+from slipstream.benchmarks.serving import beyond_warm_up, find_capacity
+from slipstream.benchmarks.stack import LOG_DIR, Stack
+from slipstream.benchmarks.workload import Arrival, Lengths, Workload
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from slipstream.benchmarks.health_watch import HealthReport
     from slipstream.benchmarks.load_generator import LoadRun
     from slipstream.benchmarks.load_report import LoadReport
-    from slipstream.benchmarks.process_watch import Footprint
-    from slipstream.benchmarks.resource_snapshot import Held
-
-LOG_DIR = Path("build/benchmarks/overload")
+    from slipstream.benchmarks.server_watch import Footprint, HealthReport, ResourceSnapshot
 
 LEAST_GOODPUT = 0.9
 """Of the capacity."""
 MOST_REJECTION_MS = 50.0
 MOST_GROWTH = {"scheduler": 0.02, "draft": 0.05, "verify": 0.05}
-"""Of resident memory, from the first third of the time to the last. Workers keep the room of their largest step so far,
-which comes at random: theirs may rise once or twice, and then stays."""
+"""Growth of resident memory from the first third of the time to the last. A worker keeps the room of its largest step,
+which comes at random: its memory may rise once or twice, and then stays."""
 
 
 # Without slots, so that the command line can read the defaults from the class.
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is done."""
+    """The settings of a run."""
 
     algorithm: str = STANDALONE
     factor: float = 10.0
     """Times the capacity."""
     seconds: float = 60.0
     warm_up_s: float = 5.0
-    """Of these, what does not count: the queue fills up."""
+    """The part of these that does not count: the queue fills up."""
     capacity_seconds: float = 13.0
     """Before, and again after."""
     capacity_warm_up_s: float = 3.0
@@ -77,14 +69,14 @@ class Plan:
     queue: int = 64
     """Requests that may wait."""
     kept_jobs: int = 100
-    """Jobs that are kept after their end: few, so that there are as many from the beginning of the minute on."""
+    """Jobs that are kept after their end: few, so that their number is reached early in the minute."""
     sample_s: float = 0.5
     seed: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
 class OverloadReport:
-    """What happened."""
+    """The outcome."""
 
     host: str
     device: str
@@ -101,8 +93,8 @@ class OverloadReport:
     footprints: dict[str, Footprint]
     """Of the services, in the minute."""
     footprints_at_capacity: dict[str, Footprint]
-    before: Held
-    after: Held
+    before: ResourceSnapshot
+    after: ResourceSnapshot
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -116,7 +108,7 @@ class OverloadReport:
         return self.load.completed_tokens_per_second / self.capacity
 
     def faults(self) -> list[str]:
-        """What is wrong whatever the machine and however busy it is."""
+        """Errors that no slow machine explains."""
         faults = [f"failed: {failure}" for failure in self.failures[:10]]
         if not self.load.num_rejected or not self.load.num_completed:
             faults.append(f"{self.load.num_rejected} rejected, {self.load.num_completed} completed")
@@ -131,7 +123,7 @@ class OverloadReport:
         return faults
 
     def shortcomings(self) -> list[str]:
-        """What is slower, or bigger, than it should be."""
+        """Times and sizes beyond their limits, which a busy machine may explain."""
         found = []
         if self.goodput < LEAST_GOODPUT:
             found.append(f"goodput is {self.goodput:.3f} of the capacity, below {LEAST_GOODPUT}")
@@ -143,16 +135,18 @@ class OverloadReport:
         return found
 
 
-async def overload(stack: ServingStack, workload: Workload, models: Models, plan: Plan) -> OverloadReport:
-    """Runs it against a scheduler of its own."""
-    arguments = (
-        *("--slots", str(plan.slots), "--queue", str(plan.queue), "--kept-jobs", str(plan.kept_jobs)),
-        *("--context-tokens", str(workload.lengths.context_tokens), "--device", models.device),
+async def overload(stack: Stack, workload: Workload, models: Models, plan: Plan, device: str) -> OverloadReport:
+    """Starts the services and overloads them."""
+    await stack.models(models)
+    scheduler = stack.scheduler(
+        draft_of(plan.algorithm),
+        slots=plan.slots,
+        queue=plan.queue,
+        kept_jobs=plan.kept_jobs,
+        context_tokens=workload.lengths.context_tokens,
     )
-    async with (
-        stack.scheduler(plan.algorithm, arguments=arguments) as address,
-        AsyncClient(address) as client,
-    ):
+    async with scheduler as served, AsyncClient(served.address) as client:
+        address = served.address
         with LoadGenerator() as generator:
             pids = {service.name: service.pid for service in (await client.server_info()).services}
             at_capacity, in_overload = ProcessWatch(pids), ProcessWatch(pids)
@@ -168,8 +162,8 @@ async def overload(stack: ServingStack, workload: Workload, models: Models, plan
             after = await settled(client, before)
             capacity_after = await _capacity(generator, workload, address, plan, "after")
     return OverloadReport(
-        host=host(models.device),
-        device=models.device,
+        host=host(device),
+        device=device,
         model=models.target.name,
         plan=plan,
         lengths=workload.lengths,
@@ -188,7 +182,7 @@ async def overload(stack: ServingStack, workload: Workload, models: Models, plan
 
 
 async def _touch_everything(generator: LoadGenerator, workload: Workload, address: str, plan: Plan) -> None:
-    """Fills every slot with the longest requests: the memory that the services take at most, they have then."""
+    """Fills every slot with the longest requests, so that the services have taken their largest memory."""
     arrivals = [Arrival(0.0, request) for request in workload.largest(plan.slots)]
     run = await generator.open_loop(address, arrivals, 0.0, plan.drain_s)
     outcomes = [record.outcome for record in run.records]
@@ -213,7 +207,7 @@ def _without_retry_info(run: LoadRun) -> int:
 
 
 def lines(report: OverloadReport) -> list[str]:
-    """What to print."""
+    """The lines to print."""
     load, rejection = report.load, report.load.rejection_ms
     result = [
         f"{report.host}; {report.device}; {report.model}; {report.lengths}; seed {report.plan.seed}",
@@ -257,22 +251,29 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """Overloads the server."""
-    plan = replace(Plan(), algorithm=algorithm, factor=factor, seconds=seconds, capacity_seconds=capacity_seconds)
-    plan = replace(plan, slots=slots, queue=queue, seed=seed)
-    models = chosen_models(target=target, standalone=standalone, eagle3=eagle3, device=device)
+    plan = Plan(
+        algorithm=algorithm,
+        factor=factor,
+        seconds=seconds,
+        capacity_seconds=capacity_seconds,
+        slots=slots,
+        queue=queue,
+        seed=seed,
+    )
+    models = Models.choose(target=target, standalone=standalone, eagle3=eagle3).with_drafts(algorithm)
     workload = Workload(models.target, Lengths(scale=length_scale, context_tokens=context_tokens))
-    report = asyncio.run(_serve_and_overload(workload, models.with_draft(algorithm), plan))
+    report = asyncio.run(_overload(workload, models, plan, device))
     problems = report.faults() + report.shortcomings()
     print("\n".join([*lines(report), *problems]))
-    if json_file is not None:
-        written = {**asdict(report), "capacity": report.capacity, "goodput": report.goodput, "problems": problems}
-        json_file.write_text(json.dumps(written, indent=1) + "\n")
+    write_json(
+        {**asdict(report), "capacity": report.capacity, "goodput": report.goodput, "problems": problems}, json_file
+    )
     sys.exit(1 if problems else 0)
 
 
-async def _serve_and_overload(workload: Workload, models: Models, plan: Plan) -> OverloadReport:
-    async with ServingStack.start(LOG_DIR, models) as stack:
-        return await overload(stack, workload, models, plan)
+async def _overload(workload: Workload, models: Models, plan: Plan, device: str) -> OverloadReport:
+    async with Stack(LOG_DIR / "overload", device=device) as stack:
+        return await overload(stack, workload, models, plan, device)
 
 
 if __name__ == "__main__":

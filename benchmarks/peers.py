@@ -1,11 +1,12 @@
-"""One request at a time: this system, and `transformers` on the same weights' shape, prompt and machine.
+"""One request at a time: this system, and `transformers` with the same target, prompt and machine.
 
     python benchmarks/peers.py --device cuda --json benchmarks/results/peers_h200.json
 
-Two pairs of models. The bundled ones, with their real weights: whoever drafts better is faster. And the shape of
-Llama 3.1 8B with random weights, where acceptance is drawn by chance with the same mean on both sides; `transformers`
-is assisted by the shape of Llama 3.2 1B, this system by an EAGLE-3 head. Both count from the first token to the last.
-Each way of generating is in the file as soon as it is measured, and the file keeps the cases that a run leaves out:
+Two cases. The bundled models, with their weights: both sides run the same target and the same standalone draft. The
+shape of Llama 3.1 8B with random weights, where acceptance is drawn by chance with the same mean on both sides: this
+system drafts with the shape of an EAGLE-3 head, `transformers`, which has none, with the shape of Llama 3.2 1B as its
+assistant. Both count from the first token to the last. Each way of generating is in the file as soon as it is
+measured, and the file keeps the cases that a run leaves out:
 
     python benchmarks/peers.py --device cuda --case llama-3.1-8b --json benchmarks/results/peers_h200.json
 """
@@ -15,34 +16,88 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from transformers import AutoTokenizer
 
-from slipstream.benchmarks.hardware import host
 from slipstream.benchmarks.model_shapes import write_shape
-from slipstream.benchmarks.peer_results import Result, ResultsFile
-from slipstream.benchmarks.serving_stack import free_ports
+from slipstream.benchmarks.models import EAGLE3, STANDALONE
+from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.transformers_peer import REPEATS, Peer, TransformersPeer, load, quiet
+from slipstream.benchmarks.transformers_peer import ASSISTED, REPEATS, Peer, TransformersPeer, load, quiet
 from slipstream.bundled import prompts, standalone_dir, target_dir
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+
 NUM_DRAFT_TOKENS = 4
 MEAN_ACCEPT_LENGTH = 3.5
 NUM_NEW_TOKENS = 256
 PROMPT_TOKENS = 128
-LOG_DIR = Path("build/benchmarks")
-CASES = ("bundled", "llama-3.1-8b")
-DRAFTING = "slipstream, drafting"
+BUNDLED, SHAPE_8B = CASES = ("bundled", "llama-3.1-8b")
+DRAFTING, PLAIN = "slipstream, drafting", "slipstream, plain"
+DRAFTS = {
+    (BUNDLED, DRAFTING): "bundled standalone draft",
+    (BUNDLED, ASSISTED): "bundled standalone draft",
+    (SHAPE_8B, DRAFTING): "shape of an EAGLE-3 head, accepted by chance",
+    (SHAPE_8B, ASSISTED): "shape of Llama 3.2 1B, accepted by chance",
+}
+"""The draft by case and way; the other ways have none. The target of a case is the same in all of its ways."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One way of generating, in one case."""
+
+    case: str
+    way: str
+    device: str
+    dtype: str
+    prompt_tokens: int
+    num_new_tokens: int
+    num_draft_tokens: int
+    tokens_per_second: float
+    """Median over the repeats."""
+    repeats: Sequence[float]
+    mean_accept_length: float
+    host: str
+    hardware: str
+
+
+class ResultsFile:
+    """Results by case. Each is in the file as soon as it is added."""
+
+    def __init__(self, path: Path | None, *, device: str, cases: Sequence[str]) -> None:
+        """Keeps the results of the file; `cases` are to be measured, on `device`. Without a path nothing is written.
+
+        Raises ValueError if the file holds something else, or another case that was measured on another device.
+        """
+        self._path = path
+        self._results = read_rows(path, Result)
+        self._begun: set[str] = set()
+        for result in self._results:
+            if result.device != device and result.case not in cases:
+                raise ValueError(f"{path} has {result.case} measured on {result.device}, this run is on {device}")
+
+    def of(self, case: str) -> list[Result]:
+        """The ways of one case, in the order in which they were measured."""
+        return [result for result in self._results if result.case == case]
+
+    def add(self, result: Result) -> None:
+        """Adds it and writes the file. The first result of a case replaces the earlier results of that case."""
+        if result.case not in self._begun:
+            self._begun.add(result.case)
+            self._results = [other for other in self._results if other.case != result.case]
+        self._results = sorted([*self._results, result], key=attrgetter("case"))
+        write_rows(self._results, self._path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +114,7 @@ class Case:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the weights are random."""
+        """True if the weights are random."""
         return self.mean_accept_length is not None
 
 
@@ -79,7 +134,7 @@ class Measurement:
         self._since = time.monotonic()
 
     def run(self) -> None:
-        """One way after the other; no two are in memory together but those that share their models."""
+        """Measures one way after the other; only ways with the same models are in memory together."""
         asyncio.run(self._slipstream())
         self._transformers()
 
@@ -89,29 +144,24 @@ class Measurement:
 
     async def _slipstream(self) -> None:
         case = self._case
-        weights = ("--device", self._device.type, *(("--load-format", "dummy") if case.is_dummy else ()))
-        mean = case.mean_accept_length
-        simulated = () if mean is None else ("--simulate-accept-length", str(mean))
-        head = ("--algorithm", case.algorithm, "--target", str(case.target))
-        async with Stack(LOG_DIR) as stack:
+        weights: dict[str, Any] = {"load_format": "dummy" if case.is_dummy else "auto"}
+        async with Stack(device=self._device.type) as stack:
             await asyncio.gather(
-                stack.worker("verify", "--model", str(case.target), *weights, *simulated),
-                stack.worker("draft", "--model", str(case.draft), *head, *weights),
+                stack.worker("verify", model=case.target, simulate_accept_length=case.mean_accept_length, **weights),
+                stack.worker("draft", model=case.draft, algorithm=case.algorithm, target=case.target, **weights),
             )
             self._tell("slipstream's models are loaded")
-            draft = ("--draft", stack.socket("draft"), "--num-draft-tokens", str(NUM_DRAFT_TOKENS))
-            self._keep(await self._serve(stack, DRAFTING, draft))
-            self._keep(await self._serve(stack, "slipstream, plain", ()))
+            self._keep(await self._serve(stack, DRAFTING, "draft"))
+            self._keep(await self._serve(stack, PLAIN, None))
 
-    async def _serve(self, stack: Stack, way: str, arguments: tuple[str, ...]) -> Peer:
-        (port,) = free_ports(1)
-        sizes = ("--slots", "1", "--context-tokens", str(2 * (PROMPT_TOKENS + NUM_NEW_TOKENS)))
-        async with (
-            stack.scheduler(
-                "--verify", stack.socket("verify"), *sizes, *arguments, port=port, metrics_port=0
-            ) as address,
-            AsyncClient(address) as client,
-        ):
+    async def _serve(self, stack: Stack, way: str, draft: str | None) -> Peer:
+        scheduler = stack.scheduler(
+            draft,
+            slots=1,
+            context_tokens=2 * (PROMPT_TOKENS + NUM_NEW_TOKENS),
+            num_draft_tokens=NUM_DRAFT_TOKENS if draft else None,
+        )
+        async with scheduler as served, AsyncClient(served.address) as client:
             await _generate(client, self._prompt)
             runs = [await _generate(client, self._prompt) for _ in range(REPEATS)]
         rates = tuple(rate for rate, _ in runs)
@@ -146,7 +196,6 @@ class Measurement:
         self._tell(_line(result))
 
     def _tell(self, what: str) -> None:
-        """And how long it took."""
         now = time.monotonic()
         print(f"{self._case.name}: {what} ({now - self._since:.1f} s)", flush=True)
         self._since = now
@@ -156,10 +205,10 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; all unless given.")] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Where the results go; other cases that it has are kept.")
+        Path | None, typer.Option("--json", help="The file for the results; other cases in it are kept.")
     ] = None,
 ) -> None:
-    """Measures both, one after the other."""
+    """Measures both systems, one after the other."""
     names = tuple(dict.fromkeys(case or CASES))
     if not set(names) <= set(CASES):
         raise typer.BadParameter(f"one of {', '.join(CASES)}", param_hint="--case")
@@ -184,12 +233,12 @@ def _line(result: Result) -> str:
 
 
 def _case(name: str, folder: Path) -> Case:
-    if name == "bundled":
+    if name == BUNDLED:
         return Case(
             name=name,
             target=target_dir(),
             draft=standalone_dir(),
-            algorithm="standalone",
+            algorithm=STANDALONE,
             assistant=standalone_dir(),
             mean_accept_length=None,
         )
@@ -197,7 +246,7 @@ def _case(name: str, folder: Path) -> Case:
         name=name,
         target=write_shape(folder, name),
         draft=write_shape(folder, f"eagle3-{name}"),
-        algorithm="eagle3",
+        algorithm=EAGLE3,
         assistant=write_shape(folder, "llama-3.2-1b"),
         mean_accept_length=MEAN_ACCEPT_LENGTH,
     )

@@ -1,4 +1,4 @@
-"""Many clients that come, go and change their minds; afterwards everything must be as it was.
+"""Many clients that come, cancel and leave; afterwards the server must have the same resources in use as before.
 
     python benchmarks/soak.py --seconds 120 --json benchmarks/results/soak_cpu.json
 
@@ -10,29 +10,29 @@ may have a thread or a file descriptor more than before. Status 1 if anything is
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import Annotated
 
 import typer
 
-from slipstream.benchmarks.resource_snapshot import Held, settled
-from slipstream.benchmarks.serving_stack import ServingStack
+from slipstream.benchmarks.models import STANDALONE, Models
+from slipstream.benchmarks.result_files import write_json
+from slipstream.benchmarks.server_watch import ResourceSnapshot, settled
+from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
 NUM_CLIENTS = 32
 MAX_NEW_TOKENS = 64
-LOG_DIR = Path("build/benchmarks")
 
 
 @dataclass(slots=True)
 class SoakReport:
-    """What happened."""
+    """The outcome."""
 
     seconds: float
     num_clients: int
@@ -40,14 +40,15 @@ class SoakReport:
     outcomes: dict[str, int] = field(default_factory=dict)
     num_tokens: int = 0
     problems: list[str] = field(default_factory=list)
-    before: Held | None = None
-    after: Held | None = None
+    before: ResourceSnapshot | None = None
+    after: ResourceSnapshot | None = None
 
 
-async def soak(stack: ServingStack, seconds: float, seed: int, *, num_clients: int = NUM_CLIENTS) -> SoakReport:
-    """Runs the clients for so long and looks at what is left."""
+async def soak(stack: Stack, seconds: float, seed: int, *, num_clients: int = NUM_CLIENTS) -> SoakReport:
+    """Starts the bundled models, runs the clients and compares the resources in use before and after."""
+    await stack.models(Models().with_drafts(STANDALONE))
     report = SoakReport(seconds, num_clients, seed)
-    async with stack.scheduler("standalone") as address, AsyncClient(address) as client:
+    async with stack.scheduler(STANDALONE) as served, AsyncClient(served.address) as client:
         await _warm_up(client, num_clients)
         report.before = await settled(client, None)
         deadline = time.monotonic() + seconds
@@ -93,7 +94,7 @@ async def _client(client: AsyncClient, rng: random.Random, deadline: float, repo
 
 
 async def _warm_up(client: AsyncClient, num_clients: int) -> None:
-    """Everything that is made on first use is there afterwards."""
+    """Runs a request of each client, so that everything is made that is made on first use."""
 
     async def run() -> None:
         async for _ in client.generate(prompts()[0].text, max_new_tokens=4):
@@ -103,22 +104,21 @@ async def _warm_up(client: AsyncClient, num_clients: int) -> None:
 
 
 def main(
-    seconds: Annotated[float, typer.Option(help="How long the clients keep coming.")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="Length of the run.")] = 120.0,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the report.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="The file for the report.")] = None,
 ) -> None:
     """Runs the soak test."""
 
     async def run() -> SoakReport:
-        async with ServingStack.start(LOG_DIR) as stack:
+        async with Stack() as stack:
             return await soak(stack, seconds, seed)
 
     report = asyncio.run(run())
     print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {report.outcomes}")
     print(f"before {report.before}\nafter  {report.after}")
-    print("\n".join(report.problems) or "everything as it was")
-    if json_file is not None:
-        json_file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    print("\n".join(report.problems) or "as before")
+    write_json(asdict(report), json_file)
     sys.exit(1 if report.problems else 0)
 
 

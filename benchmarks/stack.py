@@ -1,175 +1,178 @@
-"""Starts the real console scripts for a measurement, and ends them."""
+"""Starts the services as processes of their own for a benchmark, and ends them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import signal
+import socket
 import sys
-import tempfile
-from asyncio.subprocess import PIPE
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.benchmarks.child_process import end
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.benchmarks.primed_scheduler import PRIMED
+from slipstream.benchmarks.models import NGRAM
+from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping
+
+    from slipstream.benchmarks.models import Models
 
 SCRIPTS = Path(sys.executable).parent
-SCHEDULER = (str(SCRIPTS / "slipstream-scheduler"),)
+LOG_DIR = Path("build/benchmarks")
 START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
 RETRY_S = 0.05
 CONNECT_OFTEN = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
-"""As it is, gRPC's pauses grow to seconds while a service starts."""
+"""gRPC's default pauses grow to seconds while a service starts."""
+NUMPY_DRAFTER = Path(__file__).resolve().parent.parent / "examples" / "numpy_drafter" / "main.py"
+
+Option = str | int | float | Path | None
+"""A value of the command line; True is a flag, None and False leave the option out."""
 
 
-class Primed:
-    """A process that has imported what a scheduler needs, and waits for its arguments. Serves once."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A scheduler that serves."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        """Use `Stack.primed`. Its standard input is a pipe."""
-        self.process = process
-
-    async def start(self, arguments: Sequence[str]) -> None:
-        """Lets it run."""
-        assert self.process.stdin is not None, "a pipe"
-        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
-        await self.process.stdin.drain()
+    address: str
+    metrics_port: int
 
 
 class Stack:
-    """Services that live together in one temporary directory. An asynchronous context manager."""
+    """Services that live together in one temporary directory, on one device. An asynchronous context manager.
 
-    def __init__(
-        self,
-        log_dir: Path | None = None,
-        *,
-        worker_environment: Mapping[str, str] | None = None,
-        scheduler_environment: Mapping[str, str] | None = None,
-    ) -> None:
-        """`log_dir` takes the services' logs; without one they go to this process's stderr.
+    Workers live as long as the stack; schedulers come and go. Under MPS the workers are clients of a daemon that the
+    stack starts, and the schedulers stay outside.
+    """
 
-        The environments come on top of this process's own.
-        """
+    def __init__(self, log_dir: Path | None = LOG_DIR, *, device: str = "cpu", mps: MpsMode = MpsMode.OFF) -> None:
+        """`log_dir` takes the services' logs; without one they go to this process's stderr."""
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
-        self._worker_environment = worker_environment or {}
-        self._scheduler_environment = scheduler_environment or {}
+        self._device = device
+        self._mps = mps
         self._held = AsyncExitStack()
         self._directory = Path()
+        self._worker_environment: Mapping[str, str] = {}
+        self._scheduler_environment: Mapping[str, str] = {}
 
     async def __aenter__(self) -> Stack:
-        self._directory = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-")))
+        self._directory = Path(self._held.enter_context(TemporaryDirectory(prefix="slipstream-")))
+        try:
+            daemon = await self._held.enter_async_context(mps_daemon(self._mps, self._directory))
+        except BaseException:
+            await self._held.aclose()
+            raise
+        self._scheduler_environment = outside_mps(self._directory)
+        self._worker_environment = self._scheduler_environment if daemon is None else daemon.environment
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._held.aclose()
 
     def socket(self, name: str) -> str:
-        """Address for a worker of this name."""
+        """The address of the worker with this name."""
         return f"unix:{self._directory / 'run' / f'{name}.sock'}"
 
-    async def worker(self, role: str, *arguments: str, name: str | None = None) -> str:
-        """Starts a draft or verify service that lives as long as the stack; returns its address when it serves."""
-        address = self.socket(name or role)
-        script = str(SCRIPTS / f"slipstream-{role}")
-        await self.process(name or role, script, "--listen", address, *arguments)
-        return address
+    async def worker(
+        self, role: str, *, name: str | None = None, program: tuple[str, ...] = (), **options: Option
+    ) -> None:
+        """Starts a draft or verify service; returns when it serves. `program`: another one with the same options."""
+        name = name or role
+        command = program or (str(SCRIPTS / f"slipstream-{role}"),)
+        await self.process(name, *command, *words(listen=self.socket(name), device=self._device, **options))
 
-    async def dummy_worker(self, role: str, length_ms: float, *arguments: str, name: str | None = None) -> str:
-        """As `worker`, with dummy kernels of this length in place of the model."""
-        address = self.socket(name or role)
-        await self.process(name or role, *dummy_worker(role, length_ms, "--listen", address, *arguments))
-        return address
+    async def dummy(self, role: str, length_ms: float, *, name: str | None = None, **options: Option) -> None:
+        """Starts a worker with a dummy kernel of this length in place of the model's."""
+        await self.worker(role, name=name, program=dummy_worker(role, length_ms), **options)
+
+    async def models(self, models: Models) -> None:
+        """Starts verify for the target and a draft service for each draft, named by its algorithm."""
+        starts = [self.worker("verify", model=models.target)]
+        for algorithm, path in models.drafts.items():
+            draft: dict[str, Any] = {"model": path, "target": models.target, "algorithm": algorithm}
+            starts.append(self.worker("draft", name=algorithm, **draft))
+        await asyncio.gather(*starts)
+
+    async def ngram(self, target: Path) -> None:
+        """Starts the NumPy drafter of the examples, named NGRAM."""
+        options = words(tokenizer=target, listen=self.socket(NGRAM))
+        await self.process(NGRAM, sys.executable, str(NUMPY_DRAFTER), *options)
 
     async def process(self, name: str, *command: str) -> None:
-        """Starts any program that serves at the address of `name`, and lives as long as the stack."""
+        """Starts any program that serves at the address of `name`; returns when it serves."""
         service = self._service(name, self.socket(name), *command, environment=self._worker_environment)
         await self._held.enter_async_context(service)
 
-    async def primed(self, module: str) -> Primed:
-        """Starts a process that lives as long as the stack, at most; returns it when it has imported everything.
-
-        `module`: whose entry point is a scheduler's, with the same options. See `primed_scheduler`.
-        """
-        return await self._held.enter_async_context(self._primed(module))
-
     @asynccontextmanager
     async def scheduler(
-        self, *arguments: str, port: int, metrics_port: int, program: tuple[str, ...] | Primed = SCHEDULER
-    ) -> AsyncIterator[str]:
-        """A scheduler for as long as the context; yields its address when it serves.
-
-        `program`: another one that takes the same options.
-        """
-        address = f"127.0.0.1:{port}"
-        options = ("--listen", address, "--metrics-port", str(metrics_port), *arguments)
-        if isinstance(program, Primed):
-            service = _started(program, address, options)
-        else:
-            service = self._service("scheduler", address, *program, *options, environment=self._scheduler_environment)
-        async with service:
-            yield address
-
-    @asynccontextmanager
-    async def _primed(self, module: str) -> AsyncIterator[Primed]:
-        command = (sys.executable, "-P", "-m", "slipstream.benchmarks.primed_scheduler", module)
-        process = self._process("scheduler", *command, environment=self._scheduler_environment, is_primed=True)
-        async with process as primed:
-            await _until_primed(primed)
-            yield Primed(primed)
+        self, draft: str | None = None, *, verify: str = "verify", metrics_port: int | None = None, **options: Option
+    ) -> AsyncIterator[Served]:
+        """Runs a scheduler over the workers with these names; without a draft it decodes plainly."""
+        port, free_port = free_ports(2)
+        served = Served(f"127.0.0.1:{port}", metrics_port or free_port)
+        command = (
+            str(SCRIPTS / "slipstream-scheduler"),
+            *words(listen=served.address, metrics_port=served.metrics_port, verify=self.socket(verify)),
+            *words(draft=draft and self.socket(draft), device=self._device, **options),
+        )
+        async with self._service("scheduler", served.address, *command, environment=self._scheduler_environment):
+            yield served
 
     @asynccontextmanager
     async def _service(
         self, name: str, address: str, *command: str, environment: Mapping[str, str]
     ) -> AsyncIterator[None]:
-        async with self._process(name, *command, environment=environment) as process:
-            await _until_serving(name, process, address)
-            yield
-
-    @asynccontextmanager
-    async def _process(
-        self, name: str, *command: str, environment: Mapping[str, str], is_primed: bool = False
-    ) -> AsyncIterator[asyncio.subprocess.Process]:
-        """`is_primed`: its standard input and output are pipes."""
         log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
-        pipes = (PIPE, PIPE) if is_primed else (None, log)
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipes[0], stdout=pipes[1], stderr=log, env={**os.environ, **environment}
+            *command, stdout=log, stderr=log, env={**os.environ, **environment}
         )
         try:
-            yield process
+            await _until_serving(name, process, address)
+            yield
         finally:
             await end(process)
             if log is not None:
                 log.close()
 
 
-@asynccontextmanager
-async def _started(primed: Primed, address: str, arguments: Sequence[str]) -> AsyncIterator[None]:
+def words(**options: Option) -> tuple[str, ...]:
+    """Options as a command line has them."""
+    found: list[str] = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            found.append(f"--{name.replace('_', '-')}")
+            found += [] if value is True else [str(value)]
+    return tuple(found)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that are free at the moment."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
+    return ports
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process by SIGTERM, or by SIGKILL if that takes too long; returns when it has ended."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
     try:
-        await primed.start(arguments)
-        await _until_serving("scheduler", primed.process, address)
-        yield
-    finally:
-        await end(primed.process)
-
-
-async def _until_primed(process: asyncio.subprocess.Process) -> None:
-    assert process.stdout is not None, "a pipe"
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while line := await process.stdout.readline():
-            if line.decode().strip() == PRIMED:
-                return
-        raise RuntimeError(f"a scheduler ended with status {await process.wait()} before it was primed")
+        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def _until_serving(name: str, process: asyncio.subprocess.Process, address: str) -> None:

@@ -1,32 +1,69 @@
-"""What a load generator asks for: texts cut from the bundled held-out prompts, of drawn lengths."""
+"""The load for benchmarks: texts cut from the bundled held-out prompts, with lengths like ShareGPT's."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.arrivals import poisson
-from slipstream.benchmarks.lengths import PROMPT_SLACK
 from slipstream.bundled import prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slipstream.benchmarks.lengths import Lengths
-
 TEMPERATURE = 0.8
 NUM_DRAWS = 20_000
-"""For a mean that is exact enough."""
+"""Enough for an exact mean."""
+PROMPT_SLACK = 16
+"""A text cut out between two tokens may come back as a few tokens more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormal:
+    """Token counts whose logarithm is normal."""
+
+    mean_tokens: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+
+    def draw(self, rng: random.Random, *, scale: float, most: int) -> int:
+        """A count of 1 to `most`; its mean, but for these bounds, is `scale` times the distribution's."""
+        mu = math.log(scale * self.mean_tokens) - self.sigma**2 / 2
+        return min(max(1, round(rng.lognormvariate(mu, self.sigma))), most)
+
+
+# Without slots, so that command lines can read the defaults from the class.
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Lengths of requests.
+
+    The means are those of ShareGPT as Kwon et al. give them ("Efficient Memory Management for Large Language Model
+    Serving with PagedAttention", 2023, figure 11). The width of the distributions is not given there: the two sigmas
+    are this benchmark's, for a long tail of prompts and a shorter one of outputs.
+    """
+
+    prompt: LogNormal = LogNormal(mean_tokens=161.31, sigma=1.2)
+    output: LogNormal = LogNormal(mean_tokens=337.99, sigma=0.9)
+    scale: float = 1.0
+    """Times the means: less than 1 for a small model on a slow machine."""
+    context_tokens: int = 1024
+    """Half of it is for the prompt at most, and half for the output."""
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """Tokens of a prompt and of its output."""
+        most = self.context_tokens // 2
+        prompt = self.prompt.draw(rng, scale=self.scale, most=max(1, most - PROMPT_SLACK))
+        return prompt, self.output.draw(rng, scale=self.scale, most=most)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A request that can be made at once."""
+    """A request that is ready to be made."""
 
     prompt: str
     max_new_tokens: int
@@ -37,7 +74,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and when it comes, in seconds from the start."""
+    """A request and the time of its arrival, in seconds from the start."""
 
     at_s: float
     request: PlannedRequest
@@ -60,12 +97,12 @@ class Workload:
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Longer prompts than this there is no text for."""
+        """There is no text for longer prompts."""
         return self._num_starts
 
     @property
     def mean_output_tokens(self) -> float:
-        """Of the lengths as they are drawn, bounds included."""
+        """The mean of drawn output lengths, bounds included."""
         rng = random.Random("mean")
         return sum(self.lengths.draw(rng)[1] for _ in range(NUM_DRAWS)) / NUM_DRAWS
 
@@ -77,15 +114,15 @@ class Workload:
         ]
 
     def requests(self, seed: str) -> Iterator[PlannedRequest]:
-        """Requests without an end."""
+        """An endless sequence of requests."""
         rng = random.Random(f"requests {seed}")
         for number in itertools.count():
             prompt_tokens, output_tokens = self.lengths.draw(rng)
             yield PlannedRequest(self.prompt(prompt_tokens, rng), output_tokens, TEMPERATURE, number)
 
     def arrivals(self, rate: float, seconds: float, seed: str) -> list[Arrival]:
-        """Requests that come independently of each other, `rate` per second on average."""
-        times = poisson(rate, seconds, random.Random(f"arrivals {seed}"))
+        """A Poisson process: requests that come independently of each other, `rate` per second on average."""
+        times = _poisson(rate, seconds, random.Random(f"arrivals {seed}"))
         return [Arrival(at, request) for at, request in zip(times, self.requests(seed), strict=False)]
 
     def prompt(self, num_tokens: int, rng: random.Random) -> str:
@@ -93,3 +130,10 @@ class Workload:
         num_tokens = min(num_tokens, self._num_starts)
         first = rng.randrange(self._num_starts)
         return self._text[self._offsets[first][0] : self._offsets[first + num_tokens - 1][1]]
+
+
+def _poisson(rate: float, seconds: float, rng: random.Random) -> Iterator[float]:
+    at = rng.expovariate(rate)
+    while at < seconds:
+        yield at
+        at += rng.expovariate(rate)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.benchmarks.figures import GPU_PAGE, gpu_page, table
+from slipstream.benchmarks.figures import CPU_PAGE, GPU_PAGE, cpu_page, gpu_page, table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "bundled" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -50,4 +50,5 @@ def test_following_a_job_takes_eight_lines_with_links() -> None:
 
 def test_the_figures_are_those_of_the_committed_results() -> None:
     assert table() in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert cpu_page() == CPU_PAGE.read_text(encoding="utf-8")
     assert gpu_page() == GPU_PAGE.read_text(encoding="utf-8")

@@ -20,9 +20,9 @@ from slipstream.benchmarks.lossless import (
     differences,
     mean_accept_length,
     serve,
-    start,
 )
-from slipstream.benchmarks.serving_stack import NONE
+from slipstream.benchmarks.models import NONE
+from slipstream.benchmarks.stack import Stack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ async def test_a_random_part_of_all_cases_gives_the_same_tokens(tmp_path: Path) 
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     ways, cases = draw(random.Random(seed))
-    async with start(tmp_path / "logs", ways) as stack:
+    async with Stack(tmp_path / "logs") as stack:
         outputs = await serve(stack, ways, cases)
     assert not differences(outputs, cases)
     assert min(len(set(output.token_ids)) for output in outputs[REFERENCE]) > 2, "to only repeat proves nothing"

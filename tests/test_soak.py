@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.benchmarks.serving_stack import ServingStack
 from slipstream.benchmarks.soak import soak
+from slipstream.benchmarks.stack import Stack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ SECONDS = 10.0
 async def test_everything_is_as_it_was_after_many_clients(tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    async with ServingStack.start(tmp_path / "logs") as stack:
+    async with Stack(tmp_path / "logs") as stack:
         report = await soak(stack, SECONDS, seed)
     assert not report.problems
     assert report.outcomes["length"] > 0

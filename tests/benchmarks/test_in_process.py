@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
-from slipstream.benchmarks.serving_stack import free_ports
-from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.models import STANDALONE, Models
+from slipstream.benchmarks.stack import Stack, free_ports
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.client import AsyncClient
 from slipstream.common.errors import ConfigError
@@ -44,7 +44,7 @@ async def served(algorithm: str) -> AsyncIterator[tuple[str, int]]:
     (metrics_port,) = free_ports(1)
     head = WorkerConfig(model=eagle3_dir(), algorithm=EAGLE3, target=target_dir(), device="cpu")
     drafts = {"none": None, "standalone": WorkerConfig(model=standalone_dir(), device="cpu"), "eagle3": head}
-    async with Stack() as stack:
+    async with Stack(None) as stack:
         address = stack.socket("one")
         settings = InProcessSettings(
             verify=WorkerConfig(model=target_dir(), device="cpu"),
@@ -68,17 +68,9 @@ async def outputs(client: AsyncClient) -> list[list[int]]:
 
 async def of_processes() -> list[list[int]]:
     """What three processes give."""
-    port, metrics_port = free_ports(2)
-    async with Stack() as stack:
-        verify, draft = await asyncio.gather(
-            stack.worker("verify", "--model", str(target_dir()), "--device", "cpu"),
-            stack.worker("draft", "--model", str(standalone_dir()), "--device", "cpu"),
-        )
-        options = ("--verify", verify, "--draft", draft, "--device", "cpu")
-        async with (
-            stack.scheduler(*options, port=port, metrics_port=metrics_port) as address,
-            AsyncClient(address) as client,
-        ):
+    async with Stack(None) as stack:
+        await stack.models(Models().with_drafts(STANDALONE))
+        async with stack.scheduler(STANDALONE) as served, AsyncClient(served.address) as client:
             found = await outputs(client)
     assert all(len(tokens) == NUM_TOKENS for tokens in found)
     return found

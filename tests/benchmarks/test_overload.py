@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
-from slipstream.benchmarks.lengths import Lengths
+from slipstream.benchmarks.models import STANDALONE, Models
 from slipstream.benchmarks.overload import Plan, lines, main, overload
-from slipstream.benchmarks.serving_stack import STANDALONE, Models, ServingStack
-from slipstream.benchmarks.workload import Workload
+from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.workload import Lengths, Workload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,10 +43,10 @@ async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path
         sample_s=0.1,
         seed=seed,
     )
-    models = Models().with_draft(STANDALONE)
+    models = Models().with_drafts(STANDALONE)
     workload = Workload(models.target, Lengths(scale=0.1, context_tokens=256))
-    async with ServingStack.start(tmp_path / "logs", models) as stack:
-        report = await overload(stack, workload, models, plan)
+    async with Stack(tmp_path / "logs") as stack:
+        report = await overload(stack, workload, models, plan, "cpu")
     print("\n".join(lines(report)))
     assert not report.faults()
     assert report.load.num_rejected > report.load.num_completed > 0

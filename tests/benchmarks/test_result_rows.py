@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.benchmarks.result_rows import read_rows, write_rows
+from slipstream.benchmarks.result_files import read_rows, write_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,16 +21,12 @@ class Row:
     value: float | None
 
 
-def make(row: dict[str, Any]) -> Row:
-    return Row(**row)
-
-
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    assert read_rows(file, make) == []
+    assert read_rows(file, Row) == []
     write_rows([Row("one", 1.5)], file)
     write_rows([Row("one", 1.5), Row("two", None)], file)
-    assert read_rows(file, make) == [Row("one", 1.5), Row("two", None)]
+    assert read_rows(file, Row) == [Row("one", 1.5), Row("two", None)]
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -38,4 +34,4 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(ValueError, match=r"other\.json does not hold results"):
-        read_rows(tmp_path / "other.json", make)
+        read_rows(tmp_path / "other.json", Row)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slipstream.benchmarks.scripted_acceptance import FIRST_TOKEN, Script, follow
-from slipstream.benchmarks.transformers_peer import TransformersPeer
+from slipstream.benchmarks.transformers_peer import FIRST_TOKEN, Script, TransformersPeer, follow
 
 NUM_DRAFT_TOKENS = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.benchmarks.trace_drawing import draw
+from slipstream.benchmarks.trace_pictures import draw
 from tests.harness.trace_format import check
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

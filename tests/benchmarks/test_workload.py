@@ -9,9 +9,7 @@ from statistics import mean
 import pytest
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.arrivals import poisson
-from slipstream.benchmarks.lengths import Lengths, LogNormal
-from slipstream.benchmarks.workload import Workload
+from slipstream.benchmarks.workload import Lengths, LogNormal, Workload, _poisson
 from slipstream.bundled import target_dir
 
 NUM_DRAWS = 50_000
@@ -42,7 +40,7 @@ def test_lengths_fit_the_context() -> None:
 
 
 def test_arrivals_are_a_poisson_process() -> None:
-    times = list(poisson(50.0, 1000.0, random.Random(1)))
+    times = list(_poisson(50.0, 1000.0, random.Random(1)))
     assert times == sorted(times)
     assert times[-1] < 1000
     # 50,000 are expected, give or take 224; of exponential gaps 1 / e are longer than their mean.

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.benchmarks.dashboard_queries import (
+from slipstream.common.rpc.metrics import MetricKind
+from slipstream.deploy.grafana.build import texts
+from slipstream.deploy.metrics_page import CATALOGUE
+from tests.deploy.dashboard_queries import (
     DASHBOARDS,
     FoundQuery,
     annotation_queries,
@@ -17,12 +20,9 @@ from slipstream.benchmarks.dashboard_queries import (
     recording_rules,
     variable_queries,
 )
-from slipstream.common.rpc.metrics import MetricKind
-from slipstream.deploy.grafana.build import texts
-from slipstream.deploy.metrics_page import CATALOGUE
 
 if TYPE_CHECKING:
-    from slipstream.benchmarks.dashboard_queries import FoundPanel
+    from tests.deploy.dashboard_queries import FoundPanel
 
 SPECS = {spec.name: spec for section in CATALOGUE for spec in section.metrics}
 UNITS = {"none", "percentunit", "µs", "ms", "s", "bytes", "reqps", "cps"}

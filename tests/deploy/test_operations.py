@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import typer.main
 
-from slipstream.benchmarks.dashboard_queries import DEPLOY, alert_rules, boards, panels_of
 from slipstream.cli.main import app
 from slipstream.scheduler.main import scheduler
 from slipstream.services.draft.main import draft
 from slipstream.services.verify.main import verify
+from tests.deploy.dashboard_queries import DEPLOY, alert_rules, boards, panels_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

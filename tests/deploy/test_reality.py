@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.benchmarks.dashboard_queries import (
+from slipstream.common.rpc import metrics as common_metrics
+from slipstream.common.rpc.scrape import Scrape
+from slipstream.deploy.metrics_page import CATALOGUE
+from slipstream.services.worker.host_stalls import ATTACH
+from tests.deploy.dashboard_queries import (
     FoundQuery,
     alert_rules,
     annotation_queries,
@@ -20,18 +24,12 @@ from slipstream.benchmarks.dashboard_queries import (
     recording_rules,
     variable_queries,
 )
-from slipstream.benchmarks.observed_stack import SERVICES, busy, observed_stack
-from slipstream.benchmarks.prometheus_server import find_prometheus
-from slipstream.common.rpc import metrics as common_metrics
-from slipstream.common.rpc.scrape import Scrape
-from slipstream.deploy.metrics_page import CATALOGUE
-from slipstream.services.worker.host_stalls import ATTACH
+from tests.deploy.observed_stack import SERVICES, busy, find_prometheus, observed_stack
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.benchmarks.observed_stack import Observed
-    from slipstream.benchmarks.prometheus_server import Prometheus
+    from tests.deploy.observed_stack import Observed, Prometheus
 
 INTERVAL_MS = 250
 RATE_INTERVAL = "3s"

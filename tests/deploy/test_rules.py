@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from slipstream.benchmarks.dashboard_queries import (
+from slipstream.deploy.metrics_page import CATALOGUE
+from tests.deploy.dashboard_queries import (
     DEPLOY,
     FoundQuery,
     alert_rules,
@@ -18,7 +19,6 @@ from slipstream.benchmarks.dashboard_queries import (
     recording_rules,
     runbooks,
 )
-from slipstream.deploy.metrics_page import CATALOGUE
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""A real Prometheus for a measurement, with the project's own configuration pointed at other ports."""
+"""A real Prometheus that scrapes the real services, with the project's own configuration pointed at other ports."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slipstream.benchmarks.child_process import end
-from slipstream.benchmarks.serving_stack import free_ports
+from slipstream.benchmarks.stack import Stack, end, free_ports
+from slipstream.bundled import standalone_dir, target_dir
+from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-CONFIG = Path(__file__).resolve().parent.parent / "deploy" / "prometheus" / "prometheus.yml"
+CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "prometheus.yml"
 START_TIMEOUT_S = 30.0
 RETRY_S = 0.05
+SERVICES = ("scheduler", "draft", "verify")
+PROMPTS = ("def main():\n", "class Queue:\n", "import os\n", "for line in lines:\n")
 
 
 class QueryError(Exception):
@@ -57,7 +60,7 @@ class Prometheus:
         return [Series(row["metric"], tuple(map(_point, row["values"]))) for row in result]
 
     async def is_ready(self) -> bool:
-        """Whether it answers queries."""
+        """True if it answers queries."""
         try:
             await asyncio.to_thread(_fetch, f"{self._url}/-/ready")
         except urllib.error.URLError:
@@ -83,7 +86,7 @@ def find_prometheus() -> str | None:
 async def running_prometheus(
     folder: Path, metrics_ports: Mapping[str, int], *, interval_ms: int
 ) -> AsyncIterator[Prometheus]:
-    """Scrapes the endpoint of each job and evaluates the rules so often, until the block ends.
+    """Scrapes the endpoint of each job and evaluates the rules at this interval, until the block ends.
 
     `folder` takes its data and its log. Raises RuntimeError when it does not start.
     """
@@ -99,10 +102,79 @@ async def running_prometheus(
         )
         try:
             server = Prometheus(port)
-            await _until_ready(server, process)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not await server.is_ready():
+                    if process.returncode is not None:
+                        raise RuntimeError(f"prometheus ended with status {process.returncode}: see its log")
+                    await asyncio.sleep(RETRY_S)
             yield server
         finally:
             await end(process)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Services with a Prometheus beside them."""
+
+    address: str
+    """Of the scheduler."""
+    metrics_ports: Mapping[str, int]
+    """By service."""
+    prometheus: Prometheus
+
+
+@asynccontextmanager
+async def observed_stack(
+    folder: Path,
+    *,
+    interval_ms: int,
+    run_ahead: int = 1,
+    slots: int = 8,
+    dummy_ms: tuple[float, float] | None = None,
+) -> AsyncIterator[Observed]:
+    """Runs the bundled models on the CPU until the block ends. `folder` takes logs and Prometheus' data.
+
+    `dummy_ms`: dummy kernels of draft and verify, in place of the models.
+    """
+    ports = dict(zip(SERVICES, free_ports(len(SERVICES)), strict=True))
+    async with Stack(folder / "logs") as stack:
+        models = {"draft": standalone_dir(), "verify": target_dir()}
+        starts = [
+            stack.worker(role, model=model, metrics_port=ports[role])
+            if dummy_ms is None
+            else stack.dummy(role, length_ms, model=model, metrics_port=ports[role])
+            for (role, model), length_ms in zip(models.items(), dummy_ms or (0.0, 0.0), strict=True)
+        ]
+        await asyncio.gather(*starts)
+        jobs = {f"slipstream-{service}": number for service, number in ports.items()}
+        async with (
+            stack.scheduler("draft", run_ahead=run_ahead, slots=slots, metrics_port=ports["scheduler"]) as served,
+            running_prometheus(folder / "prometheus", jobs, interval_ms=interval_ms) as prometheus,
+        ):
+            yield Observed(served.address, ports, prometheus)
+
+
+@asynccontextmanager
+async def busy(address: str, *, num_clients: int, max_new_tokens: int) -> AsyncIterator[None]:
+    """Has clients ask for one completion after the other, until the block ends. Raises the error of a client."""
+
+    async def ask(client: AsyncClient, number: int) -> None:
+        while True:
+            # The first client leaves in the middle each time.
+            limit = max_new_tokens if number else max_new_tokens // 2
+            stream = client.generate(PROMPTS[number % len(PROMPTS)], max_new_tokens=max_new_tokens, ignore_eos=True)
+            num_tokens = 0
+            async for chunk in stream:
+                num_tokens += len(chunk.token_ids)
+                if num_tokens > limit:
+                    break
+            await stream.aclose()
+
+    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(client, number)) for number in range(num_clients)]
+        yield
+        for task in tasks:
+            task.cancel()
 
 
 def _write_config(folder: Path, metrics_ports: Mapping[str, int], interval_ms: int) -> Path:
@@ -121,16 +193,8 @@ def _config(metrics_ports: Mapping[str, int], interval_ms: int) -> dict[str, Any
     return config
 
 
-async def _until_ready(server: Prometheus, process: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while not await server.is_ready():
-            if process.returncode is not None:
-                raise RuntimeError(f"prometheus ended with status {process.returncode}: see its log")
-            await asyncio.sleep(RETRY_S)
-
-
 def _fetch(url: str) -> bytes:
-    # Without the proxies of the environment: this is our own process.
+    # Without the proxies of the environment: this is a process of this host.
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as response:
         body: bytes = response.read()
         return body

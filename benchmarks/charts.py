@@ -1,0 +1,223 @@
+"""Draws pictures from result files, without measuring again.
+
+    python benchmarks/charts.py benchmarks/results/decode_h200.json
+
+draws decode_h200.png beside it. The name of a file is that of its benchmark and of the device.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from statistics import mean, median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import typer
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from slipstream.benchmarks import decode_report, overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DRAFT_COLOUR, VERIFY_COLOUR, LOST_COLOUR, OTHER_COLOUR = "#6aa84f", "#4878a8", "#e1812c", "#3a923a"
+STEP_PARTS = (
+    ("draft_ms", "draft", DRAFT_COLOUR),
+    ("verify_ms", "verify", VERIFY_COLOUR),
+    ("bubble_ms", "bubble", LOST_COLOUR),
+)
+DRAFTS = {
+    "none": ("no draft", VERIFY_COLOUR),
+    "standalone": ("standalone draft", LOST_COLOUR),
+    "eagle3": ("EAGLE-3 head", OTHER_COLOUR),
+}
+LATENCIES = (
+    ("ttft_ms", "to the first token, ms"),
+    ("inter_token_ms", "between tokens, ms"),
+    ("end_to_end_ms", "end to end, ms"),
+)
+
+
+def draw_overlap(measurements: Sequence[overlap.Measurement], path: Path) -> None:
+    """A panel for each pair of dummy kernels, with and without MPS: busy and lost time per step, by order of steps.
+
+    Dots are the repeats.
+    """
+    panels = sorted({(m.mps, m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
+    columns = len({panel[1:] for panel in panels})
+    rows = len(panels) // columns
+    most_bars = max(len({m.title for m in measurements if m.mps == panel[0]}) for panel in panels)
+    size = (columns * max(5.2, 0.75 * most_bars), 3.8 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        _draw_overlap_panel(axis, [m for m in measurements if (m.mps, m.draft_ms, m.verify_ms) == panel])
+    first = measurements[0]
+    _save(figure, path, f"Three processes, {first.num_clients} streaming clients; {first.host}")
+
+
+def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap.Measurement]) -> None:
+    names = list(dict.fromkeys(m.title for m in measurements))
+    groups = [[m for m in measurements if m.title == name] for name in names]
+    busy = [mean(m.busy_ms for m in group) for group in groups]
+    axis.bar(names, busy, color=VERIFY_COLOUR, label="draft + verify busy")
+    axis.bar(names, [mean(m.lost_ms for m in g) for g in groups], bottom=busy, color=LOST_COLOUR, label="lost")
+    first = measurements[0]
+    for column, group in enumerate(groups):
+        axis.plot([column] * len(group), [m.step_ms for m in group], "k.", markersize=4)
+        ratio = f"{mean(m.ratio for m in group):.3f}"
+        axis.text(column, 0.02 * first.kernel_sum_ms, ratio, ha="center", color="white", fontsize=8)
+    axis.axhline(first.kernel_sum_ms, color="k", linewidth=0.8, linestyle="--", label="length of the kernels")
+    axis.set_ylabel("ms per step")
+    where = f", {'MPS' if first.mps else 'no MPS'}" if first.device == "cuda" else ""
+    axis.set_title(f"dummy kernels of {first.draft_ms:g} + {first.verify_ms:g} ms{where}")
+    if len(names) > 4:
+        axis.tick_params(axis="x", labelsize=7, rotation=30)
+    axis.legend(fontsize=8, loc="upper right")
+
+
+def draw_decode(measurements: Sequence[decode_report.Measurement], path: Path) -> None:
+    """A panel for each shape: a step's parts by batch, in three processes and in one; lines are floors."""
+    shapes = list(dict.fromkeys(m.shape for m in measurements))
+    figure, axes = plt.subplots(1, len(shapes), figsize=(6.4 * len(shapes), 4.0), layout="constrained", squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        groups: dict[tuple[int, str], list[decode_report.Measurement]] = {}
+        for m in measurements:
+            if m.shape == shape:
+                groups.setdefault((m.batch, m.mode), []).append(m)
+        for place, group in enumerate(groups.values()):
+            _draw_step(axis, place, group)
+        axis.set_xticks(range(len(groups)), [f"{batch}\n{mode.split()[0]}" for batch, mode in groups], fontsize=7)
+        axis.set_xlabel("requests at a time, processes")
+        axis.set_ylabel("ms per step")
+        axis.set_title(shape)
+    axes[0][0].legend(loc="upper left", fontsize=8)
+    _save(figure, path, f"Decode steps; {measurements[0].host}")
+
+
+def _draw_step(axis: Axes, place: int, group: Sequence[decode_report.Measurement]) -> None:
+    bottom = 0.0
+    for name, label, colour in STEP_PARTS:
+        height = median(getattr(m, name) for m in group)
+        axis.bar(place, height, bottom=bottom, color=colour, label=label if place == 0 else None)
+        bottom += height
+    draft, verify = group[0].draft_floor_ms, group[0].verify_floor_ms
+    if draft is not None and verify is not None:
+        label = "floor: bytes that must be read" if place == 0 else "_"  # no line of the legend
+        axis.hlines(draft + verify, place - 0.4, place + 0.4, color="#222222", label=label)
+
+
+def draw_serving(report: Mapping[str, Any], path: Path) -> None:
+    """Throughput and three latencies against the offered load. `report`: the content of the JSON file."""
+    figure, grid = plt.subplots(2, 2, figsize=(10.4, 7.2), layout="constrained")
+    throughput, *latencies = grid.flat
+    for algorithm, capacity in report["capacity"].items():
+        runs = [run for run in report["runs"] if run["algorithm"] == algorithm]
+        offered = [run["offered_requests_per_second"] for run in runs]
+        name, colour = DRAFTS[algorithm]
+        tokens = [run["report"]["tokens_per_second"] for run in runs]
+        throughput.plot(offered, tokens, "o-", color=colour, markersize=4, label=name)
+        throughput.axhline(capacity["tokens_per_second"], color=colour, linewidth=0.8, linestyle="--")
+        for panel, (field, _) in zip(latencies, LATENCIES, strict=True):
+            for percentile, style in (("p50", "-"), ("p90", "--"), ("p99", ":")):
+                values = [run["report"][field][percentile] for run in runs]
+                panel.plot(offered, values, style, marker="o", markersize=3, color=colour)
+    throughput.set_ylabel("output tokens/s")
+    throughput.set_title("throughput (dashed: capacity, by saturation)", fontsize=10)
+    throughput.legend(fontsize=8)
+    for panel, (_, label) in zip(latencies, LATENCIES, strict=True):
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.set_ylabel(label)
+        panel.set_title("p50 (solid), p90 (dashed), p99 (dotted)", fontsize=10)
+    for panel in grid.flat:
+        panel.set_xlabel("offered requests/s (Poisson)")
+        panel.grid(alpha=0.3)
+    scale, temperature = report["lengths"]["scale"], report["temperature"]
+    _save(figure, path, f"Open loop, ShareGPT-like lengths x {scale:g}, T = {temperature:g}; {report['host']}")
+
+
+def draw_long_prompt(report: Mapping[str, Any], path: Path) -> None:
+    """The stream's tokens over time, and gaps by the size of the chunks. `report`: the content of the JSON file."""
+    figure, (timeline, bars) = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
+    results, prompt_tokens = report["results"], report["plan"]["prompt_tokens"]
+    names = ["all at once" if r["chunk_tokens"] >= prompt_tokens else str(r["chunk_tokens"]) for r in results]
+    for number, (name, result) in enumerate(zip(names, results, strict=True)):
+        colour = plt.get_cmap("viridis")(number / max(1, len(results) - 1) * 0.9)
+        times, counts = zip(*result["messages"], strict=True)
+        before = sum(count for at, count in result["messages"] if at < 0)
+        tokens = [total - before for total in accumulate(counts)]
+        timeline.step(times, tokens, where="post", color=colour, linewidth=1.2, label=name)
+        first_token_s = result["first_token_s"][0]
+        at_first = max((total for at, total in zip(times, tokens, strict=True) if at <= first_token_s), default=0)
+        timeline.plot(first_token_s, at_first, "o", color=colour, markersize=5)
+    timeline.axvline(0, color="k", linewidth=0.8, linestyle="--")
+    timeline.set_xlabel("s since the long prompt was sent (dot: its first token)")
+    timeline.set_ylabel("tokens of the running stream")
+    timeline.legend(fontsize=8, title="chunk", title_fontsize=8)
+    timeline.grid(alpha=0.3)
+    _draw_gaps(bars, results, names)
+    _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
+
+
+def _draw_gaps(panel: Axes, results: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    for shift, field, colour, label in (
+        (-0.2, "quiet_message_gap_ms", VERIFY_COLOUR, "alone"),
+        (0.2, "message_gap_ms", LOST_COLOUR, "while the prompt comes in"),
+    ):
+        places = [column + shift for column in range(len(results))]
+        panel.bar(places, [r[field]["p50"] for r in results], 0.38, color=colour, label=f"{label}, p50")
+        panel.plot(places, [r[field]["p99"] for r in results], "_", color="k", markersize=14)
+    panel.plot([], [], "_", color="k", markersize=14, label="p99")
+    panel.set_yscale("log")
+    panel.set_ylabel("ms between messages of the stream")
+    labels = [f"{name}\n{mean(r['first_token_s']):.1f} s" for name, r in zip(names, results, strict=True)]
+    panel.set_xticks(range(len(results)), labels, fontsize=8)
+    panel.set_xlabel("tokens in a chunk; below: to the prompt's first token")
+    panel.legend(fontsize=8)
+    panel.grid(alpha=0.3, axis="y")
+
+
+def _save(figure: Figure, path: Path, title: str) -> None:
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_overlap_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    draw_overlap(overlap.with_shares([overlap.Measurement(**row) for row in rows]), path)
+
+
+def _draw_decode_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    draw_decode([decode_report.Measurement(**row) for row in rows], path)
+
+
+PICTURES: Mapping[str, Callable[[Any, Path], None]] = {
+    "overlap": _draw_overlap_rows,
+    "decode": _draw_decode_rows,
+    "serving": draw_serving,
+    "long_prompt": draw_long_prompt,
+}
+
+
+def main(
+    results: Annotated[list[Path], typer.Argument(help="Result files of overlap, decode, serving and so on.")],
+) -> None:
+    """Draws a picture beside each file."""
+    for path in results:
+        draw = PICTURES[path.stem.rpartition("_")[0]]
+        draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

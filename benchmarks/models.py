@@ -1,0 +1,91 @@
+"""The models that a benchmark serves, and the options that choose them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
+NGRAM = "ngram"
+"""The NumPy drafter of the examples, which has no model."""
+ALGORITHMS = (NONE, STANDALONE, EAGLE3)
+DEVICES = ("cpu", "cuda")
+
+
+def _known_device(value: str) -> str:
+    if value not in DEVICES:
+        raise typer.BadParameter(" or ".join(DEVICES))
+    return value
+
+
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_known_device)]
+TargetOption = Annotated[
+    Path | None, typer.Option("--target", help="Directory of the target; the bundled one and its draft.")
+]
+StandaloneOption = Annotated[Path | None, typer.Option("--standalone", help="Directory of a standalone draft.")]
+Eagle3Option = Annotated[Path | None, typer.Option("--eagle3", help="Directory of an EAGLE-3 head.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for the report.")]
+
+
+def _bundled_drafts() -> Mapping[str, Path]:
+    return {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """A target and its drafts: the bundled models, unless others are named."""
+
+    target: Path = field(default_factory=target_dir)
+    drafts: Mapping[str, Path] = field(default_factory=_bundled_drafts)
+    """By algorithm."""
+
+    @classmethod
+    def choose(cls, *, target: Path | None, standalone: Path | None, eagle3: Path | None) -> Models:
+        """The models that are named, None for the others; without a target, the bundled ones besides."""
+        named = {STANDALONE: standalone, EAGLE3: eagle3}
+        given = {algorithm: path for algorithm, path in named.items() if path is not None}
+        if target is None:
+            return cls(drafts={**_bundled_drafts(), **given})
+        return cls(target=target, drafts=given)
+
+    def with_drafts(self, *algorithms: str) -> Models:
+        """The same target with the drafts of these algorithms alone; there is none for "none"."""
+        drafts = {name: path for name, path in self.drafts.items() if name in algorithms}
+        return Models(target=self.target, drafts=drafts)
+
+    def with_context(self, context_tokens: int, into: Path) -> Models:
+        """The same models with room for longer contexts; copies are made in `into`."""
+        drafts = {name: with_context(path, context_tokens, into / name) for name, path in self.drafts.items()}
+        return Models(target=with_context(self.target, context_tokens, into / "target"), drafts=drafts)
+
+
+def draft_of(algorithm: str) -> str | None:
+    """The name of the draft service for an algorithm; None for "none"."""
+    return None if algorithm == NONE else algorithm
+
+
+def with_context(model: Path, context_tokens: int, into: Path) -> Path:
+    """The model if its context suffices, else a copy in `into` whose context does: its other files are links.
+
+    RoPE has an angle for every position, so a step takes as long as any other there, whatever its text is worth.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    if config["max_position_embeddings"] >= context_tokens:
+        return model
+    copy = into / model.name
+    copy.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (copy / file.name).symlink_to(file.resolve())
+    config["max_position_embeddings"] = context_tokens
+    (copy / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return copy

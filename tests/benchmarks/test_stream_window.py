@@ -1,0 +1,53 @@
+"""Counts and sums of a window: from the same two scrapes, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.benchmarks.stream_window import StepSums, TornWindowError
+from slipstream.common.rpc.scrape import Scrape
+
+LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
+
+
+def scrape(num_steps: int, *, num_busy: int | None = None, num_first: int = 0) -> Scrape:
+    """A scheduler after so many decode steps of 1 + 3 ms with a bubble of 0.5 ms.
+
+    `num_busy`: those whose busy time is counted; `num_first`: those behind an idle time, whose busy time alone counts.
+    """
+    num_busy = num_steps if num_busy is None else num_busy
+    labels = ",".join(f'{name}="{value}"' for name, value in LABELS.items())
+    return Scrape.read(
+        f"# TYPE slipstream_step_seconds histogram\n"
+        f'slipstream_step_seconds_bucket{{{labels},phase="decode",le="+Inf"}} {num_steps}\n'
+        f'slipstream_step_seconds_count{{{labels},phase="decode"}} {num_steps}\n'
+        f'slipstream_step_seconds_sum{{{labels},phase="decode"}} {0.0045 * num_steps}\n'
+        f'slipstream_step_seconds_bucket{{{labels},phase="prefill",le="+Inf"}} 7\n'
+        f'slipstream_step_seconds_count{{{labels},phase="prefill"}} 7\n'
+        f'slipstream_step_seconds_sum{{{labels},phase="prefill"}} 7\n'
+        f"# TYPE slipstream_busy_seconds_total counter\n"
+        f'slipstream_busy_seconds_total{{{labels},phase="decode",service="draft"}} {0.001 * (num_busy + num_first)}\n'
+        f'slipstream_busy_seconds_total{{{labels},phase="decode",service="verify"}} {0.003 * (num_busy + num_first)}\n'
+        f"# TYPE slipstream_bubble_seconds_total counter\n"
+        f'slipstream_bubble_seconds_total{{{labels},phase="decode",edge="verify_to_draft"}} {0.0005 * num_steps}\n'
+    )
+
+
+def test_counts_and_sums_are_of_the_same_steps() -> None:
+    sums = StepSums.of(scrape(110, num_first=1).since(scrape(10, num_first=1)))
+    assert sums.num_steps == 100
+    assert sums.mean_ms(sums.step_s) == pytest.approx(4.5)
+    assert sums.mean_ms(sums.draft_s + sums.verify_s + sums.bubble_s) == pytest.approx(4.5)
+    both = sums + sums
+    assert (both.num_steps, both.step_s) == (200, pytest.approx(0.9))
+
+
+@pytest.mark.parametrize("num_busy", [109, 111, 112])
+def test_a_step_that_is_in_one_sum_and_not_in_the_other_is_refused(num_busy: int) -> None:
+    with pytest.raises(TornWindowError, match="of 100 steps are neither busy nor bubbles"):
+        StepSums.of(scrape(110, num_busy=num_busy).since(scrape(10)))
+
+
+def test_a_window_without_steps_is_refused() -> None:
+    with pytest.raises(TornWindowError):
+        StepSums.of(scrape(10).since(scrape(10)))
