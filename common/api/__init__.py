@@ -1,1 +1,1 @@
-"""What clients send and get, as plain data: output chunks, jobs, usage, sampling."""
+"""The clients' requests and answers as plain data: output chunks, jobs, usage, sampling."""

@@ -1,4 +1,4 @@
-"""What a job sends and took, there and back, and what several samples took together."""
+"""Encoding and decoding of chunks and usage, and the usage of several samples together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job took in all, of what its samples took."""
+"""The usage of a job, summed up from its samples."""
 
 from __future__ import annotations
 

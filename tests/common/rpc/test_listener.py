@@ -1,4 +1,4 @@
-"""Who may serve where: claims against claims, against strangers, and against what the dead leave behind."""
+"""Claims of addresses, against other claims, other servers, and the sockets of processes that are gone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def open_descriptors() -> list[str]:
-    """What this process has open."""
+    """Returns the open files of this process."""
     return sorted(os.listdir("/proc/self/fd"))
 
 

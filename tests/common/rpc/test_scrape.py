@@ -1,4 +1,4 @@
-"""What is read from a real endpoint, and what was added between two readings."""
+"""Scrapes of a real endpoint, and the differences between two of them."""
 
 from __future__ import annotations
 

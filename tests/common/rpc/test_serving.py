@@ -1,4 +1,4 @@
-"""What every server has: health, reflection, limits, and an orderly end."""
+"""Health, reflection, limits and the orderly end of a server."""
 
 from __future__ import annotations
 
