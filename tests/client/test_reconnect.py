@@ -21,8 +21,7 @@ from slipstream.common.errors import (
     NotFoundError,
 )
 from tests.harness.breaking_proxy import breaking_proxy
-from tests.harness.fake_loop import TOKENS_PER_STEP
-from tests.harness.generation_server import STATE, generation_server
+from tests.harness.generation_server import STATE, TOKENS_PER_STEP, generation_server
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:

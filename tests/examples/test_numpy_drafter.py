@@ -25,10 +25,9 @@ from slipstream.common.worker.trace import TraceRequest
 from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from tests.harness.checkpoints import write_checkpoint
-from tests.harness.timeline_server import timeline_server
 from tests.harness.trace_format import check
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,7 +100,7 @@ async def serve(
     processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
     """The tokens of jobs, by a conductor of their own."""
-    with conducting(processes, has_draft=has_draft, **settings(**changes)) as client:
+    with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
         await client.attached.wait()
         if has_draft:
             assert client.epoch is not None
@@ -173,7 +172,7 @@ async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
 
 async def test_a_killed_drafter_is_lost_and_taken_back_like_any_other(processes: WorkerProcesses) -> None:
     expected = await serve(processes, make_jobs(3))
-    with conducting(processes, **settings(run_ahead=1)) as client:
+    with running_session(processes, **settings(run_ahead=1)) as client:
         await client.attached.wait()
         jobs = make_jobs(3, max_new_tokens=400)
         running = [asyncio.create_task(client.run(job)) for job in jobs]
@@ -192,7 +191,7 @@ async def test_a_killed_drafter_is_lost_and_taken_back_like_any_other(processes:
 
 async def test_its_steps_are_traced_by_its_stamps_alone(processes: WorkerProcesses) -> None:
     """It does not record what its host does, and need not."""
-    with conducting(processes, **settings()) as client:
+    with running_session(processes, **settings()) as client:
         await client.attached.wait()
         async with timeline_server(client) as address:
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=10)))

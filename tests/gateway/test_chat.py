@@ -10,8 +10,7 @@ from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.gateway import servicer as generation
 from slipstream.gateway.prompt import MAX_MESSAGES
-from tests.harness.following import collect, text_of, tokens_of
-from tests.harness.generation_server import EOS_ID, generation_server
+from tests.harness.generation_server import EOS_ID, collect, generation_server, text_of, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,10 +19,16 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.gateway.sample import SampleOutput
-from tests.harness.fake_loop import TOKENS_PER_STEP
-from tests.harness.following import collect, state_of, tokens_of
-from tests.harness.generation_server import EOS_ID, TTL_S, generation_server
-from tests.harness.unspellable import spell_first_never
+from tests.harness.generation_server import (
+    EOS_ID,
+    TOKENS_PER_STEP,
+    TTL_S,
+    collect,
+    generation_server,
+    state_of,
+    tokens_of,
+)
+from tests.harness.tokenizers_by_kind import spell_first_never
 
 if TYPE_CHECKING:
     from slipstream.common.api.sequence import SequenceOutput

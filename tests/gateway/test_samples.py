@@ -17,9 +17,15 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.gateway.validation import sample_seed
-from tests.harness.fake_loop import TOKENS_PER_STEP, logprobs_of
-from tests.harness.following import collect, state_of, text_of, tokens_of
-from tests.harness.generation_server import generation_server
+from tests.harness.generation_server import (
+    TOKENS_PER_STEP,
+    collect,
+    generation_server,
+    logprobs_of,
+    state_of,
+    text_of,
+    tokens_of,
+)
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 

@@ -24,9 +24,16 @@ from slipstream.common.errors import (
 )
 from slipstream.gateway.servicer import ServedModel
 from slipstream.protos import generation_pb2, generation_pb2_grpc
-from tests.harness.fake_loop import TOKENS_PER_STEP
-from tests.harness.following import collect, tokens_of
-from tests.harness.generation_server import CONTEXT_TOKENS, EOS_ID, STATE, VOCAB_SIZE, generation_server
+from tests.harness.generation_server import (
+    CONTEXT_TOKENS,
+    EOS_ID,
+    STATE,
+    TOKENS_PER_STEP,
+    VOCAB_SIZE,
+    collect,
+    generation_server,
+    tokens_of,
+)
 from tests.harness.tokenizers_by_kind import TEXT, make_tokenizer
 from tests.harness.waiting import TIMEOUT_S, until
 

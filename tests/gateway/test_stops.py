@@ -17,9 +17,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.gateway.detokenizer import Vocabulary
 from slipstream.gateway.sample import SampleOutput
 from slipstream.gateway.validation import CheckedRequest
-from tests.harness.fake_loop import TOKENS_PER_STEP
-from tests.harness.following import collect, state_of, text_of, tokens_of
-from tests.harness.generation_server import EOS_ID
+from tests.harness.generation_server import EOS_ID, TOKENS_PER_STEP, collect, state_of, text_of, tokens_of
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:

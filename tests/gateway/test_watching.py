@@ -16,9 +16,7 @@ from slipstream.common.rpc.status import error_from_rpc
 from slipstream.gateway.sample import MAX_CHUNK_TOKENS
 from slipstream.gateway.validation import parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
-from tests.harness.fake_loop import TOKENS_PER_STEP
-from tests.harness.following import collect, state_of, text_of, tokens_of
-from tests.harness.generation_server import generation_server
+from tests.harness.generation_server import TOKENS_PER_STEP, collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.device.choose import cuda_obstacle
 from slipstream.common.device.manifest import EVENT, TIMELINE, BufferSpec
-from tests.harness.gpu_other_process import OtherProcess
+from tests.harness.other_process import GpuUser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,14 +57,14 @@ def device_of_kind(request: pytest.FixtureRequest) -> CudaDevice:
 
 
 @pytest.fixture(scope="session")
-def pair() -> Iterator[tuple[OtherProcess, OtherProcess]]:
+def pair() -> Iterator[tuple[GpuUser, GpuUser]]:
     """Two processes on the GPU for all tests that leave them alive."""
-    with OtherProcess.running() as one, OtherProcess.running() as two:
+    with GpuUser.running() as one, GpuUser.running() as two:
         yield one, two
 
 
 @pytest.fixture(scope="session")
-def other(pair: tuple[OtherProcess, OtherProcess]) -> OtherProcess:
+def other(pair: tuple[GpuUser, GpuUser]) -> GpuUser:
     """One of them."""
     return pair[0]
 

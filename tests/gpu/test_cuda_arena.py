@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.arena import CudaArena
     from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.manifest import FenceWord
-    from tests.harness.gpu_other_process import OtherProcess
+    from tests.harness.other_process import GpuUser
 
 
 def with_fences(arena: CudaArena, **changes: Any) -> tuple[FenceWord, ...]:
@@ -26,14 +26,14 @@ def with_fences(arena: CudaArena, **changes: Any) -> tuple[FenceWord, ...]:
     return tuple(replace(word, **changes) for word in arena.manifest.fences)
 
 
-def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: CudaArena, other: OtherProcess) -> None:
+def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: CudaArena, other: GpuUser) -> None:
     assert other.open(arena.manifest) == "opened"
     for number, spec in enumerate(SPECS, start=1):
         tensor = arena.tensor(spec.name)
         assert (tensor.shape, tensor.dtype, tensor.device.type) == (spec.shape, spec.dtype, "cuda")
         assert not tensor.any()
         other.do(f"fill {spec.name} {number}")
-    assert other.tell("sync 10") == "done"
+    assert other.ask("sync 10") == "done"
     for number, spec in enumerate(SPECS, start=1):
         assert (arena.tensor(spec.name) == number).all()
         arena.tensor(spec.name).fill_(-number)
@@ -48,27 +48,27 @@ def test_what_is_not_there_is_named(arena: CudaArena) -> None:
         arena.tensor("seq_lens")
 
 
-def test_views_keep_the_memory_mapped(arena: CudaArena, other: OtherProcess) -> None:
+def test_views_keep_the_memory_mapped(arena: CudaArena, other: GpuUser) -> None:
     assert other.open(arena.manifest) == "opened"
     arena.tensor("tokens").fill_(7)
     torch.cuda.synchronize()
     other.do("keep tokens")
-    assert other.tell("close") == "mapped"
+    assert other.ask("close") == "mapped"
     assert other.read("kept") == [7, 7, 7, 7]
 
 
-def test_a_handle_that_means_nothing_is_refused(arena: CudaArena, other: OtherProcess) -> None:
+def test_a_handle_that_means_nothing_is_refused(arena: CudaArena, other: GpuUser) -> None:
     for handle in (bytes(64), bytes(range(64)), b"\xff" * 64, arena.manifest.handle[::-1]):
         assert "the memory handle cannot be opened" in other.open(replace(arena.manifest, handle=handle))
     assert other.open(arena.manifest) == "opened"
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 4096])
-def test_a_handle_of_another_length_is_refused(arena: CudaArena, other: OtherProcess, length: int) -> None:
+def test_a_handle_of_another_length_is_refused(arena: CudaArena, other: GpuUser, length: int) -> None:
     assert f"a memory handle of {length} bytes" in other.open(replace(arena.manifest, handle=bytes(length)))
 
 
-def test_a_range_beyond_the_allocation_is_refused(arena: CudaArena, other: OtherProcess) -> None:
+def test_a_range_beyond_the_allocation_is_refused(arena: CudaArena, other: GpuUser) -> None:
     answer = other.open(replace(arena.manifest, size=1 << 30))
     assert answer.startswith("ManifestError: the memory handle is of 2097152 bytes, and the arena of 1073741824")
     answer = other.open(replace(arena.manifest, size=arena.manifest.size - 256))
@@ -83,7 +83,7 @@ def test_a_range_beyond_the_allocation_is_refused(arena: CudaArena, other: Other
         ({"size": 2**63}, "and the arena of"),
     ],
 )
-def test_another_kind_is_refused(arena: CudaArena, other: OtherProcess, changes: dict[str, Any], message: str) -> None:
+def test_another_kind_is_refused(arena: CudaArena, other: GpuUser, changes: dict[str, Any], message: str) -> None:
     assert message in other.open(replace(arena.manifest, **changes))
 
 
@@ -102,14 +102,14 @@ def test_another_kind_is_refused(arena: CudaArena, other: OtherProcess, changes:
     ],
 )
 def test_fences_that_contradict_themselves_are_refused(
-    arena: CudaArena, other: OtherProcess, changes: dict[str, Any], message: str
+    arena: CudaArena, other: GpuUser, changes: dict[str, Any], message: str
 ) -> None:
     answer = other.open(replace(arena.manifest, fences=with_fences(arena, **changes)))
     assert answer.startswith("ManifestError")
     assert message in answer
 
 
-def test_a_manifest_whose_memory_is_gone_is_refused(device: CudaDevice, other: OtherProcess) -> None:
+def test_a_manifest_whose_memory_is_gone_is_refused(device: CudaDevice, other: GpuUser) -> None:
     stale = device.create_arena(SPECS, list(FenceName))
     manifest = stale.manifest
     stale.close()
@@ -118,7 +118,7 @@ def test_a_manifest_whose_memory_is_gone_is_refused(device: CudaDevice, other: O
     assert "the memory handle cannot be opened" in other.open(manifest)
 
 
-def test_memory_is_kept_until_everybody_has_attached_to_the_next(device: CudaDevice, other: OtherProcess) -> None:
+def test_memory_is_kept_until_everybody_has_attached_to_the_next(device: CudaDevice, other: GpuUser) -> None:
     """A worker may still be draining the last epoch when its arena is closed.
 
     Asked of the handle, which opens for as long as the owner has the memory: how much of the card is free says nothing
@@ -130,11 +130,11 @@ def test_memory_is_kept_until_everybody_has_attached_to_the_next(device: CudaDev
     first.close()
     gc.collect()
     other.do("fill tokens 3")
-    assert other.tell("sync 10") == "done"
-    assert other.tell("close") == "unmapped"
+    assert other.ask("sync 10") == "done"
+    assert other.ask("close") == "unmapped"
     assert other.open(manifest) == "opened"
     assert other.read("tokens") == [3, 3, 3, 3]
-    assert other.tell("close") == "unmapped"
+    assert other.ask("close") == "unmapped"
     second = device.create_arena(SPECS, list(FenceName))
     second.seal()
     gc.collect()

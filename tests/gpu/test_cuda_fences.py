@@ -10,12 +10,12 @@ import pytest
 from slipstream.common.device.manifest import EVENTS
 from slipstream.common.worker.step import FenceName
 from tests.gpu.conftest import SPECS
-from tests.harness.gpu_other_process import OtherProcess, attached
+from tests.harness.other_process import GpuUser, attached
 
 if TYPE_CHECKING:
     from slipstream.common.device.cuda.arena import CudaArena
     from slipstream.common.device.cuda.device import CudaDevice
-    from tests.harness.gpu_other_process import Pair
+    from tests.harness.other_process import Pair
 
 DONE, PUBLISH, STASH = (int(name) for name in FenceName)
 
@@ -36,7 +36,7 @@ def test_a_stream_waits_for_work_of_another_process(
         producer.do("spin 300", f"fill lengths {value}", f"signal {DONE} {value}")
         consumer.do(f"wait {DONE} {value}", f"copy lengths {value}", f"signal {PUBLISH} {value}")
         producer.do(f"wait {PUBLISH} {value}")
-    assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
+    assert producer.ask("sync 10") == consumer.ask("sync 10") == "done"
     assert seen(arena_of_kind, device_of_kind, rounds) == list(range(rounds))
     assert [arena_of_kind.fence(name).poll() for name in FenceName] == [rounds - 1, rounds - 1, 0]
 
@@ -45,9 +45,9 @@ def test_waits_may_be_enqueued_long_before_their_signals(device: CudaDevice, are
     rounds = 200
     producer, consumer = attached(pair, arena)
     consumer.do(f"many {rounds} wait {DONE} {{}}; copy lengths {{}}; signal {PUBLISH} {{}}")
-    assert consumer.tell("sync 0.05") == "late"
+    assert consumer.ask("sync 0.05") == "late"
     producer.do(f"many {rounds} fill lengths {{}}; signal {DONE} {{}}; wait {PUBLISH} {{}}")
-    assert producer.tell("sync 10") == consumer.tell("sync 10") == "done"
+    assert producer.ask("sync 10") == consumer.ask("sync 10") == "done"
     assert seen(arena, device, rounds + 1) == list(range(rounds + 1))
 
 
@@ -59,7 +59,7 @@ def test_stamps_of_two_processes_interleave(device: CudaDevice, arena: CudaArena
         one.do(f"signal {DONE} {number + 1}")
         two.do(f"wait {DONE} {number + 1}", f"stamp {4 * number + 2}", "spin 20", f"stamp {4 * number + 3}")
         two.do(f"signal {STASH} {number + 1}")
-    assert one.tell("sync 10") == two.tell("sync 10") == "done"
+    assert one.ask("sync 10") == two.ask("sync 10") == "done"
     stamps = device.to_host([arena.tensor("stamps")])[0].tolist()[:200]
     assert stamps == sorted(stamps)
     assert all(end - start >= 20_000 for start, end in zip(stamps[::2], stamps[1::2], strict=True))
@@ -85,17 +85,17 @@ def test_a_release_never_sets_a_counter_back(arena_of_kind: CudaArena) -> None:
 
 def test_who_waits_for_a_producer_that_was_killed_is_released(device: CudaDevice, arena: CudaArena) -> None:
     """With work in flight: the owner's write ends the wait, and the stream goes on."""
-    with OtherProcess.running(arena) as producer, OtherProcess.running(arena) as consumer:
+    with GpuUser.on(arena) as producer, GpuUser.on(arena) as consumer:
         producer.do("spin 60000000", f"signal {DONE} 1")
         consumer.do(f"wait {DONE} 1", "fill lengths 4", "copy lengths 1")
-        assert consumer.tell("sync 0.1") == "late"
+        assert consumer.ask("sync 0.1") == "late"
         producer.kill()
-        assert consumer.tell("sync 0.1") == "late"
+        assert consumer.ask("sync 0.1") == "late"
         arena.fence(FenceName.DRAFT_DONE).release(1)
-        assert consumer.tell("sync 10") == "done"
+        assert consumer.ask("sync 10") == "done"
         assert seen(arena, device, 2) == [0, 4]
         consumer.do("fill lengths 5", "copy lengths 2")
-        assert consumer.tell("sync 10") == "done"
+        assert consumer.ask("sync 10") == "done"
         assert seen(arena, device, 3) == [0, 4, 5]
 
 
@@ -103,7 +103,7 @@ def test_a_process_may_release_its_own_stream(arena: CudaArena, pair: Pair) -> N
     """A worker that lost its scheduler does: from a stream of its own that never waits."""
     consumer, _ = attached(pair, arena)
     consumer.do(f"wait {DONE} 7", f"release {DONE} 7")
-    assert consumer.tell("sync 10") == "done"
+    assert consumer.ask("sync 10") == "done"
 
 
 @pytest.mark.parametrize("device_of_kind", ["event"], indirect=True)
@@ -114,19 +114,19 @@ def test_who_waits_for_an_event_of_a_killed_producer_can_only_be_killed(
 
     By itself the consumer might not end: what its memory is unmapped with waits for the stream.
     """
-    with OtherProcess.running(arena_of_kind) as producer, OtherProcess.running(arena_of_kind) as consumer:
+    with GpuUser.on(arena_of_kind) as producer, GpuUser.on(arena_of_kind) as consumer:
         consumer.do("fill tokens 4")
-        assert consumer.tell("sync 10") == "done"
+        assert consumer.ask("sync 10") == "done"
         producer.do("spin 60000000", f"signal {DONE} 1")
         consumer.do(f"wait {DONE} 1", "fill tokens 5")
         producer.kill()
         arena_of_kind.fence(FenceName.DRAFT_DONE).release(1)
         assert arena_of_kind.fence(FenceName.DRAFT_DONE).wait_on_host(1, 10.0)
-        assert consumer.tell("sync 0.5") == "late"
+        assert consumer.ask("sync 0.5") == "late"
         consumer.kill()
     assert device_of_kind.to_host([arena_of_kind.tensor("tokens")])[0].tolist() == [4, 4, 4, 4]
     following = device_of_kind.create_arena(SPECS, list(FenceName))
-    with OtherProcess.running(following) as successor:
+    with GpuUser.on(following) as successor:
         successor.do("fill tokens 6", f"signal {DONE} 1")
         assert following.fence(FenceName.DRAFT_DONE).wait_on_host(1, 10.0)
     assert device_of_kind.to_host([following.tensor("tokens")])[0].tolist() == [6, 6, 6, 6]

@@ -13,14 +13,13 @@ from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.local_epoch import LocalEpoch
-from tests.harness.workers import LocalWorker
+from tests.harness.workers import LocalWorker, local_workers
 
 if TYPE_CHECKING:
     from collections import abc
@@ -108,12 +107,6 @@ def serve_ways(
     # Which rows a step without graphs accesses is asked of the device, for the log alone.
     may_wait = device.torch_device.type == "cpu" or log_dir is not None
     make = LocalWorker if may_wait else WatchedWorker
-    logs, workers = [], []
-    for role in roles:
-        name = role.describe().role.value
-        if log_dir is not None:
-            logs.append(JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name)))
-        workers.append(make(role, logs[-1] if logs else None, device=device))
     config = SchedulerConfig(
         verify="unix:/none",
         num_draft_tokens=NUM_DRAFT_TOKENS,
@@ -123,20 +116,15 @@ def serve_ways(
         kv_memory_mib=64,
         access_log_dir=log_dir,
     )
-    epoch = LocalEpoch(1, config, workers, device=device)
     ways = [make_jobs() for _ in at_once]
-    outputs = epoch.run(
-        *(
-            jobs[first : first + size]
-            for jobs, size in zip(ways, at_once, strict=True)
-            for first in range(0, len(jobs), size)
+    with local_workers(*roles, log_dir=log_dir, device=device, make=make) as workers:
+        outputs = LocalEpoch(1, config, workers, device=device).run(
+            *(
+                jobs[first : first + size]
+                for jobs, size in zip(ways, at_once, strict=True)
+                for first in range(0, len(jobs), size)
+            )
         )
-    )
-    for worker in workers:
-        worker.close()
-    for log in logs:
-        log.close()
-    assert not [error for worker in workers for error in worker.failures]
     if draft != "none":
         lengths = [job.stats.mean_accept_length for jobs in ways for job in jobs]
         assert sum(lengths) / len(lengths) > 2, "the draft is right now and then"

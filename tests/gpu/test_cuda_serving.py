@@ -17,7 +17,7 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.core.sequence import Sequence
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.worker_processes import WorkerProcesses, running_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ async def test_the_right_tokens(processes: WorkerProcesses, device_of_kind: Cuda
     """Prompts of one and of several chunks, more jobs than slots; half of the draft is right."""
     sizes = {"slots": 3, "chunk_tokens": 16, "num_draft_tokens": 4, "context_tokens": 4096}
     settings: dict[str, Any] = {"device": device_of_kind, "run_ahead": run_ahead, **sizes}
-    with conducting(processes, **settings) as client:
+    with running_session(processes, **settings) as client:
         await client.attached.wait()
         jobs = [make_job(length) for length in (1, 5, 16, 17, 40, 100)]
         assert await client.run(*jobs) == [expected(job) for job in jobs]
@@ -72,7 +72,7 @@ async def test_the_right_tokens(processes: WorkerProcesses, device_of_kind: Cuda
 
 
 async def test_without_a_draft(processes: WorkerProcesses, device: CudaDevice) -> None:
-    with conducting(processes, device=device, has_draft=False, run_ahead=2, context_tokens=4096) as client:
+    with running_session(processes, device=device, has_draft=False, run_ahead=2, context_tokens=4096) as client:
         await client.attached.wait()
         jobs = [make_job(length) for length in (3, 30)]
         assert await client.run(*jobs) == [expected(job) for job in jobs]
@@ -82,7 +82,7 @@ async def test_without_a_draft(processes: WorkerProcesses, device: CudaDevice) -
 async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(
     processes: WorkerProcesses, device: CudaDevice, role: Role
 ) -> None:
-    with conducting(processes, device=device, run_ahead=1, context_tokens=1 << 16) as client:
+    with running_session(processes, device=device, run_ahead=1, context_tokens=1 << 16) as client:
         await client.attached.wait()
         jobs = [make_job(length, max_new_tokens=50_000) for length in (3, 30)]
         running = [asyncio.create_task(client.run(job)) for job in jobs]

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import FenceName
-from tests.harness.gpu_other_process import OtherProcess, attached
+from tests.harness.other_process import GpuUser, attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.cuda.arena import CudaArena
     from slipstream.common.device.cuda.device import CudaDevice
     from slipstream.common.device.cuda.stream import CudaStream
-    from tests.harness.gpu_other_process import Pair
+    from tests.harness.other_process import Pair
 
 DONE = int(FenceName.DRAFT_DONE)
 
@@ -144,7 +144,7 @@ def test_results_come_to_the_host_past_everything_else(
 def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDevice, arena_of_kind: CudaArena) -> None:
     fence = arena_of_kind.fence(FenceName.DRAFT_DONE)
     copy = device_of_kind.host_copy(fence, [arena_of_kind.tensor("lengths").unbind()])
-    with OtherProcess.running(arena_of_kind) as producer:
+    with GpuUser.on(arena_of_kind) as producer:
         producer.do("spin 60000000", f"signal {DONE} 2")
         for step in (1, 2):
             copy.start(step, step)

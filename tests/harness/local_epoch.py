@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.step import Role
+from slipstream.common.worker.step import FenceName, FenceOps, Role
+from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from tests.harness.workers import LocalWorker, local_workers
 
 if TYPE_CHECKING:
     from collections import abc
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from slipstream.common.api.output_chunk import FinishReason
     from slipstream.common.api.sequence import Outputs, SequenceOutput
     from slipstream.common.device.interface import Device
-    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.telemetry.timings import StepTiming
     from slipstream.scheduler.workers.link import WorkerLink
-    from tests.harness.workers import LocalWorker
+    from slipstream.services.worker.engine import RoleEngine
 
 
 class RecordingMetrics(StepMetrics):
@@ -113,3 +117,70 @@ class LocalEpoch:
             self.on_progress(job, progress)
         if len(self.ends) == len(self.outputs):
             self._next_wave()
+
+
+@dataclass(frozen=True)
+class Models:
+    """Both sides of a step, loaded once."""
+
+    verify: RoleEngine
+    draft: RoleEngine
+    twin: RoleEngine
+    """A draft that is the target itself."""
+    path: Path | None = None
+    """Where the target was written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How jobs are served."""
+
+    num_draft_tokens: int = 0
+    """0 is without a draft."""
+    run_ahead: int = 1
+    slots: int = 4
+    chunk_tokens: int = 8
+    page_tokens: int = 4
+    debug: bool = True
+
+    def config(self, log_dir: Path | None) -> SchedulerConfig:
+        """The scheduler's settings."""
+        return SchedulerConfig(
+            verify="unix:/none",
+            num_draft_tokens=max(1, self.num_draft_tokens),
+            run_ahead=self.run_ahead,
+            slots=self.slots,
+            context_tokens=96,
+            chunk_tokens=self.chunk_tokens,
+            page_tokens=self.page_tokens,
+            debug=self.debug,
+            access_log_dir=log_dir,
+        )
+
+
+class Served:
+    """Workers in this process, and an epoch over them."""
+
+    def __init__(
+        self, models: Models, way: Way, *, log_dir: Path | None = None, strip: FenceName | None = None
+    ) -> None:
+        """`strip`: a fence whose waits are left out of every command."""
+        self._strip = strip
+        self._open = ExitStack()
+        roles = [models.verify, models.draft][: 2 if way.num_draft_tokens else 1]
+        workers = self._open.enter_context(local_workers(*roles, log_dir=log_dir, before_send=self._stripped))
+        self.epoch = LocalEpoch(1, way.config(log_dir), workers)
+
+    def run(self, *waves: list[Sequence]) -> list[list[int]]:
+        """Returns the tokens of each sequence."""
+        outputs = self.epoch.run(*waves)
+        self.close()
+        return [outputs[job] for wave in waves for job in wave]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._open.close()
+
+    def _stripped(self, command: StepCommand) -> StepCommand:
+        waits = tuple(point for point in command.ops.waits if point.fence is not self._strip)
+        return replace(command, ops=FenceOps(waits, command.ops.signals))

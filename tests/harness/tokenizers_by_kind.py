@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Never
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from slipstream.gateway.servicer import ServedModel
+
 
 TEXT = "Hello world, how are you? 你好世界 👩‍👩‍👧 é ñ a\u0308e\u0301 ไทย  double  spaces\n\nnew\tline don't ▁x"
 
@@ -62,3 +68,25 @@ def _pieces(decoder: Any) -> Tokenizer:
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.add_tokens(["<plain>"])
     return tokenizer
+
+
+class Unspellable:
+    """Knows no token."""
+
+    def push(self, token_id: int) -> Never:
+        """See `Detokenizer`."""
+        raise OverflowError(f"no token has the number {token_id}")
+
+    def push_all(self, token_ids: Sequence[int]) -> Never:
+        """See `Detokenizer`."""
+        self.push(token_ids[0])
+
+    def finish(self) -> str:
+        """See `Detokenizer`."""
+        return ""
+
+
+def spell_first_never(model: ServedModel) -> None:
+    """Gives the next sample that comes to `model` a detokenizer that fails; those behind it have their own."""
+    made, make = iter([Unspellable()]), model.vocabulary.new_detokenizer
+    model.vocabulary.new_detokenizer = lambda: next(made, None) or make()  # type: ignore[method-assign]

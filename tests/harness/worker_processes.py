@@ -1,4 +1,4 @@
-"""Draft and verify as processes of their own, and a conductor in this one."""
+"""Draft and verify as processes of their own, and a `WorkerSession` in this one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry
@@ -14,12 +14,15 @@ from prometheus_client import CollectorRegistry
 from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.step import Role
+from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.telemetry.timeline import SERVICE_NAME, TimelineServicer
 from slipstream.scheduler.workers.session import WorkerSession
+from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
     from slipstream.common.api.sequence import Outputs, SequenceOutput
@@ -161,17 +164,17 @@ class _Listener:
 
 
 @contextmanager
-def conducting(
+def running_session(
     processes: WorkerProcesses, *, device: Device | None = None, has_draft: bool = True, **settings: object
 ) -> Iterator[Client]:
-    """A conductor and its clients' side, for the length of a block; `device`: the CPU, if there is none."""
+    """Runs a `WorkerSession` and yields its clients' side. `device` is that of the workers; None is the CPU."""
     client = Client()
     config = SchedulerConfig(
         verify=processes.address(Role.VERIFY),
         draft=processes.address(Role.DRAFT) if has_draft else None,
         **settings,  # type: ignore[arg-type]
     )
-    conductor = WorkerSession(
+    session = WorkerSession(
         config,
         device or HostDevice(),
         client.queue,
@@ -179,9 +182,17 @@ def conducting(
         listener=client.listener(),
         sink=client,
     )
-    conductor.start()
+    session.start()
     try:
         yield client
     finally:
         client.queue.stop()
-        conductor.join()
+        session.join()
+
+
+@asynccontextmanager
+async def timeline_server(client: Client) -> AsyncIterator[str]:
+    """Serves what the session's epoch records; yields the address."""
+    service = (SERVICE_NAME, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(lambda: client.epoch))
+    async with running_server(service) as server:
+        yield server.address

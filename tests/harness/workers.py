@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
 from slipstream.common.worker.contract import Attachment, WorkerDescription
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand, StepKind
@@ -14,7 +15,8 @@ from slipstream.common.worker.wire import attachment_from_pb, attachment_to_pb, 
 from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from slipstream.common.device.cpu.arena import HostArena
     from slipstream.common.device.interface import Device
@@ -100,6 +102,48 @@ class LocalWorker:
         """The process ends."""
         self.engine.close()
         self.stream.close()
+
+
+class MakeWorker(Protocol):
+    """Makes a worker in this process; `LocalWorker` and its subclasses do."""
+
+    def __call__(
+        self,
+        role_engine: RoleEngine,
+        log: AccessLog | None,
+        *,
+        before_send: ChangeCommand | None,
+        device: Device | None,
+    ) -> LocalWorker:
+        """See `LocalWorker`."""
+
+
+@contextmanager
+def local_workers(
+    *roles: RoleEngine,
+    log_dir: Path | None = None,
+    device: Device | None = None,
+    before_send: ChangeCommand | None = None,
+    make: MakeWorker = LocalWorker,
+) -> Iterator[list[LocalWorker]]:
+    """Starts workers in this process; they are closed with the context, and none may have failed.
+
+    With `log_dir`, each logs there which shared memory it accesses.
+    """
+    with ExitStack() as logs:
+        workers = []
+        for role in roles:
+            name, log = role.describe().role.value, None
+            if log_dir is not None:
+                log = JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name))
+                logs.callback(log.close)
+            workers.append(make(role, log, before_send=before_send, device=device))
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.close()
+    assert not [error for worker in workers for error in worker.failures]
 
 
 SHAPE = FutureMapShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)

@@ -10,7 +10,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint, write_guesser
-from tests.harness.local_serving import Models, Served, Way
+from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import SEED, make_jobs
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.common.api.sampling import SamplingParams
-from tests.harness.local_serving import Models, Served, Way
+from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
-from tests.harness.eagle3_checkpoints import LAYOUTS, write_head
-from tests.harness.fair_head import make_head
-from tests.harness.local_serving import Models, Served, Way
+from tests.harness.eagle3_checkpoints import LAYOUTS, make_head, write_head
+from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.transformers_reference import greedy_tokens
-from tests.harness.workers import LocalWorker
+from tests.harness.workers import local_workers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,11 +75,8 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]
         )
         for number, prompt in enumerate(prompts)
     ]
-    workers = [LocalWorker(role) for role in roles]
-    outputs = LocalEpoch(1, config, workers).run(jobs)
-    for worker in workers:
-        worker.close()
-        assert not worker.failures
+    with local_workers(*roles) as workers:
+        outputs = LocalEpoch(1, config, workers).run(jobs)
     accepted = sum(job.stats.total_accepted_tokens for job in jobs)
     steps = sum(job.stats.num_verify_steps for job in jobs)
     return [outputs[job] for job in jobs], 1 + accepted / max(1, steps)

@@ -17,12 +17,11 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft
-from tests.harness.fair_head import make_head
-from tests.harness.local_epoch import LocalEpoch
-from tests.harness.local_serving import Way
+from tests.harness.eagle3_checkpoints import make_head
+from tests.harness.local_epoch import LocalEpoch, Way
 from tests.harness.sampling import examples
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
-from tests.harness.workers import LocalWorker
+from tests.harness.workers import LocalWorker, local_workers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,9 +79,8 @@ class Vandal(LocalWorker):
 
 def serve_plainly(verify: RoleEngine, jobs: list[Sequence]) -> list[list[int]]:
     """Plain decoding, one request at a time, nothing runs ahead."""
-    worker = LocalWorker(verify)
-    outputs = LocalEpoch(1, Way(run_ahead=0, slots=1).config(None), [worker]).run(*([job] for job in jobs))
-    worker.close()
+    with local_workers(verify) as workers:
+        outputs = LocalEpoch(1, Way(run_ahead=0, slots=1).config(None), workers).run(*([job] for job in jobs))
     return [outputs[job] for job in jobs]
 
 

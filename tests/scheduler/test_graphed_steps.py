@@ -13,7 +13,6 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
-from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.ordering.replay import Replay
@@ -29,7 +28,7 @@ from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
-from tests.harness.workers import LocalWorker
+from tests.harness.workers import local_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,13 +105,6 @@ def serve(
     width: int | None = None,
 ) -> list[list[int]]:
     """The tokens of each job, four at a time."""
-    logs = []
-    workers = []
-    for role in roles(checkpoints, draft, device, width):
-        name = role.describe().role.value
-        log = None if log_dir is None else JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name))
-        logs.append(log)
-        workers.append(LocalWorker(role, log, device=device))
     config = SchedulerConfig(
         verify="unix:/none",
         num_draft_tokens=3,
@@ -123,13 +115,8 @@ def serve(
         page_tokens=4,
         access_log_dir=log_dir,
     )
-    outputs = LocalEpoch(1, config, workers).run(jobs := make_jobs())
-    for worker in workers:
-        worker.close()
-    for log in logs:
-        if log is not None:
-            log.close()
-    assert not [error for worker in workers for error in worker.failures]
+    with local_workers(*roles(checkpoints, draft, device, width), log_dir=log_dir, device=device) as workers:
+        outputs = LocalEpoch(1, config, workers).run(jobs := make_jobs())
     if draft != "none":
         assert sum(job.stats.total_accepted_tokens for job in jobs) > 0
     return [outputs[job] for job in jobs]

@@ -9,7 +9,7 @@ import pytest
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.worker.step import Role
 from tests.harness.leaks import nothing_left
-from tests.harness.local_serving import Models, Served, Way
+from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
 
 WAYS = [

@@ -11,7 +11,7 @@ import torch
 from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.draft.engine import DraftEngine
-from tests.harness.local_serving import Models, Served, Way
+from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.grpc_server import running_server
-from tests.harness.timeline_server import timeline_server
 from tests.harness.trace_format import check
-from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
 from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def make_job(max_new_tokens: int = 400) -> Sequence:
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 async def test_every_process_is_there_in_every_step(processes: WorkerProcesses, run_ahead: int) -> None:
-    with conducting(processes, run_ahead=run_ahead, **SETTINGS) as client:
+    with running_session(processes, run_ahead=run_ahead, **SETTINGS) as client:
         await client.attached.wait()
         async with timeline_server(client) as address:
             before_ns = time.monotonic_ns()
@@ -124,7 +123,7 @@ def check_order(trace: Trace) -> None:
 
 
 async def test_when_requests_end_before_there_are_the_steps_so_far(processes: WorkerProcesses) -> None:
-    with conducting(processes, **SETTINGS) as client:
+    with running_session(processes, **SETTINGS) as client:
         await client.attached.wait()
         async with timeline_server(client) as address:
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
@@ -142,7 +141,7 @@ async def test_when_requests_end_before_there_are_the_steps_so_far(processes: Wo
 
 
 async def test_workers_that_are_lost_end_the_wait(processes: WorkerProcesses) -> None:
-    with conducting(processes, **SETTINGS) as client:
+    with running_session(processes, **SETTINGS) as client:
         await client.attached.wait()
         async with timeline_server(client) as address:
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=MAX_WAIT_MS)))
@@ -162,7 +161,7 @@ async def test_workers_that_are_lost_end_the_wait(processes: WorkerProcesses) ->
 
 @pytest.mark.parametrize(("field", "value"), [("steps", 0), ("steps", MAX_STEPS + 1), ("wait_ms", MAX_WAIT_MS + 1)])
 async def test_a_request_out_of_range_names_the_field(processes: WorkerProcesses, field: str, value: int) -> None:
-    with conducting(processes, **SETTINGS) as client:
+    with running_session(processes, **SETTINGS) as client:
         async with timeline_server(client) as address, grpc.aio.insecure_channel(address) as channel:
             stub: Any = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
             with pytest.raises(grpc.aio.AioRpcError) as caught:

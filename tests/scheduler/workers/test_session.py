@@ -20,7 +20,7 @@ from slipstream.scheduler.ordering.replay import Replay
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.leaks import nothing_left
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.worker_processes import WorkerProcesses, running_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -85,7 +85,7 @@ async def serve(
     processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
     """The tokens of jobs, by a conductor of their own that gives everything back."""
-    with conducting(processes, has_draft=has_draft, **settings(**changes)) as client:
+    with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
         await client.attached.wait()
         outputs = await client.run(*jobs)
         assert client.epoch is not None
@@ -120,7 +120,7 @@ async def test_the_same_tokens_in_the_right_order(models: dict[Role, Path], tmp_
 
 async def test_cancelled_jobs_end_and_the_others_go_on(processes: WorkerProcesses) -> None:
     expected = await serve(processes, make_jobs(5))
-    with conducting(processes, **settings(run_ahead=2)) as client:
+    with running_session(processes, **settings(run_ahead=2)) as client:
         await client.attached.wait()
         jobs = make_jobs(5)
         running = asyncio.gather(*(client.run(job) for job in jobs))
@@ -136,7 +136,7 @@ async def test_cancelled_jobs_end_and_the_others_go_on(processes: WorkerProcesse
 
 @pytest.mark.parametrize("role", Role)
 async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(processes: WorkerProcesses, role: Role) -> None:
-    with conducting(processes, **settings(run_ahead=1)) as client:
+    with running_session(processes, **settings(run_ahead=1)) as client:
         await client.attached.wait()
         jobs = make_jobs(5, max_new_tokens=400)
         running = [asyncio.create_task(client.run(job)) for job in jobs]
@@ -169,10 +169,10 @@ class CountingDevice(HostDevice):
 
 async def test_workers_that_have_a_scheduler_cost_another_one_no_memory(processes: WorkerProcesses) -> None:
     device = CountingDevice()
-    with conducting(processes, **settings()) as first:
+    with running_session(processes, **settings()) as first:
         await first.attached.wait()
         await first.run(*make_jobs(1))
-        with conducting(processes, device=device, **settings()) as second:
+        with running_session(processes, device=device, **settings()) as second:
             await until(lambda: len(second.reasons) > 2)
             assert "the verify service has another scheduler" in second.reasons[-1]
             assert device.num_arenas == 0
@@ -182,7 +182,7 @@ async def test_workers_that_have_a_scheduler_cost_another_one_no_memory(processe
 
 
 async def test_settings_that_no_worker_fits_end_it_with_the_reason(processes: WorkerProcesses) -> None:
-    with conducting(processes, **settings(context_tokens=513)) as client:
+    with running_session(processes, **settings(context_tokens=513)) as client:
         await until(lambda: bool(client.errors))
         assert isinstance(client.errors[0], ConfigError)
         assert "context_tokens: got 513, accepted: at most 512" in str(client.errors[0])
@@ -191,7 +191,7 @@ async def test_settings_that_no_worker_fits_end_it_with_the_reason(processes: Wo
 
 
 async def test_a_stopped_worker_is_noticed_and_taken_back_when_it_goes_on(processes: WorkerProcesses) -> None:
-    with conducting(processes, **settings(run_ahead=1)) as client:
+    with running_session(processes, **settings(run_ahead=1)) as client:
         await client.attached.wait()
         (job,) = make_jobs(1, max_new_tokens=400)
         running = asyncio.create_task(client.run(job))

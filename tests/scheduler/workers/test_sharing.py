@@ -17,7 +17,7 @@ from slipstream.scheduler.workers.session import check_sharing
 from slipstream.scheduler.workers.sizing import Workers
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import until
-from tests.harness.worker_processes import WorkerProcesses, conducting
+from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.harness.workers import describe
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ async def test_a_scheduler_ends_with_the_reason(tmp_path: Path) -> None:
     models = {Role.VERIFY: write_checkpoint(tmp_path / "model")}
     with WorkerProcesses(tmp_path, models, dummy_ms=0) as processes:
         processes.start(Role.VERIFY)
-        with conducting(processes, device=ElsewhereDevice(), has_draft=False) as client:
+        with running_session(processes, device=ElsewhereDevice(), has_draft=False) as client:
             await until(lambda: bool(client.errors))
             assert f"scheduler has '{OTHER_GPU}', verify has 'cpu'" in str(client.errors[0])
             assert isinstance(client.errors[0], MismatchError)

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import FenceName
-from tests.harness.other_process import OtherProcess
+from tests.harness.other_process import FenceUser
 
 if TYPE_CHECKING:
     from slipstream.common.device.cpu.arena import HostArena
@@ -79,7 +79,7 @@ def test_release_never_lowers_the_counter(arena: HostArena, make_stream: MakeStr
 
 def test_the_owner_releases_the_wait_for_a_killed_producer(arena: HostArena, make_stream: MakeStream) -> None:
     fence, stream, reached = arena.fence(FenceName.DRAFT_DONE), make_stream(), list[int]()
-    with OtherProcess.at(arena.manifest.path, _offset(arena, FenceName.DRAFT_DONE)) as producer:
+    with FenceUser.at(arena.manifest.path, _offset(arena, FenceName.DRAFT_DONE)) as producer:
         fence.wait(stream, 1)
         producer.tell("store 1")
         stream.synchronize(10.0)
@@ -99,7 +99,7 @@ def test_a_released_stream_stays_usable_though_a_late_write_sets_the_counter_bac
     arena: HostArena, make_stream: MakeStream
 ) -> None:
     fence, stream = arena.fence(FenceName.VERIFY_STASH), make_stream()
-    with OtherProcess.at(arena.manifest.path, _offset(arena, FenceName.VERIFY_STASH)) as late:
+    with FenceUser.at(arena.manifest.path, _offset(arena, FenceName.VERIFY_STASH)) as late:
         fence.wait(stream, 5)
         fence.release(5)
         stream.synchronize(10.0)

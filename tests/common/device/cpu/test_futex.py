@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.device.cpu.fence import FutexWord
-from tests.harness.other_process import OtherProcess
+from tests.harness.other_process import FenceUser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,7 +74,7 @@ def test_wakes_every_thread_whose_value_is_reached_and_no_other(word: FutexWord)
 
 
 def test_two_processes_take_turns(word: FutexWord, path: Path) -> None:
-    with OtherProcess.at(str(path), OFFSET) as other:
+    with FenceUser.at(str(path), OFFSET) as other:
         for turn in range(1, 20, 2):
             other.tell(f"wait {turn} 30")
             word.store(turn)
@@ -88,7 +88,7 @@ def test_sees_what_was_written_before_the_signal(arena: HostArena) -> None:
     """Data that one process wrote is there when another one's wait for its signal is over."""
     word, cell = arena.manifest.fences[0], arena.manifest.buffers[0].offset
     counter, tensor = arena.fence(word.fence), arena.tensor("lengths")
-    with OtherProcess.at(arena.manifest.path, word.offset) as other:
+    with FenceUser.at(arena.manifest.path, word.offset) as other:
         other.tell(f"follow 200 {cell}")
         for turn in range(1, 400, 2):
             tensor[0, 0] = turn
