@@ -15,7 +15,7 @@ from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_le
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
@@ -81,18 +81,17 @@ class DraftEngine:
         """See `RoleEngine.phases`. Raises InvalidArgumentError for a plain step, which has no draft."""
         if command.kind is StepKind.PLAIN:
             raise InvalidArgumentError("kind", command.kind.name, "PREFILL or DECODE, for a draft")
-        if command.kind is StepKind.DECODE and command.slots and self._graphs is not None:
+        if not command.slots:
+            return [Phase(lambda: None, FenceName.DRAFT_DONE)]
+        if command.kind is StepKind.DECODE and self._graphs is not None:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
-        work: Callable[[], None] = lambda: None  # noqa: E731 - without slots the fence is signalled all the same
-        if command.slots and command.kind is StepKind.PREFILL:
+        if command.kind is StepKind.PREFILL:
             # On a GPU padding costs more than another forward.
             groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
-            work = partial(self._prefill, state, command.step, padded)
-        elif command.slots:
-            rows = state.staging.put(torch.tensor(command.slots, dtype=torch.int64))
-            work = partial(self._propose, state, command, rows)
-        return [Phase(work, FenceName.DRAFT_DONE)]
+            return [Phase(partial(self._prefill, state, command.step, padded), FenceName.DRAFT_DONE)]
+        rows = state.staging.put(torch.tensor(command.slots, dtype=torch.int64))
+        return [Phase(partial(self._propose, state, command, rows), FenceName.DRAFT_DONE)]
 
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
         sizes = [len(chunks.places) for chunks in groups]

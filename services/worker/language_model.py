@@ -47,7 +47,14 @@ class SlotRows:
     def sampling(self, width: int) -> SamplingRows:
         """Sampling parameters, each slot's repeated for `width` tokens: [B * width]."""
         if width not in self._sampling:
-            self._sampling[width] = _take_sampling(self._table.sampling, self.rows, width)
+            table, rows = self._table.sampling, self.rows
+            if rows.is_cuda:
+                # Imported here, as there is no triton where there is no GPU.
+                from slipstream.services.models.kernels.step_ops import take_sampling
+
+                self._sampling[width] = take_sampling(table, rows, width)
+            else:
+                self._sampling[width] = table.take(rows if width == 1 else rows.repeat_interleave(width))
         return self._sampling[width]
 
 
@@ -216,12 +223,3 @@ def warm_up_widths(state: EpochState, device: torch.device) -> list[int]:
     shape = state.attachment.shape
     prompts = (16,) if device.type == "cpu" else (16, 32, 64, 300, shape.chunk_tokens)
     return sorted({1, shape.num_draft_tokens + 1, *(min(width, shape.chunk_tokens) for width in prompts)})
-
-
-def _take_sampling(table: SamplingRows, rows: torch.Tensor, width: int) -> SamplingRows:
-    if rows.device.type == "cpu":
-        return table.take(rows if width == 1 else rows.repeat_interleave(width))
-    # Imported here, as there is no triton where there is no GPU.
-    from slipstream.services.models.kernels.step_ops import take_sampling
-
-    return take_sampling(table, rows, width)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from grpc.aio import ServicerContext
 
-    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import Attachment
     from slipstream.common.worker.recorder import FlightRecorder
@@ -122,14 +121,10 @@ class RecorderServicer(trace_pb2_grpc.RecorderServicer):
     async def ReadRecords(self, request: trace_pb2.ReadRecordsRequest, context: Any) -> trace_pb2.ReadRecordsResponse:
         """See trace.proto."""
         records = tuple(self._recorder.since(request.from_step))
-        # Not on the thread that owns the device: steps are enqueued there.
-        clock = await asyncio.to_thread(_sample_clock, self._device)
+        clock = None
+        try:
+            # Not on the thread that owns the device: steps are enqueued there.
+            clock = await asyncio.to_thread(self._device.sample_clock)
+        except SlipstreamError as error:
+            logger.warning("the clock of the stamps cannot be read: %s", error)
         return HostRecords(self._recorder.epoch, records, clock).to_pb()
-
-
-def _sample_clock(device: Device) -> ClockSample | None:
-    try:
-        return device.sample_clock()
-    except SlipstreamError as error:
-        logger.warning("the clock of the stamps cannot be read: %s", error)
-        return None
