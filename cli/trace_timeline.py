@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.recorder import Site
@@ -191,14 +192,10 @@ class Timeline:
 
     def _add_gaps(self, role: Role) -> None:
         """Adds what a stream did between the work of two steps: idle, then held by a fence, or starting."""
-        before: Slice | None = None
-        for step in self._steps:
-            work = self._kernels.get((role, step.step))
-            if work is None:
-                continue
-            if before is not None and before.end_ns < work.begin_ns:
+        works = [(step, work) for step in self._steps if (work := self._kernels.get((role, step.step))) is not None]
+        for (_, before), (step, work) in pairwise(works):
+            if before.end_ns < work.begin_ns:
                 self._add_gap(role, step, before.end_ns, work.begin_ns)
-            before = work
 
     def _add_gap(self, role: Role, step: TracedStep, begin: int, end: int) -> None:
         lane, details = _STREAMS[role], {"step": step.step}

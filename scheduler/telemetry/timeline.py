@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
@@ -46,7 +45,7 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
 async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
     """Raises DeadlineExceededError when nothing runs, UnavailableError when the workers are lost."""
     recorder = epoch.recorder
-    before = await asyncio.to_thread(_Answers.take, epoch, recorder.last_sent + 1)
+    _, clock_before = await asyncio.to_thread(_ask_workers, epoch, recorder.last_sent + 1)
     first = recorder.last_sent + 1
     last = first + asked.steps - 1
     await _until_complete(recorder, last, asked.wait_ms / 1000)
@@ -56,8 +55,8 @@ async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
     # Read before the workers are asked, which takes time: the rings go on.
     host = recorder.host_records(first)
     streams = {role: recorder.stream_records(role, first) for role in _attached(epoch)}
-    after = await asyncio.to_thread(_Answers.take, epoch, first)
-    return _merged(epoch, steps, host, streams, after.answers, (before.clock, after.clock))
+    answers, clock_after = await asyncio.to_thread(_ask_workers, epoch, first)
+    return _merged(epoch, steps, host, streams, answers, (clock_before, clock_after))
 
 
 async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
@@ -116,20 +115,15 @@ def _merged(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Answers:
-    """The workers' answers, and a sample of the stamps' clock at that time."""
+def _ask_workers(epoch: Epoch, from_step: int) -> tuple[dict[Role, HostRecords | None], ClockSample]:
+    """Returns the workers' records of steps from this one on, and a sample of the stamps' clock. Blocks.
 
-    answers: dict[Role, HostRecords | None]
-    clock: ClockSample
-
-    @classmethod
-    def take(cls, epoch: Epoch, from_step: int) -> _Answers:
-        """Blocks. Prefers the workers' samples of the clock: outside MPS, the scheduler gets the GPU late."""
-        answers = {role: epoch.read_records(role, from_step) for role in _attached(epoch)}
-        clocks = [answer.clock for answer in answers.values() if answer is not None and answer.clock is not None]
-        tightest = min(clocks, key=lambda clock: clock.uncertainty_ns) if clocks else epoch.sample_clock()
-        return cls(answers, tightest)
+    Prefers the workers' samples of the clock: outside MPS, the scheduler gets the GPU late.
+    """
+    answers = {role: epoch.read_records(role, from_step) for role in _attached(epoch)}
+    clocks = [answer.clock for answer in answers.values() if answer is not None and answer.clock is not None]
+    tightest = min(clocks, key=lambda clock: clock.uncertainty_ns) if clocks else epoch.sample_clock()
+    return answers, tightest
 
 
 def _attached(epoch: Epoch) -> dict[Role, WorkerDescription]:
