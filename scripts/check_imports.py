@@ -40,7 +40,7 @@ ALSO: dict[str, set[str]] = {
 }
 """Folders that single files may import too: these two put the scheduler's process together."""
 
-TEMPORARY = ("cycle: benchmarks/",)
+TEMPORARY = ("cycle: benchmarks/charts.py -> benchmarks/overlap.py -> benchmarks/charts.py",)
 """Beginnings of offences that are still accepted."""
 
 
