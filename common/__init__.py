@@ -1,1 +1,1 @@
-"""Code that several processes share: exceptions, settings, and the folders' contracts. Imports only `protos`."""
+"""What several processes use: `errors.py` has every exception; the folders have the rest."""

@@ -43,7 +43,7 @@ class JobPath:
     files: dict[str, list[str]]
     """By path within the repository: the services that enter it."""
     text: str
-    """The job's answer."""
+    """What the job answered."""
 
     @property
     def num_lines(self) -> int:

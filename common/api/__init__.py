@@ -1,1 +1,1 @@
-"""The clients' requests and answers as plain data: output chunks, jobs, usage, sampling."""
+"""What clients send and get, as plain data: output chunks, jobs, usage, sampling."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Knot:
-    """An object that refers to itself, so that reference counts never free it."""
+    """Refers to itself: reference counts never free it."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -24,7 +24,7 @@ class Knot:
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the clock on."""
+    """Lets time pass."""
     now = [1000.0]
     monkeypatch.setattr(idle_collection.time, "monotonic", lambda: now[0])
 
@@ -41,7 +41,7 @@ def collection(wait: Callable[[float], None]) -> IdleCollection:
 
 
 def knot() -> weakref.ref[Knot]:
-    """Makes a knot that has no other reference."""
+    """One that nobody has any more."""
     return weakref.ref(Knot())
 
 

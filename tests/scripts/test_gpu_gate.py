@@ -1,4 +1,4 @@
-"""The gate of the GPU tests, against a fake API, and the workflow around it."""
+"""Who gets the GPU tests: the gate against an API that says what the test wants, and the workflow around it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ exec jq --raw-output "$4" {folder}/answer
         program.chmod(0o700)
 
     def say(self, *labels: str, state: str = "open", head: str = HEAD) -> None:
-        """Sets the pull request's state."""
+        """What the pull request is like from now on."""
         answer = {"state": state, "head": {"sha": head}, "labels": [{"name": label} for label in labels]}
         (self._folder / "answer").write_text(json.dumps(answer))
 
@@ -131,7 +131,7 @@ def test_workflows_have_the_least_rights(name: str) -> None:
         for step in job["steps"]:
             if "uses" in step:
                 assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"])
-            # An author's words, a branch's name or a title, must not become a part of a script.
+            # What an author can choose, a branch's name or a title, must not become a part of a script.
             assert "${{" not in step.get("run", "")
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"]["persist-credentials"] is False

@@ -1,4 +1,4 @@
-"""Breaks of a release's contract are found, and additions pass."""
+"""What breaks the contract of a release is found, and what only adds to it passes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load() -> Any:
 
 
 def current() -> FileDescriptorSet:
-    """Returns the descriptors of the stubs."""
+    """What the stubs were made from."""
     files = FileDescriptorSet()
     for stubs in (generation_pb2, worker_pb2):
         stubs.DESCRIPTOR.CopyToProto(files.file.add())

@@ -1,4 +1,4 @@
-"""Encoding and decoding of chunks and usage, and the usage of several samples together."""
+"""What a job sends and took, there and back, and what several samples took together."""
 
 from __future__ import annotations
 

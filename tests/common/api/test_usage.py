@@ -1,4 +1,4 @@
-"""The usage of a job, summed up from its samples."""
+"""What a job took in all, of what its samples took."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ async def test_a_client_that_goes_away_in_the_middle_of_a_write(caplog: pytest.L
 async def test_what_a_failed_call_had_in_its_hands_is_free_without_the_collector(
     fixture: Fixture, kind: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # The tests check the log themselves.
+    # What is logged, the tests themselves keep.
     caplog.set_level(logging.CRITICAL, "slipstream.common.rpc.interceptor")
     held: list[weakref.ref[set[int]]] = []
 

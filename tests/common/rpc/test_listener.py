@@ -1,4 +1,4 @@
-"""Claims of addresses, against other claims, other servers, and the sockets of processes that are gone."""
+"""Who may serve where: claims against claims, against strangers, and against what the dead leave behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def open_descriptors() -> list[str]:
-    """Returns the open files of this process."""
+    """What this process has open."""
     return sorted(os.listdir("/proc/self/fd"))
 
 

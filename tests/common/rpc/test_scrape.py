@@ -1,4 +1,4 @@
-"""Scrapes of a real endpoint, and the differences between two of them."""
+"""What is read from a real endpoint, and what was added between two readings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health, reflection, limits and the orderly end of a server."""
+"""What every server has: health, reflection, limits, and an orderly end."""
 
 from __future__ import annotations
 

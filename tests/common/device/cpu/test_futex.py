@@ -85,7 +85,7 @@ def test_two_processes_take_turns(word: FutexWord, path: Path) -> None:
 
 
 def test_sees_what_was_written_before_the_signal(arena: HostArena) -> None:
-    """Data that one process wrote is there when another one's wait for its signal is over."""
+    """What one process wrote is there when another one's wait for its signal is over."""
     word, cell = arena.manifest.fences[0], arena.manifest.buffers[0].offset
     counter, tensor = arena.fence(word.fence), arena.tensor("lengths")
     with FenceUser.at(arena.manifest.path, word.offset) as other:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 AHEAD_NS = 1_700_000_000_000_000_000
-"""The GPU's clock less the host's."""
+"""What the GPU's clock shows more than the host's."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Gpu:
     """Stands in for the kernels: a stamp is written when it may be, by another thread or never."""
 
     delays_s: list[float | None] = field(default_factory=list)
-    """Delays of the stamps, in order; later ones have none. None: the stamp never comes."""
+    """Of the stamps, in order; then there is none. None: never."""
     threads: list[threading.Thread] = field(default_factory=list)
 
     def stamp(self, stream: int, target: int) -> None:
@@ -56,7 +56,7 @@ def side_module() -> Iterator[Any]:
 
 
 def sample(side_module: Any, gpu: Gpu) -> Any:
-    """Reads the clock."""
+    """What a look at the clock gives."""
     stream = SimpleNamespace(create_stream=lambda: 7, is_idle=lambda handle: True)
     found = side_module.SideStream(stream, gpu).sample_clock()
     for thread in gpu.threads:

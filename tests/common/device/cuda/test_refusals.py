@@ -1,4 +1,4 @@
-"""The errors of a GPU or driver that cannot do what is needed, with a fake driver that answers as told."""
+"""What is said where a GPU or its driver cannot do what is needed: by a driver that answers as it is told."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 class Side:
-    """A `SideStream` without memory."""
+    """A `SideStream` for nobody's memory."""
 
     handle = 7
 
@@ -45,17 +45,17 @@ class Side:
         """It is done."""
 
     def read_word(self, address: int) -> int:
-        """Returns the word."""
+        """What was given."""
         return self.word
 
 
 def gpu(*, has_timelines: bool = True) -> Any:
-    """Returns the parts of a device that an arena needs."""
+    """What an arena needs of its device."""
     return SimpleNamespace(driver=fake_cuda.driver(), kernels=None, side=Side(), has_timelines=has_timelines)
 
 
 def manifest(kind: str, **events: Any) -> Manifest:
-    """Returns the manifest of another process's arena."""
+    """Of an arena of another process."""
     buffers, words, size = lay_out(SPECS, list(FenceName), kind)
     words = tuple(FenceWord(word.fence, word.kind, word.offset, **events) for word in words)
     return Manifest("cuda_ipc", "", size, buffers, words, bytes(64))
@@ -150,7 +150,7 @@ def test_whether_streams_wait_for_words_is_tried(cuda: FakeCuda, missing: str | 
 
 
 def test_a_stream_on_a_gpu_that_failed_is_at_its_end(cuda: FakeCuda) -> None:
-    """The stream is not waited for, and the error is the driver's."""
+    """Nobody waits for it any more, and the error is the driver's."""
     failures: list[BaseException] = []
     made = fake_cuda.module("cuda.stream")
     made.torch = SimpleNamespace(cuda=SimpleNamespace(ExternalStream=lambda handle, device: handle))
