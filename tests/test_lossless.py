@@ -31,10 +31,11 @@ NUM_PROMPTS = 3
 
 
 @pytest.mark.timeout(300)
-async def test_a_random_part_of_all_cases_gives_the_same_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_prompts", [1, pytest.param(NUM_PROMPTS, marks=pytest.mark.slow)])
+async def test_a_random_part_of_all_cases_gives_the_same_tokens(num_prompts: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    ways, cases = draw(random.Random(seed))
+    ways, cases = draw(random.Random(seed), num_prompts)
     async with Stack(tmp_path / "logs") as stack:
         outputs = await serve(stack, ways, cases)
     assert not differences(outputs, cases)
@@ -44,12 +45,12 @@ async def test_a_random_part_of_all_cases_gives_the_same_tokens(tmp_path: Path) 
             assert mean_accept_length(outputs[way]) > 1, "nothing was drafted"
 
 
-def draw(rng: random.Random) -> tuple[list[Way], list[Case]]:
+def draw(rng: random.Random, num_prompts: int) -> tuple[list[Way], list[Case]]:
     """The reference, and what one scheduler serves with drafts by any algorithm; some prompts, with every sampling."""
     algorithm = rng.choice(sorted({way.algorithm for way in WAYS} - {NONE}))
     scheduler = rng.choice([way.scheduler for way in WAYS if way.algorithm == algorithm])
     ways = [way for way in WAYS if way.scheduler == scheduler]
-    chosen = rng.sample(sorted({case.prompt for case in CASES}), NUM_PROMPTS)
+    chosen = rng.sample(sorted({case.prompt for case in CASES}), num_prompts)
     return [REFERENCE, *ways], [Case(prompt, sampling) for prompt in chosen for sampling in SAMPLINGS]
 
 

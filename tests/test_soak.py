@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SECONDS = 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_everything_is_as_it_was_after_many_clients(tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)

@@ -29,6 +29,7 @@ def test_a_run_that_is_all_warm_up_is_refused(option: str, warm_up: str, share: 
     assert said.startswith(f"Invalid value for '{option}': more than {warm_up}, which are for warming up")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)

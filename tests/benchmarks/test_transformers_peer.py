@@ -51,6 +51,7 @@ def test_each_run_with_the_one_static_cache_is_as_with_a_new_one(target: Any) ->
     assert measured.mean_accept_length == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_assisted_generation_is_warmed_up_with_few_tokens(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
