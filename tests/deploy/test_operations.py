@@ -26,8 +26,8 @@ SERVICES: dict[str, Callable[..., None]] = {
 }
 SECTIONS = {f"Slipstream: {name}": name.capitalize() for name in ("overlap", "speculation", "service", "health")}
 """The chapter about each dashboard."""
-ELSEWHERE = {"--profile", "--build"}
-"""Options of docker compose."""
+ELSEWHERE = {"--profile", "--build", "--help"}
+"""Options of docker compose, and of every command."""
 EMPHASIS = {"Ready"}
 """In italics, and no panel."""
 
