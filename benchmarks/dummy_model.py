@@ -15,7 +15,7 @@ import torch
 
 from slipstream.benchmarks.dummy_kernel import GpuKernel, HostKernel, Kernel
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.services.models.acceptance import accept
+from slipstream.services.models.sampler import accept
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
 from slipstream.services.worker.graphs import Buckets, Latest, batch_buckets, capture_buckets

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.utils import logging as transformers_logging
 
-from slipstream.services.models.acceptance import acceptance_rate
+from slipstream.services.models.sampler import acceptance_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

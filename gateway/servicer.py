@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.prompt import check_num_messages
-from slipstream.gateway.validation import check_job_id, digest_of, parse_request
+from slipstream.gateway.validation import check_job_id, check_num_messages, digest_of, parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.server_state import ServerState
     from slipstream.gateway.job import Job
     from slipstream.gateway.manager import JobManager
-    from slipstream.gateway.prompt import JobRequest
-    from slipstream.gateway.validation import CheckedRequest, RequestLimits
+    from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 

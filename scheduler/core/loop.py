@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.batch import Applied, Batch
     from slipstream.scheduler.core.results import ResultReader, Step, StepResult
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.telemetry.recorder import StepRecorder
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
-    from slipstream.scheduler.telemetry.timings import StepTimings
+    from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
     from slipstream.scheduler.workers.link import Dispatch, Link
 
 IDLE_S = 0.5

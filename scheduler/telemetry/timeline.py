@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.recorder import Record
     from slipstream.common.worker.trace import HostRecords, TracedStep
-    from slipstream.scheduler.telemetry.recorder import StepRecorder
+    from slipstream.scheduler.telemetry.timings import StepRecorder
     from slipstream.scheduler.workers.epoch import Epoch
 
 SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["Timeline"].full_name

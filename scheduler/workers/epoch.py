@@ -18,8 +18,7 @@ from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.loop import LoopSettings, StepLoop
 from slipstream.scheduler.core.plan import DraftTraits
 from slipstream.scheduler.core.results import ResultReader
-from slipstream.scheduler.telemetry.recorder import StepRecorder
-from slipstream.scheduler.telemetry.timings import StepTimings
+from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
 
 if TYPE_CHECKING:

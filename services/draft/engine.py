@@ -11,8 +11,8 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import batch_buckets, capture_buckets
-from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
 from slipstream.services.worker.slots import SamplingMode
+from slipstream.services.worker.staging import PaddedChunks, of_similar_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

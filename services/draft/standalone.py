@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.language_model import LanguageModel
-    from slipstream.services.worker.padded_chunks import PaddedChunks
+    from slipstream.services.worker.staging import PaddedChunks
 
 
 class StandaloneDrafter:

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.common.errors import MismatchError
 from slipstream.common.worker.step import FenceName, StepKind
-from slipstream.services.models.acceptance import SimulatedAcceptance
+from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.target import PromptGroup, Target
 from slipstream.services.worker.engine import Phase

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.common.worker.step import StepKind
-from slipstream.services.models.acceptance import accept
-from slipstream.services.models.sampler import logprobs_of
+from slipstream.services.models.sampler import accept, logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
-from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
+from slipstream.services.worker.staging import PaddedChunks, of_similar_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from slipstream.common.worker.step import PrefillChunk, StepCommand
-    from slipstream.services.models.acceptance import SimulatedAcceptance
     from slipstream.services.models.decoder import DecoderOutput
+    from slipstream.services.models.sampler import SimulatedAcceptance
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import StepNumber
     from slipstream.services.worker.language_model import LanguageModel, SlotRows

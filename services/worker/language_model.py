@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from slipstream.services.models.decoder import Decoder, DecoderOutput
     from slipstream.services.models.sampler import SamplingRows
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.slots import SlotTable
+    from slipstream.services.worker.staging import PaddedChunks
 
 
 class SlotRows:

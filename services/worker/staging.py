@@ -3,11 +3,14 @@
 A step puts each piece of its command (slots, pages, limits, sampling, prompts) as a host tensor, for which it gets a
 device tensor, and flushes: one kernel on the worker's stream fetches it all. On the device there is one buffer, used
 again in stream order; on the host a ring of buffers, each used again when its contents are fetched.
+
+Chunks of prompts are staged side by side, padded to one length for a forward.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from slipstream.common.worker.contract import Attachment
+    from slipstream.common.worker.step import PrefillChunk
+
 
 _ALIGNMENT_BYTES = 16
 
@@ -160,3 +165,68 @@ def staged_bytes(attachment: Attachment) -> int:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+MOST_PADDING = 0.25
+"""Share of a group's tokens: on a fast device more padding costs more than another forward."""
+
+
+def of_similar_length(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
+    """Groups neighbouring chunks of nearly the same length, in their order."""
+    groups: list[list[PrefillChunk]] = []
+    for chunk in chunks:
+        if groups and _padding([*groups[-1], chunk]) <= MOST_PADDING:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups
+
+
+def _padding(chunks: Sequence[PrefillChunk]) -> float:
+    lengths = [len(chunk.tokens) for chunk in chunks]
+    return len(lengths) * max(lengths) / sum(lengths) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedChunks:
+    """B rows as long as the longest chunk, with T tokens without the padding. All tensors are on the device."""
+
+    rows: torch.Tensor
+    """[B] int64: their slots."""
+    tokens: torch.Tensor
+    """[B, W] int64."""
+    positions: torch.Tensor
+    """[B, W] int64; padding repeats the chunk's last position, so that it makes no row longer than it is."""
+    is_valid: torch.Tensor
+    """[B, W] bool: False for padding."""
+    lengths: torch.Tensor
+    """[B] int64."""
+    places: torch.Tensor
+    """[T] int64: which of the B * W tokens are no padding, row after row."""
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None) -> PaddedChunks:
+        """Lays them out on the host, in rows of `width` tokens; None is as wide as the longest."""
+        width = width or max(len(chunk.tokens) for chunk in chunks)
+        tokens = torch.tensor([[*chunk.tokens, *([0] * (width - len(chunk.tokens)))] for chunk in chunks])
+        starts = torch.tensor([chunk.start for chunk in chunks])
+        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
+        columns = torch.arange(width)
+        is_valid = columns < lengths[:, None]
+        return cls(
+            rows=staging.put(torch.tensor([chunk.slot for chunk in chunks])),
+            tokens=staging.put(tokens),
+            positions=staging.put(starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)),
+            is_valid=staging.put(is_valid),
+            lengths=staging.put(lengths),
+            places=staging.put(is_valid.flatten().nonzero()[:, 0]),
+        )
+
+    def without_padding(self, states: torch.Tensor) -> torch.Tensor:
+        """Drops the padding: [B, W, size] to [T, size], chunk after chunk."""
+        return states.flatten(0, 1).index_select(0, self.places)
+
+    def with_padding(self, states: torch.Tensor) -> torch.Tensor:
+        """Adds zeros as padding: [T, size] to [B, W, size]."""
+        laid_out = states.new_zeros(self.tokens.numel(), states.shape[1])
+        return laid_out.index_copy_(0, self.places, states).view(*self.tokens.shape, -1)

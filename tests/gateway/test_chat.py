@@ -9,7 +9,7 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.gateway import servicer as generation
-from slipstream.gateway.prompt import MAX_MESSAGES
+from slipstream.gateway.validation import MAX_MESSAGES
 from tests.harness.generation_server import EOS_ID, collect, generation_server, text_of, tokens_of
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from slipstream.scheduler.ordering.replay import Report
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
-    from slipstream.services.worker.padded_chunks import PaddedChunks
     from slipstream.services.worker.slots import SamplingMode
+    from slipstream.services.worker.staging import PaddedChunks
 
 
 class HiddenDrafter:

@@ -10,7 +10,7 @@ from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role,
 from slipstream.common.worker.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import Step
-from slipstream.scheduler.telemetry.recorder import StepRecorder
+from slipstream.scheduler.telemetry.timings import StepRecorder
 
 WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())
 NOTHING = FenceOps()

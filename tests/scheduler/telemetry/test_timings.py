@@ -22,11 +22,11 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import Step
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.telemetry.recorder import StepRecorder
 from slipstream.scheduler.telemetry.timings import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
+    StepRecorder,
     StepTiming,
     StepTimings,
     time_step,

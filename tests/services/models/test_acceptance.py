@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.services.models.acceptance import SimulatedAcceptance, accept, acceptance_rate
+from slipstream.services.models.sampler import SimulatedAcceptance, accept, acceptance_rate
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)

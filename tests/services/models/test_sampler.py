@@ -13,9 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.sampling import LEAST_TEMPERATURE, SamplingParams
-from slipstream.services.models.acceptance import accept
 from slipstream.services.models.noise import gumbel_noise
-from slipstream.services.models.sampler import SamplingRows, sample
+from slipstream.services.models.sampler import SamplingRows, accept, sample
 from tests.harness.sampling import examples
 from tests.harness.sampling_cases import KINDS, TIED, TIES
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from slipstream.common.worker.step import PrefillChunk
-from slipstream.services.worker.padded_chunks import PaddedChunks, of_similar_length
-from slipstream.services.worker.staging import HostStaging
+from slipstream.services.worker.staging import HostStaging, PaddedChunks, of_similar_length
 
 
 def chunk(slot: int, length: int, start: int = 0) -> PrefillChunk:

@@ -12,9 +12,8 @@ from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import Role
 from slipstream.services.models import acceptance
-from slipstream.services.models.acceptance import SimulatedAcceptance
 from slipstream.services.models.kernels.step_ops import accept, embed_and_norm, take_sampling
-from slipstream.services.models.sampler import SamplingRows
+from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
 from slipstream.services.worker.fused_future_map import FusedFutureMap
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, VerifyResult
 
