@@ -1,1 +1,1 @@
-"""What runs beside the services: Prometheus, Grafana, and the scripts that make their files."""
+"""Containers, Prometheus and Grafana, and the scripts that make their files."""

@@ -13,7 +13,7 @@ from slipstream.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING, GLOSSARY = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "glossary.md"
-PAGES = [README, CONTRIBUTING, ROOT / "bundled" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, CONTRIBUTING, *sorted(ROOT.glob("[a-z]*/README.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = [
     path.name for path in sorted(ROOT.iterdir()) if path.is_dir() and path.name.isalpha() and path.name != "build"
 ]
