@@ -1,1 +1,1 @@
-"""What clients meet: requests, jobs and their text. Knows neither a slot nor a page, and no device."""
+"""The side that clients meet: requests, jobs and their text. It knows no slot, no page and no device."""

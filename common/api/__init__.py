@@ -1,1 +1,1 @@
-"""What clients send and get, as plain data: output chunks, jobs, usage, sampling."""
+"""Data that clients send and get, as plain classes, and the interface between gateway and core."""
