@@ -121,12 +121,12 @@ class _Process:
             try:
                 yield cls(it)
                 # In order, if it can: a client of MPS that is killed may take the others along.
-                if it.stdin is not None:
-                    it.stdin.close()
+                _close(it)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     it.wait(_END_S)
             finally:
                 it.kill()
+                _close(it)
 
     def tell(self, line: str) -> str:
         """Gives it something to do; returns its answer. Raises FailedPreconditionError, DeadlineExceededError."""
@@ -145,3 +145,10 @@ class _Process:
         if answer.startswith("error "):
             raise FailedPreconditionError(answer.removeprefix("error "))
         return answer
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    """Closes its standard input. A process that has ended may have left a line there that is not read any more."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
