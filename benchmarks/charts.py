@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from slipstream.benchmarks import decode_report, overlap
+from slipstream.benchmarks import decode_report, overlap_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ LATENCIES = (
 )
 
 
-def draw_overlap(measurements: Sequence[overlap.Measurement], path: Path) -> None:
+def draw_overlap(measurements: Sequence[overlap_report.Measurement], path: Path) -> None:
     """A panel for each pair of dummy kernels, with and without MPS: busy and lost time per step, by order of steps.
 
     Dots are the repeats.
@@ -64,7 +64,7 @@ def draw_overlap(measurements: Sequence[overlap.Measurement], path: Path) -> Non
     _save(figure, path, f"Three processes, {first.num_clients} streaming clients; {first.host}")
 
 
-def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap.Measurement]) -> None:
+def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap_report.Measurement]) -> None:
     names = list(dict.fromkeys(m.title for m in measurements))
     groups = [[m for m in measurements if m.title == name] for name in names]
     busy = [mean(m.busy_ms for m in group) for group in groups]
@@ -195,7 +195,7 @@ def _save(figure: Figure, path: Path, title: str) -> None:
 
 
 def _draw_overlap_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    draw_overlap(overlap.with_shares([overlap.Measurement(**row) for row in rows]), path)
+    draw_overlap(overlap_report.with_shares([overlap_report.Measurement(**row) for row in rows]), path)
 
 
 def _draw_decode_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks import decode_report, overlap
+from slipstream.benchmarks import decode_report, overlap_report
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.transformers_peer import ASSISTED
 from slipstream.common.host import STEP_LOOP
@@ -335,8 +335,8 @@ def _robustness_sections() -> list[str]:
     ]
 
 
-def _overlap(name: str) -> list[overlap.Measurement]:
-    return overlap.with_shares([overlap.Measurement(**row) for row in _load(name)])
+def _overlap(name: str) -> list[overlap_report.Measurement]:
+    return overlap_report.with_shares([overlap_report.Measurement(**row) for row in _load(name)])
 
 
 def _decode(name: str) -> list[decode_report.Measurement]:
@@ -347,13 +347,13 @@ def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _pairs(measurements: Sequence[overlap.Measurement]) -> list[tuple[float, float]]:
+def _pairs(measurements: Sequence[overlap_report.Measurement]) -> list[tuple[float, float]]:
     return sorted({(m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
 
 
 def _of(
-    measurements: Sequence[overlap.Measurement], draft_ms: float, verify_ms: float, policy: str, run_ahead: int
-) -> list[overlap.Measurement]:
+    measurements: Sequence[overlap_report.Measurement], draft_ms: float, verify_ms: float, policy: str, run_ahead: int
+) -> list[overlap_report.Measurement]:
     wanted = (draft_ms, verify_ms, policy, run_ahead)
     return [m for m in measurements if (m.draft_ms, m.verify_ms, m.policy, m.run_ahead) == wanted]
 

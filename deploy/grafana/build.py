@@ -15,7 +15,7 @@ from slipstream.deploy.grafana.overlap import overlap
 from slipstream.deploy.grafana.service import service
 from slipstream.deploy.grafana.speculation import speculation
 
-FOLDER = Path(__file__).parent / "dashboards"
+FOLDER = Path(__file__).resolve().parent / "dashboards"
 
 
 def texts() -> dict[str, str]:
