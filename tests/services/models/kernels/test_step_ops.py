@@ -11,7 +11,7 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import Role
-from slipstream.services.models import acceptance
+from slipstream.services.models import sampler
 from slipstream.services.models.kernels.step_ops import accept, embed_and_norm, take_sampling
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
 from slipstream.services.worker.fused_future_map import FusedFutureMap
@@ -33,7 +33,7 @@ def test_accepted_tokens_are_counted(num_draft_tokens: int, device: torch.device
     given[: num_rows // 2, 1:] = tokens[: num_rows // 2, :-1]  # all of a draft may be right
     rows, most = numbers(num_rows, high=SLOTS, seed=3), torch.tensor([num_draft_tokens, 0, 1, 99, 99, 99])
     seq_lens, seeds = numbers(num_rows, high=1000, seed=4), numbers(SLOTS, high=2**62, seed=5)
-    expected = torch.minimum(acceptance.accept(given[:, 1:], tokens), most[rows])
+    expected = torch.minimum(sampler.accept(given[:, 1:], tokens), most[rows])
     arguments = [tensor.to(device) for tensor in (tokens, given, rows, seq_lens, most, seeds)]
     lengths, accepted = accept(*arguments, None)
     assert accepted.tolist() == expected.tolist()
