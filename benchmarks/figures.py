@@ -301,7 +301,7 @@ def _robustness_sections() -> list[str]:
         f"{over['goodput']:.2f} of the capacity; {load['num_rejected']} of {load['num_requests']} requests refused, "
         f"after {rejection['p50']:.1f} ms (p99 {rejection['p99']:.1f}, most {rejection['most']:.1f}), "
         f"{load['num_rejected'] - over['rejections_without_retry_info']} of them with a RetryInfo; health "
-        f"{' and '.join(over['health']['statuses'])} throughout; memory of the services grows by {100 * growth:.1f} % "
+        f"{' and '.join(over['health_statuses'])} throughout; memory of the services grows by {100 * growth:.1f} % "
         "at most."
     )
     rows = [

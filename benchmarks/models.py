@@ -1,4 +1,4 @@
-"""The models that a benchmark serves, and the options that choose them."""
+"""The models that a benchmark serves, and options that several benchmarks have."""
 
 from __future__ import annotations
 
@@ -28,12 +28,8 @@ def _known_device(value: str) -> str:
 
 
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_known_device)]
-TargetOption = Annotated[
-    Path | None, typer.Option("--target", help="Directory of the target; the bundled one and its draft.")
-]
-StandaloneOption = Annotated[Path | None, typer.Option("--standalone", help="Directory of a standalone draft.")]
-Eagle3Option = Annotated[Path | None, typer.Option("--eagle3", help="Directory of an EAGLE-3 head.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for the report.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for the results.")]
+PictureOption = Annotated[Path | None, typer.Option("--picture", help="The file for a picture of them.")]
 
 
 def _bundled_drafts() -> Mapping[str, Path]:
@@ -48,24 +44,10 @@ class Models:
     drafts: Mapping[str, Path] = field(default_factory=_bundled_drafts)
     """By algorithm."""
 
-    @classmethod
-    def choose(cls, *, target: Path | None, standalone: Path | None, eagle3: Path | None) -> Models:
-        """The models that are named, None for the others; without a target, the bundled ones besides."""
-        named = {STANDALONE: standalone, EAGLE3: eagle3}
-        given = {algorithm: path for algorithm, path in named.items() if path is not None}
-        if target is None:
-            return cls(drafts={**_bundled_drafts(), **given})
-        return cls(target=target, drafts=given)
-
     def with_drafts(self, *algorithms: str) -> Models:
         """The same target with the drafts of these algorithms alone; there is none for "none"."""
         drafts = {name: path for name, path in self.drafts.items() if name in algorithms}
         return Models(target=self.target, drafts=drafts)
-
-    def with_context(self, context_tokens: int, into: Path) -> Models:
-        """The same models with room for longer contexts; copies are made in `into`."""
-        drafts = {name: with_context(path, context_tokens, into / name) for name, path in self.drafts.items()}
-        return Models(target=with_context(self.target, context_tokens, into / "target"), drafts=drafts)
 
 
 def draft_of(algorithm: str) -> str | None:

@@ -1,7 +1,5 @@
 """Ten times the requests that the server can serve, for a minute: the goodput must stay, and refusals be quick.
 
-    python benchmarks/overload.py --json benchmarks/results/overload_cpu.json
-
 The capacity is found by saturation before and after, in the same run; in between, requests come as a Poisson process
 at ten times its rate, with the workload of `serving.py`. Goodput is the output tokens per second of requests that
 complete. Status 1 if it falls below 90 % of the capacity, a rejection takes 50 ms (at the 99th percentile, from the
@@ -20,19 +18,10 @@ import typer
 
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, LoadGenerator
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.models import (
-    STANDALONE,
-    DeviceOption,
-    Eagle3Option,
-    JsonOption,
-    Models,
-    StandaloneOption,
-    TargetOption,
-    draft_of,
-)
+from slipstream.benchmarks.models import STANDALONE, JsonOption, Models
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.server_watch import HealthWatch, ProcessWatch, settled
-from slipstream.benchmarks.serving import beyond_warm_up, find_capacity
+from slipstream.benchmarks.server_watch import HealthWatch, MemoryWatch, settled
+from slipstream.benchmarks.serving import LENGTH_SCALE, beyond_warm_up, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import Arrival, Lengths, Workload
 from slipstream.client import AsyncClient
@@ -40,7 +29,7 @@ from slipstream.client import AsyncClient
 if TYPE_CHECKING:
     from slipstream.benchmarks.load_generator import LoadRun
     from slipstream.benchmarks.load_report import LoadReport
-    from slipstream.benchmarks.server_watch import Footprint, HealthReport, ResourceSnapshot
+    from slipstream.benchmarks.server_watch import Footprint, ResourceSnapshot
 
 LEAST_GOODPUT = 0.9
 """Of the capacity."""
@@ -55,7 +44,6 @@ which comes at random: its memory may rise once or twice, and then stays."""
 class Plan:
     """The settings of a run."""
 
-    algorithm: str = STANDALONE
     factor: float = 10.0
     """Times the capacity."""
     seconds: float = 60.0
@@ -79,8 +67,6 @@ class OverloadReport:
     """The outcome."""
 
     host: str
-    device: str
-    model: str
     plan: Plan
     lengths: Lengths
     capacity_before: LoadReport
@@ -89,10 +75,10 @@ class OverloadReport:
     load: LoadReport
     """The minute."""
     rejections_without_retry_info: int
-    health: HealthReport
+    health_statuses: list[str]
+    """Seen in the minute; an RPC error by its code."""
     footprints: dict[str, Footprint]
     """Of the services, in the minute."""
-    footprints_at_capacity: dict[str, Footprint]
     before: ResourceSnapshot
     after: ResourceSnapshot
     failures: list[str] = field(default_factory=list)
@@ -116,8 +102,8 @@ class OverloadReport:
             faults.append(f"{self.load.num_left} requests did not come to an end")
         if self.rejections_without_retry_info:
             faults.append(f"{self.rejections_without_retry_info} rejections without a RetryInfo")
-        if not self.health.is_always_serving:
-            faults.append(f"health: {', '.join(self.health.statuses)}")
+        if self.health_statuses != ["SERVING"]:
+            faults.append(f"health: {', '.join(self.health_statuses)}")
         if self.after.exceeds(self.before):
             faults.append(f"before: {self.before}, after: {self.after}")
         return faults
@@ -135,11 +121,13 @@ class OverloadReport:
         return found
 
 
-async def overload(stack: Stack, workload: Workload, models: Models, plan: Plan, device: str) -> OverloadReport:
+async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport:
     """Starts the services and overloads them."""
+    models = Models().with_drafts(STANDALONE)
+    workload = Workload(models.target, lengths)
     await stack.models(models)
     scheduler = stack.scheduler(
-        draft_of(plan.algorithm),
+        STANDALONE,
         slots=plan.slots,
         queue=plan.queue,
         kept_jobs=plan.kept_jobs,
@@ -149,22 +137,18 @@ async def overload(stack: Stack, workload: Workload, models: Models, plan: Plan,
         address = served.address
         with LoadGenerator() as generator:
             pids = {service.name: service.pid for service in (await client.server_info()).services}
-            at_capacity, in_overload = ProcessWatch(pids), ProcessWatch(pids)
+            memory, health = MemoryWatch(pids), HealthWatch(address)
             await _touch_everything(generator, workload, address, plan)
-            async with at_capacity.watching(plan.sample_s, after_s=plan.capacity_warm_up_s):
-                capacity_before = await _capacity(generator, workload, address, plan, "before")
+            capacity_before = await _capacity(generator, workload, address, plan, "before")
             before = await settled(client, None)
             rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
             arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
-            health = HealthWatch(address)
-            async with health.watching(), in_overload.watching(plan.sample_s, after_s=plan.warm_up_s):
+            async with health.watching(), memory.watching(plan.sample_s, after_s=plan.warm_up_s):
                 run = await generator.open_loop(address, arrivals, plan.seconds, plan.drain_s)
             after = await settled(client, before)
             capacity_after = await _capacity(generator, workload, address, plan, "after")
     return OverloadReport(
-        host=host(device),
-        device=device,
-        model=models.target.name,
+        host=host(),
         plan=plan,
         lengths=workload.lengths,
         capacity_before=capacity_before,
@@ -172,9 +156,8 @@ async def overload(stack: Stack, workload: Workload, models: Models, plan: Plan,
         offered_requests_per_second=rate,
         load=report_of(run, plan.warm_up_s),
         rejections_without_retry_info=_without_retry_info(run),
-        health=health.report(),
-        footprints=in_overload.footprints(),
-        footprints_at_capacity=at_capacity.footprints(),
+        health_statuses=sorted(health.statuses),
+        footprints=memory.footprints(),
         before=before,
         after=after,
         failures=failures(run),
@@ -206,74 +189,28 @@ def _without_retry_info(run: LoadRun) -> int:
     return sum(record.outcome == REJECTED and record.retry_after_ms is None for record in run.records)
 
 
-def lines(report: OverloadReport) -> list[str]:
-    """The lines to print."""
-    load, rejection = report.load, report.load.rejection_ms
-    result = [
-        f"{report.host}; {report.device}; {report.model}; {report.lengths}; seed {report.plan.seed}",
-        f"capacity {report.capacity_before.tokens_per_second:.0f} tokens/s before, "
-        f"{report.capacity_after.tokens_per_second:.0f} after; offered {report.offered_requests_per_second:.0f} "
-        f"requests/s, {report.plan.factor:g} times it",
-        f"goodput {load.completed_tokens_per_second:.0f} tokens/s, {report.goodput:.3f} of the capacity "
-        f"({load.requests_per_second:.1f} requests/s)",
-        f"{load.num_rejected} of {load.num_requests} requests rejected, after {rejection.p50:.1f} / "
-        f"{rejection.p99:.1f} / {rejection.most:.1f} ms (p50 / p99 / most), "
-        f"{report.rejections_without_retry_info} of them without a RetryInfo",
-        f"health {', '.join(report.health.statuses)}; checks answered after {report.health.check_ms.p99:.1f} ms at p99",
-        f"the generator made requests {load.lateness_ms.p99:.1f} ms late at p99, and took "
-        f"{load.generator_cpu_share:.2f} of a core",
-    ]
-    for name, now in report.footprints.items():
-        then = report.footprints_at_capacity[name]
-        result.append(
-            f"{name}: {now.first_rss_kib / 1024:.1f} MiB in the first third, {now.last_rss_kib / 1024:.1f} in the last "
-            f"({now.slope_kib_per_minute:+.0f} KiB/min); {now.cpu_share:.2f} of a core ({then.cpu_share:.2f} before)"
-        )
-    return result
-
-
 def main(
-    device: DeviceOption = "cpu",
-    target: TargetOption = None,
-    standalone: StandaloneOption = None,
-    eagle3: Eagle3Option = None,
-    algorithm: Annotated[str, typer.Option(help="none, standalone or eagle3.")] = Plan.algorithm,
-    factor: Annotated[float, typer.Option(help="Times the capacity.")] = Plan.factor,
     seconds: Annotated[float, typer.Option(help="How long.", callback=beyond_warm_up(Plan.warm_up_s))] = Plan.seconds,
     capacity_seconds: Annotated[
         float, typer.Option(help="For the capacity, each time.", callback=beyond_warm_up(Plan.capacity_warm_up_s))
     ] = Plan.capacity_seconds,
-    length_scale: Annotated[float, typer.Option(help="Times ShareGPT's mean lengths.")] = 0.25,
-    context_tokens: Annotated[int, typer.Option(help="Prompt and output together.")] = Lengths.context_tokens,
-    slots: Annotated[int, typer.Option(help="Requests that run at the same time.")] = Plan.slots,
-    queue: Annotated[int, typer.Option(help="Requests that may wait.")] = Plan.queue,
     seed: Annotated[int, typer.Option(help="Of everything that is random.")] = Plan.seed,
     json_file: JsonOption = None,
 ) -> None:
     """Overloads the server."""
-    plan = Plan(
-        algorithm=algorithm,
-        factor=factor,
-        seconds=seconds,
-        capacity_seconds=capacity_seconds,
-        slots=slots,
-        queue=queue,
-        seed=seed,
-    )
-    models = Models.choose(target=target, standalone=standalone, eagle3=eagle3).with_drafts(algorithm)
-    workload = Workload(models.target, Lengths(scale=length_scale, context_tokens=context_tokens))
-    report = asyncio.run(_overload(workload, models, plan, device))
+    plan = Plan(seconds=seconds, capacity_seconds=capacity_seconds, seed=seed)
+    report = asyncio.run(_overload(plan))
     problems = report.faults() + report.shortcomings()
-    print("\n".join([*lines(report), *problems]))
     write_json(
         {**asdict(report), "capacity": report.capacity, "goodput": report.goodput, "problems": problems}, json_file
     )
-    sys.exit(1 if problems else 0)
+    print(f"goodput {report.goodput:.3f} of the capacity; {report.load.num_rejected} requests rejected")
+    sys.exit("\n".join(problems) if problems else 0)
 
 
-async def _overload(workload: Workload, models: Models, plan: Plan, device: str) -> OverloadReport:
-    async with Stack(LOG_DIR / "overload", device=device) as stack:
-        return await overload(stack, workload, models, plan, device)
+async def _overload(plan: Plan) -> OverloadReport:
+    async with Stack(LOG_DIR / "overload") as stack:
+        return await overload(stack, Lengths(scale=LENGTH_SCALE), plan)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from slipstream.benchmarks.models import NGRAM
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Coroutine, Mapping
 
     from slipstream.benchmarks.models import Models
 
@@ -164,6 +164,18 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+@asynccontextmanager
+async def background(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Runs coroutines as tasks for as long as the context, then cancels them. A task's error is its user's to read."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def end(process: asyncio.subprocess.Process) -> None:
     """Ends a process by SIGTERM, or by SIGKILL if that takes too long; returns when it has ended."""
     if process.returncode is None:
@@ -176,19 +188,13 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _until_serving(name: str, process: asyncio.subprocess.Process, address: str) -> None:
-    ended = asyncio.create_task(process.wait())
-    serving = asyncio.create_task(_watch(address))
-    try:
+    async with background(process.wait(), _watch(address)) as (ended, serving):
         await asyncio.wait((ended, serving), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             raise RuntimeError(f"{name} ended with status {ended.result()} before it served")
         if not serving.done():
             raise RuntimeError(f"{name} does not serve after {START_TIMEOUT_S:.0f} s")
         serving.result()
-    finally:
-        serving.cancel()
-        ended.cancel()
-        await asyncio.gather(ended, serving, return_exceptions=True)
 
 
 async def _watch(address: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from slipstream.benchmarks.stack import background
 from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.rpc.scrape import scrape
@@ -146,8 +147,7 @@ async def _stream_window(
     async with AsyncClient(served.address) as client:
         info = await client.server_info()
         cpu = _CpuClock({service.name: service.pid for service in info.services})
-        streams = [asyncio.create_task(stream(client, number)) for number in range(len(prompts))]
-        try:
+        async with background(*(stream(client, number) for number in range(len(prompts)))) as streams:
             await asyncio.wait_for(is_warm.wait(), START_TIMEOUT_S)
             before, cpu_before = await scrape(served.metrics_port), cpu.read()
             started, num_before = time.monotonic(), sum(map(len, received))
@@ -159,10 +159,6 @@ async def _stream_window(
             else:
                 for ended in filter(asyncio.Task.done, streams):
                     ended.result()
-        finally:
-            for task in streams:
-                task.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
     return Window(
         sums=StepSums.of(after.since(before)),
         elapsed_s=elapsed_s,
@@ -196,16 +192,11 @@ async def streaming(
             pass
         raise RuntimeError("a request came to its end while it was to stream")
 
-    streams = [asyncio.create_task(stream()) for _ in range(num_clients)]
-    try:
+    async with background(*(stream() for _ in range(num_clients))) as streams:
         await asyncio.wait_for(have_begun.wait(), START_TIMEOUT_S)
         yield
         for ended in filter(asyncio.Task.done, streams):
             ended.result()
-    finally:
-        for task in streams:
-            task.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
 
 
 class _CpuClock:

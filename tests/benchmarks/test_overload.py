@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import typer
 
-from slipstream.benchmarks.models import STANDALONE, Models
-from slipstream.benchmarks.overload import Plan, lines, main, overload
+from slipstream.benchmarks.overload import Plan, main, overload
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.workload import Lengths, Workload
+from slipstream.benchmarks.workload import Lengths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,11 +43,8 @@ async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path
         sample_s=0.1,
         seed=seed,
     )
-    models = Models().with_drafts(STANDALONE)
-    workload = Workload(models.target, Lengths(scale=0.1, context_tokens=256))
     async with Stack(tmp_path / "logs") as stack:
-        report = await overload(stack, workload, models, plan, "cpu")
-    print("\n".join(lines(report)))
+        report = await overload(stack, Lengths(scale=0.1, context_tokens=256), plan)
     assert not report.faults()
     assert report.load.num_rejected > report.load.num_completed > 0
     assert report.goodput > 0
