@@ -1,7 +1,7 @@
 """Logs of the accesses to shared memory and of the fence operations, for the happens-before checker.
 
 Debug mode only: each stream of work has a log of its own, in the order of the stream (the order in
-which work was enqueued on it). `python -m slipstream.scheduler.ordering.replay DIR` joins the logs
+which work was enqueued on it). `python -m tests.ordering.replay DIR` joins the logs
 of all processes and names every pair of accesses that nothing ordered.
 
 The scheduler logs as one stream, in the order of its loop: what it learned from a copy (the wait,

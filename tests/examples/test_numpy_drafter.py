@@ -23,11 +23,11 @@ from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import TraceRequest
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.ordering.replay import Replay
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.trace_format import check
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
+from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

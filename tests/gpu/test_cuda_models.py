@@ -15,11 +15,11 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, local_workers
+from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
     from collections import abc

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.ordering.checker import Operation, run
+from tests.ordering.checker import Operation, run
 from tests.ordering.plan_checker import PlanChecker
 from tests.ordering.step_operations import step_operations
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, PlannedStep
-    from slipstream.scheduler.ordering.checker import Race, Stuck
+    from tests.ordering.checker import Race, Stuck
     from tests.ordering.step_operations import Lanes, StepOperations
 
 DRAFT, NUM_LANES = 0, 3

@@ -6,13 +6,13 @@ from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.access_log import LogOp
-from slipstream.scheduler.ordering.checker import Checker, joined, run
+from tests.ordering.checker import Checker, joined, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from slipstream.common.worker.step import FenceName
-    from slipstream.scheduler.ordering.checker import Clock, Operation
+    from tests.ordering.checker import Clock, Operation
 
 
 class PlanChecker(Checker):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, Role
-from slipstream.scheduler.ordering.checker import Operation
 from tests.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses, has_draft_half
+from tests.ordering.checker import Operation
 
 if TYPE_CHECKING:
     from slipstream.common.worker.step import FenceOps

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, Role
-from slipstream.scheduler.ordering.checker import Checker, Operation, run
+from tests.ordering.checker import Checker, Operation, run
 from tests.ordering.plan_checker import PlanChecker, needless_waits
 
 DRAFT, VERIFY, SCHEDULER = range(3)

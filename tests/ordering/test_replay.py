@@ -20,8 +20,8 @@ from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, Strea
 from slipstream.common.worker.layout import BufferName, last_consumed
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step
-from slipstream.scheduler.ordering.checker import Operation
-from slipstream.scheduler.ordering.replay import Replay, main, read_log
+from tests.ordering.checker import Operation
+from tests.ordering.replay import Replay, main, read_log
 from tests.ordering.step_operations import StepOperations, step_operations
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def test_a_step_that_is_sent_before_a_consumption_names_the_accesses(tmp_path: P
 
 def test_the_command(tmp_path: Path) -> None:
     write_run(tmp_path, [PREFILL, *[DECODE] * 5], keeps=lambda op: op.op is not LogOp.WAIT)
-    command = [sys.executable, "-m", "slipstream.scheduler.ordering.replay", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.ordering.replay", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1, result.stderr
     assert "races" in result.stdout

@@ -16,7 +16,7 @@ from tests.ordering.model import Model
 from tests.ordering.sequences import Walk
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.ordering.checker import Operation, Race
+    from tests.ordering.checker import Operation, Race
 
 LANGUAGE_MODEL = DraftTraits(is_present=True)
 HEAD = DraftTraits(is_present=True, reads_hidden=True)

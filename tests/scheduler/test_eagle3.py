@@ -13,12 +13,12 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.eagle3_checkpoints import LAYOUTS, make_head, write_head
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
+from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,6 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
@@ -29,6 +28,7 @@ from tests.harness.inline_device import InlineDevice
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import local_workers
+from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from slipstream.common.worker.step import FenceName
-from slipstream.scheduler.ordering.replay import Replay
 from slipstream.services.draft.engine import DraftEngine
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import make_jobs
+from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slipstream.scheduler.ordering.replay import Report
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.slots import SamplingMode
     from slipstream.services.worker.staging import PaddedChunks
+    from tests.ordering.replay import Report
 
 
 class HiddenDrafter:

@@ -16,11 +16,11 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.ordering.replay import Replay
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.leaks import nothing_left
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
+from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

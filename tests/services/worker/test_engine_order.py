@@ -15,10 +15,10 @@ from slipstream.common.errors import (
 from slipstream.common.worker.access_log import JsonLinesAccessLog, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role, SlotUpdate, StepCommand
-from slipstream.scheduler.ordering.replay import read_log
 from slipstream.services.worker.engine import Phase
 from tests.harness.recording_role import DONE, PUBLISH, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, attachment_to, decode, make_arena
+from tests.ordering.replay import read_log
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,6 +1,6 @@
 """Checks a real run: joins the logs that the processes wrote and names what nothing ordered.
 
-    python -m slipstream.scheduler.ordering.replay DIR
+    python -m tests.ordering.replay DIR
 
 DIR holds one `*.jsonl` file for each stream of each process, as `JsonLinesAccessLog` writes them.
 Prints a summary, and exits with 1 if two accesses collided or a stream waited for what never came.
@@ -23,7 +23,7 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import PADDING_SLOT, SLOT_BUFFERS, BufferName
 from slipstream.common.worker.step import FenceName, Role
-from slipstream.scheduler.ordering.checker import Checker, Operation, Race, Stuck, run
+from tests.ordering.checker import Checker, Operation, Race, Stuck, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -1,1 +1,0 @@
-"""The happens-before checker, a debugging tool: replays the logs of a real run."""
