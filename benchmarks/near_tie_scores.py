@@ -13,7 +13,7 @@ import torch
 
 from slipstream.services.models.attention import ForwardBatch, PagedKV
 from slipstream.services.models.checkpoint import load_decoder
-from slipstream.services.models.noise import gumbel_noise
+from slipstream.services.models.sampler import gumbel_noise
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from slipstream.common.rpc.metrics import MetricKind
 from slipstream.gateway import request_metrics
 from slipstream.scheduler.telemetry import server_metrics, step_metrics
 from slipstream.scheduler.workers import heartbeats
-from slipstream.services.worker import host_stalls
+from slipstream.services.worker.engine import STALL_SITES
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
@@ -68,9 +68,9 @@ LABELS = {
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
     "steps without a draft in their path",
     "site": "where a host thread was blocked. The scheduler's loop: "
-    + ", ".join(f"`{site}`" for site in step_metrics.SITES)
+    + ", ".join(f"`{site}`" for site in step_metrics.STALL_SITES)
     + ". A worker's device thread: "
-    + ", ".join(f"`{site}`" for site in host_stalls.SITES),
+    + ", ".join(f"`{site}`" for site in STALL_SITES),
 }
 
 TAIL = """

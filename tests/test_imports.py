@@ -47,7 +47,7 @@ def test_every_python_folder_has_its_rule(check: Any) -> None:
         ("services/x.py", "from . import errors"),
         ("cli/x.py", "import common.errors"),
         ("protos/x.py", "from slipstream.common.errors import SlipstreamError"),
-        ("examples/x.py", "from slipstream.services.models.noise import gumbel_noise"),
+        ("examples/x.py", "from slipstream.services.models.sampler import gumbel_noise"),
     ],
 )
 def test_an_import_in_the_wrong_direction_is_found(check: Any, path: str, statement: str) -> None:

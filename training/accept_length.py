@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from slipstream.services.models.noise import gumbel_noise
+from slipstream.services.models.sampler import gumbel_noise
 
 # An output counts as varied below this repeated share; held-out code itself has 0.38 on average.
 VARIED_BELOW = 0.3

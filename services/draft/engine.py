@@ -12,7 +12,7 @@ from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import batch_buckets, capture_buckets
 from slipstream.services.worker.slots import SamplingMode
-from slipstream.services.worker.staging import PaddedChunks, of_similar_length
+from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -90,7 +90,7 @@ class DraftEngine:
             groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
             return [Phase(partial(self._prefill, state, command.step, padded), FenceName.DRAFT_DONE)]
-        rows = state.staging.put(torch.tensor(command.slots, dtype=torch.int64))
+        rows = put_integers(state.staging, command.slots)
         return [Phase(partial(self._propose, state, command, rows), FenceName.DRAFT_DONE)]
 
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+logger = logging.getLogger(__name__)
 
+PROGRESS = "loading: %.0f %%"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -137,28 +140,25 @@ def load_decoder(
     device: torch.device,
     dtype: torch.dtype,
     load_format: LoadFormat = LoadFormat.AUTO,
-    on_progress: Callable[[float], None] | None = None,
 ) -> Decoder:
     """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
 
     Everything is checked against `config.json` before memory is taken. On a GPU the decoder works by kernels of its
-    own. `on_progress` is called with the fraction of the weights that are in place. Raises `CheckpointError` when the
-    directory is not a whole checkpoint of a supported decoder.
+    own. Raises `CheckpointError` when the directory is not a whole checkpoint of a supported decoder.
     """
     path = Path(path)
     config = ModelConfig.from_directory(path)
     if load_format is LoadFormat.DUMMY:
         decoder = _empty_decoder(config, device, dtype)
-        fill_with_noise(decoder, on_progress=on_progress)
-        decoder.pack()
-        return decoder.eval()
-    slots = dict(_slots(config))
-    with WeightFiles(path) as files:
-        check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))
-        decoder = _empty_decoder(config, device, dtype)
-        fill(decoder, slots, files, on_progress)
-        if config.tie_word_embeddings:
-            _check_tied_head(files)
+        fill_with_noise(decoder)
+    else:
+        slots = dict(_slots(config))
+        with WeightFiles(path) as files:
+            check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))
+            decoder = _empty_decoder(config, device, dtype)
+            fill(decoder, slots, files)
+            if config.tie_word_embeddings:
+                _check_tied_head(files)
     decoder.pack()
     return decoder.eval()
 
@@ -232,12 +232,9 @@ def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int)
             yield f"{theirs}.{name}.bias", Slot(f"{ours}.{parameter}.bias", start, (rows,))
 
 
-def fill(
-    module: nn.Module, slots: dict[str, Slot], files: WeightFiles, on_progress: Callable[[float], None] | None = None
-) -> None:
+def fill(module: nn.Module, slots: dict[str, Slot], files: WeightFiles) -> None:
     """Copies the tensors into the module's parameters; they were checked before."""
-    total = sum(prod(slot.shape) for slot in slots.values())
-    done = 0
+    total, done = sum(prod(slot.shape) for slot in slots.values()), 0
     for name in files.tensors:
         if name not in slots:
             continue
@@ -245,8 +242,7 @@ def fill(
         target = module.get_parameter(slot.parameter)[slot.start : slot.start + slot.shape[0]]
         target.copy_(files.read(name))
         done += prod(slot.shape)
-        if on_progress is not None:
-            on_progress(done / total)
+        logger.debug(PROGRESS, 100 * done / total)
 
 
 def check_tensors(files: WeightFiles, slots: dict[str, Slot], what: str, is_ignored: Callable[[str], bool]) -> None:
@@ -299,27 +295,19 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-SEED = 0
-
-
-def fill_with_noise(module: nn.Module, *, seed: int = SEED, on_progress: Callable[[float], None] | None = None) -> None:
-    """Fills a model's parameters where they are, in place.
+def fill_with_noise(module: nn.Module) -> None:
+    """Fills a model's parameters where they are, in place, with the same values each time.
 
     Matrices ([out_features, in_features]) get a standard deviation of 1 / sqrt(in_features), so that activations keep
     their size from layer to layer; norms are ones, and biases zeros.
     """
-    parameters = dict(module.named_parameters())
-    total = sum(prod(parameter.shape) for parameter in parameters.values())
-    done = 0
-    generators: dict[torch.device, torch.Generator] = {}
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(0)
+    total, done = sum(parameter.numel() for parameter in module.parameters()), 0
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.device not in generators:
-                generators[parameter.device] = torch.Generator(parameter.device).manual_seed(seed)
+        for name, parameter in module.named_parameters():
             if parameter.dim() == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generators[parameter.device])
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            done += prod(parameter.shape)
-            if on_progress is not None:
-                on_progress(done / total)
+            done += parameter.numel()
+            logger.debug(PROGRESS, 100 * done / total)

@@ -21,7 +21,7 @@ from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 _EMBEDDING = "embed_tokens.weight"
 _TARGET_EMBEDDING = "model.embed_tokens.weight"
@@ -36,7 +36,6 @@ def load_eagle3(
     device: torch.device,
     dtype: torch.dtype,
     load_format: LoadFormat = LoadFormat.AUTO,
-    on_progress: Callable[[float], None] | None = None,
 ) -> Eagle3Head:
     """Reads a head that computes in `dtype`, whatever the files hold.
 
@@ -48,33 +47,21 @@ def load_eagle3(
     if target is not None:
         _check_target(path, config, target)
     if load_format is LoadFormat.DUMMY:
-        return _dummy(config, device=device, dtype=dtype, on_progress=on_progress)
-    slots = dict(_slots(config))
-    with WeightFiles(path) as files:
-        if _EMBEDDING not in files.tensors:
-            del slots[_EMBEDDING]
-        check_tensors(files, slots, "an EAGLE-3 head", lambda name: name in _TABLES)
-        token_ids = _token_ids(files, config)
         head = _empty_head(config, device=device, dtype=dtype)
-        head.token_ids.copy_(token_ids)
-        fill(head, slots, files, on_progress)
-        if _EMBEDDING not in slots:
-            head.embedding.copy_(_target_embedding(path, config, target))
-    head.pack()
-    return head.eval()
-
-
-def _dummy(
-    config: Eagle3Config,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    on_progress: Callable[[float], None] | None,
-) -> Eagle3Head:
-    """Makes a head with random weights, whose tokens are spread evenly over the target's."""
-    head = _empty_head(config, device=device, dtype=dtype)
-    fill_with_noise(head, on_progress=on_progress)
-    head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)
+        fill_with_noise(head)
+        head.token_ids.mul_(config.layer.vocab_size // config.draft_vocab_size)  # spread evenly over the target's
+    else:
+        slots = dict(_slots(config))
+        with WeightFiles(path) as files:
+            if _EMBEDDING not in files.tensors:
+                del slots[_EMBEDDING]
+            check_tensors(files, slots, "an EAGLE-3 head", lambda name: name in _TABLES)
+            token_ids = _token_ids(files, config)
+            head = _empty_head(config, device=device, dtype=dtype)
+            head.token_ids.copy_(token_ids)
+            fill(head, slots, files)
+            if _EMBEDDING not in slots:
+                head.embedding.copy_(_target_embedding(path, config, target))
     head.pack()
     return head.eval()
 

@@ -13,6 +13,7 @@ from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.target import PromptGroup, Target
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.staging import put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +66,7 @@ class VerifyEngine:
     def close(self) -> None:
         """See `RoleEngine.close`."""
         self._graphs = self._target = None
-        self._model.close()
+        self._model.slots.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`: the work up to publish, then the stash."""
@@ -74,7 +75,7 @@ class VerifyEngine:
             return self._prefill_phases(command, state, self._target)
         if self._graphs is not None:
             return self._graphs.phases(command)
-        rows = state.staging.put(torch.tensor(command.slots, dtype=torch.int64))
+        rows = put_integers(state.staging, command.slots)
         return _phases(command.step, state, self._target, rows, partial(self._target.decode, command, rows))
 
     def _prefill_phases(self, command: StepCommand, state: EpochState, target: Target) -> list[Phase]:
@@ -83,8 +84,7 @@ class VerifyEngine:
         is_one_size = state.graphs is not None and self._deterministic_width is not None
         width = state.attachment.shape.chunk_tokens if is_one_size else None
         groups = PromptGroup.of(command.chunks, state.staging, width=width, is_one=state.graphs is None)
-        ending = [chunk.slot for chunk in command.chunks if chunk.is_last]
-        rows = state.staging.put(torch.tensor(ending, dtype=torch.int64))
+        rows = put_integers(state.staging, [chunk.slot for chunk in command.chunks if chunk.is_last])
         return _phases(command.step, state, target, rows, partial(target.prefill, command, groups))
 
     def _width(self, num_draft_tokens: int) -> int | None:

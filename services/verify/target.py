@@ -10,7 +10,7 @@ import torch
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import accept, logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
-from slipstream.services.worker.staging import PaddedChunks, of_similar_length
+from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,15 +49,12 @@ class PromptEnds:
         if not ends:
             return None
 
-        def put(values: list[int]) -> torch.Tensor:
-            return staging.put(torch.tensor(values, dtype=torch.int64))
-
         slots = tuple(chunks[number].slot for number in ends)
         return cls(
-            rows=put(list(slots)),
-            chunks=put(ends),
-            columns=put([len(chunks[number].tokens) - 1 for number in ends]),
-            lengths=put([chunks[number].start + len(chunks[number].tokens) for number in ends]),
+            rows=put_integers(staging, slots),
+            chunks=put_integers(staging, ends),
+            columns=put_integers(staging, [len(chunks[number].tokens) - 1 for number in ends]),
+            lengths=put_integers(staging, [chunks[number].start + len(chunks[number].tokens) for number in ends]),
             slots=slots,
         )
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from prometheus_client.core import CounterMetricFamily
 
 from slipstream.common.errors import (
     DeadlineExceededError,
@@ -21,22 +23,65 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     StaleEpochError,
 )
+from slipstream.common.rpc.metrics import HOST_STALL_SECONDS
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.recorder import FlightRecorder, Site
 from slipstream.common.worker.step import Role
 from slipstream.services.worker.epoch import Epoch, check_attachment, make_state
-from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.worker.memory import allocated_bytes, first_line, measured, no_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device, Stream
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import FenceName, FencePoint, SlotUpdate, StepCommand
     from slipstream.services.worker.epoch import EpochState
+
+ATTACH, STAGING, ACKNOWLEDGEMENT, DRAIN = STALL_SITES = ("attach", "staging", "acknowledgement", "drain")
+"""An epoch is opened and its graphs are captured; the device is a whole ring of steps behind; a worker that was told to
+acknowledges work that is done; an epoch comes to its end."""
+
+
+class HostStalls:
+    """Seconds that the device thread was blocked on the device, by place. Implements prometheus_client's `Collector`.
+
+    Written by the blocked thread, read by the scraper's.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(STALL_SITES, 0.0)
+        self._labels: tuple[str, ...] = ()
+
+    @contextmanager
+    def at(self, site: str) -> Iterator[None]:
+        """Counts the block's time for `site`, one of STALL_SITES."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[site] += time.monotonic() - begun
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds until now, by site."""
+        return dict(self._seconds)
+
+    def register(self, registry: CollectorRegistry, *labels: str) -> None:
+        """`labels`: fence, MPS, algorithm and service."""
+        self._labels = labels
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See `Collector.collect`."""
+        family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
+        for site, seconds in self.seconds().items():
+            family.add_metric((*self._labels, site), seconds)
+        yield family
+
 
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0

@@ -14,9 +14,8 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.worker.contract import WorkerDescription
 from slipstream.common.worker.step import Role
-from slipstream.services.draft.eagle3 import Eagle3Drafter
+from slipstream.services.draft.drafters import Eagle3Drafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
-from slipstream.services.draft.standalone import StandaloneDrafter
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
@@ -25,7 +24,7 @@ from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import EAGLE3
 from slipstream.services.worker.language_model import LanguageModel
-from slipstream.services.worker.memory import is_out_of_memory, needed_for_work, too_large
+from slipstream.services.worker.memory import loading, needed_for_work
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from slipstream.services.worker.engine import RoleEngine
 
 logger = logging.getLogger(__name__)
-
-_NOWHERE = torch.device("meta")
 
 
 def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
@@ -70,41 +67,20 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
 
 
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
-    where, dtype = device.torch_device, dtype_of(config, device)
-    load_format = LoadFormat(config.load_format)
-    try:
-        decoder = load_decoder(
-            config.model, device=where, dtype=dtype, load_format=load_format, on_progress=_log_progress
-        )
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        weights = Decoder(ModelConfig.from_directory(config.model), device=_NOWHERE, dtype=dtype)
-        raise too_large(weights, config.model.name, where, error) from error
+    path, where, dtype = config.model, device.torch_device, dtype_of(config, device)
+    with loading(path.name, where, lambda meta: Decoder(ModelConfig.from_directory(path), device=meta, dtype=dtype)):
+        decoder = load_decoder(path, device=where, dtype=dtype, load_format=LoadFormat(config.load_format))
     return LanguageModel(decoder, where, dtype)
 
 
 def _load_head(config: WorkerConfig, device: Device) -> Eagle3Drafter:
-    where, dtype = device.torch_device, dtype_of(config, device)
-    try:
-        head = load_eagle3(
-            config.model,
-            target=config.target,
-            device=where,
-            dtype=dtype,
-            load_format=LoadFormat(config.load_format),
-            on_progress=_log_progress,
-        )
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        weights = Eagle3Head(Eagle3Config.from_directory(config.model), device=_NOWHERE, dtype=dtype)
-        raise too_large(weights, config.model.name, where, error) from error
+    path, where, dtype = config.model, device.torch_device, dtype_of(config, device)
+    load_format = LoadFormat(config.load_format)
+    with loading(
+        path.name, where, lambda meta: Eagle3Head(Eagle3Config.from_directory(path), device=meta, dtype=dtype)
+    ):
+        head = load_eagle3(path, target=config.target, device=where, dtype=dtype, load_format=load_format)
     return Eagle3Drafter(head, where, dtype)
-
-
-def _log_progress(fraction: float) -> None:
-    logger.debug("loading: %.0f %%", 100 * fraction)
 
 
 def describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:

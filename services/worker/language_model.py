@@ -162,7 +162,7 @@ class PagedSlots:
 
 
 class LanguageModel:
-    """All methods but `open` and `close` are stream work."""
+    """A decoder and its slots. All methods but `open` are stream work; `slots.close` frees what it allocated."""
 
     def __init__(self, decoder: Decoder, device: torch.device, dtype: torch.dtype) -> None:
         self.decoder = decoder
@@ -178,11 +178,8 @@ class LanguageModel:
             tokens = torch.zeros((1, width), dtype=torch.int64, device=self.device)
             positions = torch.arange(width, device=self.device)[None]
             output = self.forward(slots, tokens, positions)
-            self.sample(slots, output.hidden[:, -1:], positions[:, -1:] + 1, SamplingMode.FILTERS)
-
-    def close(self) -> None:
-        """Frees the pages."""
-        self.slots.close()
+            logits = self.decoder.logits(output.hidden[:, -1:])
+            self.slots.sample(slots, logits, positions[:, -1:] + 1, SamplingMode.FILTERS)
 
     def forward(
         self,
@@ -193,7 +190,7 @@ class LanguageModel:
         is_valid: torch.Tensor | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> DecoderOutput:
-        """Runs B rows of W tokens. `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W], None for all."""
+        """Runs B rows of W tokens; arguments as in `PagedSlots.batch`."""
         batch = self.slots.batch(slots, tokens, positions, is_valid)
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
 
@@ -202,20 +199,6 @@ class LanguageModel:
         self.slots.record_prompt(chunks)
         is_valid = chunks.is_valid
         return self.forward(slots, chunks.tokens, chunks.positions, is_valid=is_valid, aux_layers=aux_layers)
-
-    def sample(
-        self,
-        slots: SlotRows,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        mode: SamplingMode,
-        chain: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Samples the tokens at `positions` ([B, W] int64) from the hidden states before them ([B, W, H]): [B, W].
-
-        `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`.
-        """
-        return self.slots.sample(slots, self.decoder.logits(hidden), positions, mode, chain)
 
 
 def warm_up_widths(state: EpochState, device: torch.device) -> list[int]:

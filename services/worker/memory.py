@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,15 @@ from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.worker.contract import DeviceMemory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import nn
 
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.services.models.config import ModelConfig
 
 MIB = 2**20
-WORK_BYTES = 512 * 2**20
+WORK_BYTES = 512 * MIB
 """Graphs, and the workspaces of libraries: as measured on one GPU, rounded up."""
 _LOGIT_BYTES = 16
 """Per entry of the vocabulary: logits as computed, in float32, adjusted, and the counts of penalties."""
@@ -31,17 +34,26 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
-def too_large(model: nn.Module, name: str, device: torch.device, error: RuntimeError) -> OutOfMemoryError:
-    """The error when weights do not fit. `model`: the same on the meta device; `name`: for the message."""
-    needed = sum(parameter.nbytes for parameter in model.parameters()) / MIB
-    there = "the host's memory is too small"
-    if device.type == "cuda":
-        free, total = (size / MIB for size in torch.cuda.mem_get_info(device))
-        there = f"{free:.0f} MiB of the GPU's {total:.0f} MiB are free"
-    return OutOfMemoryError(
-        f"the weights of {name} take {needed:.0f} MiB, and {there}: end who else uses it, or take a smaller model or "
-        f"dtype ({first_line(error)})"
-    )
+@contextmanager
+def loading(name: str, device: torch.device, make_empty: Callable[[torch.device], nn.Module]) -> Iterator[None]:
+    """Raises OutOfMemoryError when weights do not fit.
+
+    `name`: of the model, for the message. `make_empty`: makes the same model on a device, here on one without memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        needed = sum(parameter.nbytes for parameter in make_empty(torch.device("meta")).parameters()) / MIB
+        there = "the host's memory is too small"
+        if device.type == "cuda":
+            free, total = (size / MIB for size in torch.cuda.mem_get_info(device))
+            there = f"{free:.0f} MiB of the GPU's {total:.0f} MiB are free"
+        raise OutOfMemoryError(
+            f"the weights of {name} take {needed:.0f} MiB, and {there}: end who else uses it, or take a smaller model "
+            f"or dtype ({first_line(error)})"
+        ) from error
 
 
 def no_room(

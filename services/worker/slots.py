@@ -12,6 +12,7 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.adjustments import AdjustmentRows, TokenHistory
 from slipstream.services.models.sampler import SamplingRows
+from slipstream.services.worker.staging import put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,14 +92,26 @@ class SlotTable:
         params = [self._params[slot] for slot in slots if slot in self._params]
         return SamplingMode.ADJUSTMENTS if any(row.adjusts_logits for row in params) else SamplingMode.FILTERS
 
-    def changes(self, updates: tuple[SlotUpdate, ...], staging: Staging) -> SlotChanges:
+    def changes(self, updates: Sequence[SlotUpdate], staging: Staging) -> SlotChanges:
         """Stages updates for `take_over`. Call in the order of commands: the result depends on earlier updates."""
-        return SlotChanges.of(
-            updates,
-            staging,
-            max_pages=self._max_pages,
-            max_draft_tokens=[self._clamped(update.max_draft_tokens) for update in updates],
-            adjusted=set(self._adjusted),
+        places: list[int] = []
+        for update in updates:
+            first = update.slot * self._max_pages + update.first_page_index
+            places += range(first, first + len(update.pages))
+        params = {update.slot: update.sampling for update in updates if update.sampling is not None}
+        rows = list(params.values())
+        has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
+        return SlotChanges(
+            slots=put_integers(staging, [update.slot for update in updates]),
+            limits=put_integers(staging, [update.limit_tokens for update in updates]),
+            max_draft_tokens=put_integers(staging, [self._clamped(update.max_draft_tokens) for update in updates]),
+            emptied=put_integers(staging, [update.slot for update in updates if update.first_page_index == 0]),
+            places=put_integers(staging, places),
+            pages=put_integers(staging, [page for update in updates for page in update.pages]),
+            params=params,
+            taken=put_integers(staging, list(params)) if params else None,
+            sampling=_put(SamplingRows.of(rows), staging) if params else None,
+            adjustments=_put(AdjustmentRows.of(rows), staging) if has_adjustments else None,
         )
 
     def take_over(self, changes: SlotChanges) -> None:
@@ -107,17 +120,15 @@ class SlotTable:
         self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
         self.limits.index_copy_(0, changes.slots, changes.limits)
         self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
-        if changes.taken is not None:
-            self._take(changes.taken)
-
-    def _take(self, taken: TakenSlots) -> None:
-        self.sampling.put(taken.slots, taken.sampling)
-        others = {slot: params for slot, params in self._params.items() if slot not in taken.params}
-        self._params = others | {slot: params for slot, params in taken.params.items() if not params.is_plain}
-        if taken.adjustments is None:
+        if changes.taken is None or changes.sampling is None:
             return
-        self.adjustments.put(taken.slots, taken.adjustments)
-        self.history.clear(taken.slots)
+        self.sampling.put(changes.taken, changes.sampling)
+        others = {slot: params for slot, params in self._params.items() if slot not in changes.params}
+        self._params = others | {slot: params for slot, params in changes.params.items() if not params.is_plain}
+        if changes.adjustments is None:
+            return
+        self.adjustments.put(changes.taken, changes.adjustments)
+        self.history.clear(changes.taken)
         self._adjusted = {slot for slot, params in self._params.items() if params.adjusts_logits}
         self.adjusts_logits = bool(self._adjusted)
         self.has_penalties = any(self._params[slot].has_penalty for slot in self._adjusted)
@@ -153,19 +164,6 @@ def _check(field: str, value: int, low: int, high: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenSlots:
-    """Slots that other requests take, and the sampling of those requests."""
-
-    slots: torch.Tensor
-    """[T] int64."""
-    sampling: SamplingRows
-    adjustments: AdjustmentRows | None
-    """None if neither these requests nor the ones before them have any."""
-    params: dict[int, SamplingParams]
-    """By slot, on the host."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotChanges:
     """Changes of U slots before a step: made on the host, staged. All tensors are on the device."""
 
@@ -181,50 +179,13 @@ class SlotChanges:
     """[P] int64: where in the page table, row after row, `pages` go."""
     pages: torch.Tensor
     """[P] int64."""
-    taken: TakenSlots | None
-
-    @classmethod
-    def of(
-        cls,
-        updates: Sequence[SlotUpdate],
-        staging: Staging,
-        *,
-        max_pages: int,
-        max_draft_tokens: Sequence[int],
-        adjusted: set[int],
-    ) -> SlotChanges:
-        """`max_pages`: of a slot's list. `max_draft_tokens`: by update. `adjusted`: slots that have adjustments."""
-        places: list[int] = []
-        for update in updates:
-            first = update.slot * max_pages + update.first_page_index
-            places += range(first, first + len(update.pages))
-
-        def put(values: list[int]) -> torch.Tensor:
-            return staging.put(torch.tensor(values, dtype=torch.int64))
-
-        return cls(
-            slots=put([update.slot for update in updates]),
-            limits=put([update.limit_tokens for update in updates]),
-            max_draft_tokens=put(list(max_draft_tokens)),
-            emptied=put([update.slot for update in updates if update.first_page_index == 0]),
-            places=put(places),
-            pages=put([page for update in updates for page in update.pages]),
-            taken=_taken(updates, staging, adjusted),
-        )
-
-
-def _taken(updates: Sequence[SlotUpdate], staging: Staging, adjusted: set[int]) -> TakenSlots | None:
-    params = {update.slot: update.sampling for update in updates if update.sampling is not None}
-    if not params:
-        return None
-    rows = list(params.values())
-    has_adjustments = not adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
-    return TakenSlots(
-        slots=staging.put(torch.tensor(list(params), dtype=torch.int64)),
-        sampling=_put(SamplingRows.of(rows), staging),
-        adjustments=_put(AdjustmentRows.of(rows), staging) if has_adjustments else None,
-        params=params,
-    )
+    params: dict[int, SamplingParams]
+    """By slot, on the host: the sampling of the requests that take over slots, T of them."""
+    taken: torch.Tensor | None
+    """[T] int64: their slots; None where T is 0."""
+    sampling: SamplingRows | None
+    adjustments: AdjustmentRows | None
+    """None if neither these requests nor the ones before them have any."""
 
 
 def _put(rows: _Rows, staging: Staging) -> _Rows:

@@ -44,6 +44,11 @@ class Staging(Protocol):
         ...
 
 
+def put_integers(staging: Staging, values: Sequence[int]) -> torch.Tensor:
+    """Stages them as int64."""
+    return staging.put(torch.tensor(values, dtype=torch.int64))
+
+
 class HostStaging:
     """Implements `Staging` where the device is the host: values stay where they are."""
 

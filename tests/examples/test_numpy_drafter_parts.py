@@ -24,8 +24,7 @@ from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.services.models import checkpoint
-from slipstream.services.models.noise import gumbel_noise_of
-from slipstream.services.models.sampler import SamplingRows, sample
+from slipstream.services.models.sampler import SamplingRows, gumbel_noise_of, sample
 from tests.harness.checkpoints import write_json, write_tokenizer
 from tests.harness.tokenizers_by_kind import KINDS, make_tokenizer
 from tests.harness.workers import SHAPE, make_arena

@@ -27,6 +27,6 @@ def test_a_job_enters_at_most_fifty_files() -> None:
 
 _CORE = {
     "scheduler": "scheduler/core/loop.py",
-    "draft": "services/draft/eagle3.py",
+    "draft": "services/draft/drafters.py",
     "verify": "services/verify/target.py",
 }

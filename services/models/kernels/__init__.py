@@ -1,22 +1,10 @@
 """Triton kernels for CUDA devices. Without a CUDA device nothing here is imported, so triton need not be installed.
 
-`fused.py` shows how they go together, layer by layer:
-
-    attention = PagedAttention(config)                                 # in place of TorchAttention
-    attend = attention.prepare(batch, cache)                           # once a forward
-    rotation = rotation_of(batch.positions, inverse_frequencies, config.max_position_embeddings)
-    ...
-    qkv = layer.qkv(normed)                                            # [B * W, q_size + 2 * kv_size]
-    mixed = attend.rotate_and_attend(index, qkv, rotation, norms)      # norms, rotation, KV write, attention
-    x, normed = add_rms_norm(x, layer.output(mixed), weight, eps)
-    delta = layer.down(swiglu(layer.gate_up(normed)))
-    ...
-    tokens = sample(logits, rows, positions, has_filters=False)        # of logits in any dtype
-
-Functions with `@triton.jit` run on the device, the others launch them. On a GPU of compute capability 9
-or more a kernel is launched while the one before it ends, and waits for it by itself (`launching.py`). What is launched
-depends on shapes alone, and nothing is read back, so that all of it can be captured in CUDA graphs. The first launch
-of a kernel compiles it, which takes seconds: run each shape once before serving.
+`fused.py` shows how they go together, layer by layer. Functions with `@triton.jit` run on the device, the others launch
+them. On a GPU of compute capability 9 or more a kernel is launched while the one before it ends, and waits for it by
+itself (`launching.py`). What is launched depends on shapes alone, and nothing is read back, so that all of it can be
+captured in CUDA graphs. The first launch of a kernel compiles it, which takes seconds: run each shape once before
+serving.
 
 Up to 64 rows, products are `product` and `add_product` (`products.py`), which leave no kernel between them but
 attention. With more, cuBLAS has them.

@@ -196,7 +196,7 @@ def pair_kernel(
 
 
 def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows:
-    """Does `table.take(rows).repeat(width)` in one launch. `rows`: [B] int64."""
+    """Does `table.take(rows.repeat_interleave(width))` in one launch. `rows`: [B] int64."""
     taken = SamplingRows(
         temperature=table.temperature.new_empty(len(rows) * width),
         top_k=table.top_k.new_empty(len(rows) * width),
@@ -225,7 +225,7 @@ def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows
 def accept(
     tokens: Tensor, given: Tensor, rows: Tensor, seq_lens: Tensor, most: Tensor, seeds: Tensor, threshold: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Counts the accepted draft tokens of B slots, as `acceptance.accept` does; returns new lengths and counts.
+    """Counts the accepted draft tokens of B slots, as `sampler.accept` does; returns new lengths and counts.
 
     `tokens`: [B, W] int64, the target's; `given`: [B, W] int64, the bonus token and the draft's. `rows`, `seq_lens`:
     [B] int64. `most`: [slots] int64, draft tokens that may be accepted. `seeds`: [slots] int64. `threshold`: accepts by

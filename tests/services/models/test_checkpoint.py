@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
+from slipstream.services.models import checkpoint
 from slipstream.services.models.checkpoint import load_decoder
 from tests.harness.checkpoints import LLAMA, random_weights, write_checkpoint, write_json, write_weights
 from tests.harness.paged_model import CPU, PagedModel, random_tokens
@@ -49,12 +51,13 @@ def test_several_files_hold_the_same_model(path: Path, tmp_path: Path) -> None:
     assert torch.equal(one.run(one.batch([(0, prompt)])), several.run(several.batch([(0, prompt)])))
 
 
-def test_progress_ends_at_one(path: Path) -> None:
-    fractions: list[float] = []
-    load_decoder(path, device=CPU, dtype=torch.float32, on_progress=fractions.append)
-    assert len(fractions) == len(random_weights(LLAMA, seed=0, dtype=torch.float32))
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
+def test_progress_ends_at_one(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, checkpoint.__name__)
+    load_decoder(path, device=CPU, dtype=torch.float32)
+    percents = [record.args[0] for record in caplog.records if record.msg == checkpoint.PROGRESS]
+    assert len(percents) == len(random_weights(LLAMA, seed=0, dtype=torch.float32))
+    assert percents == sorted(percents)
+    assert percents[-1] == 100.0
 
 
 def test_tied_head_may_be_saved_as_well(tmp_path: Path) -> None:

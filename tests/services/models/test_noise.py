@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.services.models.noise import gumbel_noise, gumbel_noise_of, gumbel_of_words, philox_words
+from slipstream.services.models.sampler import gumbel_noise, gumbel_noise_of, gumbel_of_words, philox_words
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "noise.md").read_text(encoding="utf-8")
 VECTORS = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| 0x(\w{8}) \| (\S+) \| 0x(\w{8}) \|$", PAGE, re.MULTILINE)

@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.sampling import LEAST_TEMPERATURE, SamplingParams
-from slipstream.services.models.noise import gumbel_noise
-from slipstream.services.models.sampler import SamplingRows, accept, sample
+from slipstream.services.models.sampler import SamplingRows, accept, gumbel_noise, sample
 from tests.harness.sampling import examples
 from tests.harness.sampling_cases import KINDS, TIED, TIES
 
@@ -140,7 +139,7 @@ def test_frequencies_are_those_of_softmax(changes: dict[str, Any], varied: str) 
     num_draws = 20_000
     logits = np.random.default_rng(5).normal(0, 1.2, 12).astype(np.float32)
     params = replace(SamplingParams(temperature=1.0, seed=77), **changes)
-    rows = SamplingRows.of([params]).repeat(num_draws)
+    rows = SamplingRows.of([params] * num_draws)
     positions = torch.arange(num_draws)
     if varied == "seed":
         rows, positions = replace(rows, seed=positions * 2654435761), torch.full((num_draws,), 9)
@@ -161,7 +160,7 @@ def test_the_same_noise_couples_draft_and_target() -> None:
     rng = np.random.default_rng(8)
     target = rng.normal(0, 1.5, 30).astype(np.float32)
     draft = target + rng.normal(0, 0.5, 30).astype(np.float32)
-    rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=4)]).repeat(num_draws)
+    rows = SamplingRows.of([SamplingParams(temperature=1.0, seed=4)] * num_draws)
     tokens = [
         sample(torch.from_numpy(logits).repeat(num_draws, 1), rows, torch.arange(num_draws))
         for logits in (draft, target)
@@ -195,7 +194,7 @@ def test_rows_of_a_table() -> None:
     table = SamplingRows.greedy(10)
     assert draw(np.eye(10, dtype=np.float32), [GREEDY] * 10, [0] * 10) == list(range(10))
     table.put(torch.tensor([7, 2]), SamplingRows.of([KINDS[4], KINDS[5]]))
-    rows = table.take(torch.tensor([2, 3, 7])).repeat(2)
+    rows = table.take(torch.tensor([2, 2, 3, 3, 7, 7]))
     expected = SamplingRows.of([KINDS[5], KINDS[5], GREEDY, GREEDY, KINDS[4], KINDS[4]])
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         taken, wanted = getattr(rows, name), getattr(expected, name)

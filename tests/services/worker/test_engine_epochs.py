@@ -25,8 +25,7 @@ from slipstream.common.worker.access_log import NullAccessLog
 from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.step import Role, StepCommand
 from slipstream.services.worker import epoch
-from slipstream.services.worker.engine import Engine, Phase
-from slipstream.services.worker.host_stalls import ATTACH, DRAIN
+from slipstream.services.worker.engine import ATTACH, DRAIN, Engine, Phase
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import DONE, STASH, Recorder, attached
 from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena

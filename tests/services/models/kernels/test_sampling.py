@@ -1,4 +1,4 @@
-"""The sampler's kernels against the sampler, and their noise against `services/models/noise.py`."""
+"""The sampler's kernels against the sampler, and their noise against `services/models/sampler.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from slipstream.common.api.sampling import LEAST_TEMPERATURE, SamplingParams
 from slipstream.services.models import sampler
 from slipstream.services.models.kernels import sampling
 from slipstream.services.models.kernels.sampling import sample
-from slipstream.services.models.noise import gumbel_of_words, philox_words
-from slipstream.services.models.sampler import SamplingRows
+from slipstream.services.models.sampler import SamplingRows, gumbel_of_words, philox_words
 from tests.harness.sampling_cases import KINDS, TIED, TIES
 from tests.services.models.kernels.noise_case import gumbel_by_kernel, words_by_kernel
 

@@ -61,7 +61,7 @@ def test_sampling_rows_are_taken_and_repeated(width: int, device: torch.device) 
     ]
     table = SamplingRows.of(params, device=device)
     rows = torch.tensor([4, 0, 0, 5], device=device)
-    taken, expected = take_sampling(table, rows, width), table.take(rows).repeat(width)
+    taken, expected = take_sampling(table, rows, width), table.take(rows.repeat_interleave(width))
     for field in fields(SamplingRows):
         assert getattr(taken, field.name).tolist() == getattr(expected, field.name).tolist()
 

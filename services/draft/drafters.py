@@ -1,6 +1,7 @@
-"""A draft that reads the target's hidden states: an EAGLE-3 head, which drafts a chain (Li et al., 2025).
+"""The ways to draft a chain, each token sampled with the noise that verify will use at its place.
 
-The head's entry p pairs the target's state at position p with the token at p + 1, and its keys and values are those
+A language model of its own, or an EAGLE-3 head, which reads the target's hidden states (Li et al., 2025). The head's
+entry p pairs the target's state at position p with the token at p + 1, and its keys and values are those
 of position p. A chunk [s, e) of a prompt has the states s .. e-1 and the tokens s .. e-1, so the entries s-1 .. e-2 are
 made of it: the state at s-1 is kept here from the chunk before. The entry at the prompt's end pairs with the first
 sampled token, which comes with the stash of the first decode step like every other.
@@ -19,12 +20,55 @@ if TYPE_CHECKING:
     from slipstream.services.models.eagle3 import Eagle3Head
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
-    from slipstream.services.worker.language_model import SlotRows
+    from slipstream.services.worker.language_model import LanguageModel, SlotRows
     from slipstream.services.worker.staging import PaddedChunks
 
 
+class StandaloneDrafter:
+    """Implements `Drafter` with a language model that has the target's tokenizer (Leviathan et al., 2023)."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def open(self, state: EpochState) -> None:
+        """See `Drafter.open`."""
+        self._model.open(state)
+
+    def close(self) -> None:
+        """See `Drafter.close`."""
+        self._model.slots.close()
+
+    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
+        """See `Drafter.prefill`. A language model reads no hidden states."""
+        self._model.prefill(self._model.slots.take(chunks.rows), chunks)
+
+    def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
+        """See `Drafter.propose`.
+
+        The first forward also takes the token before the bonus: when all of the last draft was accepted,
+        its last token was never an input here, and has no KV yet. For the others it writes what is there.
+        """
+        slots = self._model.slots.take(rows)
+        self._model.slots.record_output(rows, stash.last_tokens, stash.num_new)
+        before = stash.last_tokens.gather(1, (stash.num_new - 2).clamp(min=0)[:, None])
+        tokens = torch.cat((before, stash.bonus_tokens[:, None]), dim=1)
+        positions = stash.seq_lens[:, None] + torch.arange(-1, 1, device=tokens.device)
+        is_valid = torch.stack((stash.num_new > 1, torch.ones_like(stash.num_new, dtype=torch.bool)), dim=1)
+        output = self._model.forward(slots, tokens, positions.clamp(min=0), is_valid=is_valid)
+        # [num_tokens, B, 1]: where the tokens come to be.
+        ahead = (stash.seq_lens + torch.arange(1, num_tokens + 1, device=tokens.device)[:, None])[:, :, None]
+        sample, logits = self._model.slots.sample, self._model.decoder.logits
+        proposed = [sample(slots, logits(output.hidden[:, -1:]), ahead[0], mode)]
+        while len(proposed) < num_tokens:
+            number = len(proposed)
+            output = self._model.forward(slots, proposed[-1], ahead[number - 1])
+            chain = torch.cat(proposed, dim=1) if mode is SamplingMode.ADJUSTMENTS else None
+            proposed.append(sample(slots, logits(output.hidden), ahead[number], mode, chain))
+        return torch.cat(proposed, dim=1)
+
+
 class Eagle3Drafter:
-    """Implements `Drafter`: a chain, each token sampled with the noise that verify will use at its place."""
+    """Implements `Drafter` with an EAGLE-3 head."""
 
     def __init__(self, head: Eagle3Head, device: torch.device, dtype: torch.dtype) -> None:
         self._head = head
