@@ -68,7 +68,7 @@ LABELS = {
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
     "steps without a draft in their path",
     "site": "where a host thread was blocked. The scheduler's loop: "
-    + ", ".join(f"`{site}`" for site in step_metrics.STALL_SITES)
+    + ", ".join(f"`{site}`" for site in step_metrics.SITES)
     + ". A worker's device thread: "
     + ", ".join(f"`{site}`" for site in STALL_SITES),
 }
