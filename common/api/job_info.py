@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from slipstream.common.api.output_chunk import (
+    READERS,
     FinishReason,
     MatchedStop,
     Usage,
     matched_stop_from_pb,
     matched_stop_to_pb,
 )
+from slipstream.common.messages import decode, encode
 from slipstream.protos import generation_pb2
 
 
@@ -43,21 +45,11 @@ class SampleInfo:
     """Set when it has ended."""
 
     def to_pb(self) -> generation_pb2.Sample:
-        return generation_pb2.Sample(
-            num_tokens=self.num_tokens,
-            finish_reason=FinishReason.to_pb(self.finish_reason),
-            usage=None if self.usage is None else self.usage.to_pb(),
-            **matched_stop_to_pb(self.matched_stop),
-        )
+        return encode(generation_pb2.Sample, self, **matched_stop_to_pb(self.matched_stop))
 
     @classmethod
     def from_pb(cls, message: generation_pb2.Sample) -> SampleInfo:
-        return cls(
-            num_tokens=message.num_tokens,
-            finish_reason=FinishReason.from_pb(message.finish_reason),
-            matched_stop=matched_stop_from_pb(message),
-            usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
-        )
+        return decode(cls, message, READERS, matched_stop=matched_stop_from_pb(message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,31 +77,16 @@ class JobInfo:
         return self.state is JobState.ENDED
 
     def to_pb(self) -> generation_pb2.Job:
-        message = generation_pb2.Job(
-            job_id=self.job_id,
-            state=f"JOB_STATE_{self.state.name}",
-            num_tokens=self.num_tokens,
-            finish_reason=FinishReason.to_pb(self.finish_reason),
-            error=self.error,
-            usage=None if self.usage is None else self.usage.to_pb(),
-            samples=[sample.to_pb() for sample in self.samples],
-        )
+        message = encode(generation_pb2.Job, self, state=f"JOB_STATE_{self.state.name}")
         message.create_time.FromDatetime(self.created_at)
         return message
 
     @classmethod
     def from_pb(cls, message: generation_pb2.Job) -> JobInfo:
         """Decodes it. A state that this version does not know counts as running."""
-        return cls(
-            job_id=message.job_id,
-            state=_STATE_FROM_PB.get(message.state, JobState.RUNNING),
-            created_at=message.create_time.ToDatetime(tzinfo=UTC),
-            num_tokens=message.num_tokens,
-            finish_reason=FinishReason.from_pb(message.finish_reason),
-            error=message.error,
-            usage=Usage.from_pb(message.usage) if message.HasField("usage") else None,
-            samples=tuple(map(SampleInfo.from_pb, message.samples)),
-        )
+        state = _STATE_FROM_PB.get(message.state, JobState.RUNNING)
+        readers = {**READERS, "samples": SampleInfo.from_pb}
+        return decode(cls, message, readers, state=state, created_at=message.create_time.ToDatetime(tzinfo=UTC))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +98,8 @@ class JobPage:
     """For the next page; empty when this is the last."""
 
     def to_pb(self) -> generation_pb2.ListJobsResponse:
-        jobs = [job.to_pb() for job in self.jobs]
-        return generation_pb2.ListJobsResponse(jobs=jobs, next_page_token=self.next_page_token)
+        return encode(generation_pb2.ListJobsResponse, self)
 
     @classmethod
     def from_pb(cls, message: generation_pb2.ListJobsResponse) -> JobPage:
-        return cls(jobs=tuple(map(JobInfo.from_pb, message.jobs)), next_page_token=message.next_page_token)
+        return decode(cls, message, {"jobs": JobInfo.from_pb})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 
+from slipstream.common.messages import decode, encode
 from slipstream.protos import generation_pb2
 
 
@@ -62,18 +64,8 @@ class ServerState:
     """Whether the workers share the GPU under NVIDIA MPS."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        services = [generation_pb2.ServiceInfo(**asdict(service)) for service in self.services]
-        return generation_pb2.GetServerInfoResponse(**plain, services=services)
+        return encode(generation_pb2.GetServerInfoResponse, self)
 
     @classmethod
     def from_pb(cls, message: generation_pb2.GetServerInfoResponse) -> ServerState:
-        plain = {name: getattr(message, name) for name in _PLAIN}
-        services = tuple(
-            ServiceState(**{name: getattr(service, name) for name in _SERVICE}) for service in message.services
-        )
-        return cls(**plain, services=services)
-
-
-_SERVICE = tuple(field.name for field in fields(ServiceState))
-_PLAIN = tuple(field.name for field in fields(ServerState) if field.name != "services")
+        return decode(cls, message, {"services": partial(decode, ServiceState)})

@@ -1,0 +1,83 @@
+"""Translates dataclasses to protobuf messages with fields of the same names, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+Readers = Mapping[str, Callable[[Any], Any]]
+
+
+def encode(kind: Callable[..., M], value: Any, /, **other: Any) -> M:
+    """Builds a message from the fields that it has in common with the dataclass `value`, and from `other`.
+
+    None leaves a field unset. A value with a method `to_pb` is encoded by it, other dataclasses by their fields.
+    """
+    plain, nested = _common_fields(kind, value.__class__)
+    given = {name: getattr(value, name) for name in plain if name not in other}
+    for name in nested:
+        if name not in other:
+            given[name] = _encoded(getattr(value, name))
+    return kind(**given, **other)
+
+
+def decode(kind: Callable[..., T], message: Any, readers: Readers = MappingProxyType({}), /, **other: Any) -> T:
+    """Builds the dataclass `kind` from the message's fields of the same names, and from `other`.
+
+    A function of `readers` makes a field, or each item of a repeated one, from what the message has. Optional fields
+    that are not set are None, repeated ones are tuples.
+    """
+    given = dict(other)
+    plain, repeated, optional = _kinds_of_fields(kind, message.__class__)
+    for name in plain:
+        if name not in other:
+            value = getattr(message, name)
+            given[name] = readers[name](value) if name in readers else value
+    for name in repeated:
+        if name not in other:
+            values = getattr(message, name)
+            given[name] = tuple(map(readers[name], values)) if name in readers else tuple(values)
+    for name in optional:
+        if name not in other:
+            value = getattr(message, name) if message.HasField(name) else None
+            given[name] = readers[name](value) if name in readers and value is not None else value
+    return kind(**given)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return [_encoded(item) for item in value]
+    if hasattr(value, "to_pb"):
+        return value.to_pb()
+    if is_dataclass(value) or isinstance(value, tuple):
+        return {name: _encoded(getattr(value, name)) for name in _field_names(value.__class__)}
+    return value
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(kind.__dataclass_fields__) if is_dataclass(kind) else kind._fields
+
+
+@cache
+def _common_fields(kind: Any, source: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the fields that need no translation, and of messages and enums."""
+    fields = {name: field for name, field in kind.DESCRIPTOR.fields_by_name.items() if name in _field_names(source)}
+    nested = tuple(name for name, field in fields.items() if field.message_type or field.enum_type)
+    return tuple(name for name in fields if name not in nested), nested
+
+
+@cache
+def _kinds_of_fields(target: Any, kind: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the plain fields that both have, of the repeated and of the optional ones."""
+    fields = {name: field for name, field in kind.DESCRIPTOR.fields_by_name.items() if name in _field_names(target)}
+    repeated = tuple(name for name, field in fields.items() if field.is_repeated)
+    optional = tuple(name for name, field in fields.items() if field.has_presence)
+    return tuple(name for name in fields if name not in repeated + optional), repeated, optional
