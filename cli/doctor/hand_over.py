@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
-import select
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,25 +12,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.cli.doctor.peer import HERE, THERE
 from slipstream.common.device.choose import choose_device
 from slipstream.common.device.manifest import BufferSpec
 from slipstream.common.errors import DeadlineExceededError, FailedPreconditionError
-from slipstream.common.worker.wire import manifest_to_pb
+from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from multiprocessing.connection import Connection
 
     from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.device.manifest import Manifest
 
 WORDS = 8
 """Words that are passed there and back one by one, to see that memory and fences work."""
 BATCH, BATCHES = 100, 6
 """Hand-overs there and back; the first batch is not counted."""
 TIMED = BATCH * (BATCHES - 1)
-_ANSWER_S = 60.0
-_END_S = 10.0
-_PEER = (sys.executable, "-m", "slipstream.cli.doctor.peer")
+HERE, THERE = FenceName.DRAFT_DONE, FenceName.VERIFY_STASH
+"""The fence that the first process signals, and the one that the second process signals."""
+_STREAM_S, _ANSWER_S, _END_S = 20.0, 60.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +64,26 @@ def measure(device_name: str, fence: str, environment: Mapping[str, str]) -> Han
     sizes = {"questions": WORDS + 1, "answers": WORDS + 1, "stamps": WORDS + 1 + BATCHES * (BATCH + 1)}
     specs = [BufferSpec(name, (size,), torch.int64, "verify") for name, size in sizes.items()]
     arena = device.create_arena(specs, (HERE, THERE))
+    opening = environment, device_name, fence, arena.manifest
     try:
-        manifest = manifest_to_pb(arena.manifest).SerializeToString().hex()
-        with _Process.running(environment) as one, _Process.running(environment) as other:
-            where = {process.tell(f"{device_name} {fence} {manifest}") for process in (one, other)}
+        with _Process.running(*opening) as one, _Process.running(*opening) as other:
+            under_mps = [process.answer() for process in (one, other)]
             _pass_words(one, other)
             (answers,) = device.to_host([arena.tensor("answers")])
             if answers[1:].tolist() != list(range(2, WORDS + 2)):
                 raise FailedPreconditionError(f"the second process read {answers[1:].tolist()} less one")
             times = _time(one, other, device, arena) if arena.fence(HERE).is_releasable else ()
-        return HandOver(device.fence_kind, where == {"under MPS"}, times)
+        return HandOver(device.fence_kind, all(under_mps), times)
     finally:
         arena.close()
 
 
 def _pass_words(one: _Process, other: _Process) -> None:
     for value in range(1, WORDS + 1):
-        one.tell(f"ask {value}")
-        other.tell(f"answer {value}")
-        other.tell("finish")
-    one.tell("finish")
+        one.tell(_Peer.ask, value)
+        other.tell(_Peer.reply, value)
+        other.tell(_Peer.finish)
+    one.tell(_Peer.finish)
 
 
 def _time(one: _Process, other: _Process, device: Device, arena: Arena) -> tuple[float, ...]:
@@ -96,59 +94,117 @@ def _time(one: _Process, other: _Process, device: Device, arena: Arena) -> tuple
     """
     times: list[float] = []
     for gate in range(WORDS + 1, WORDS + 1 + BATCHES * (BATCH + 1), BATCH + 1):
-        other.tell(f"follow {gate + 1} {gate + BATCH}")
-        one.tell(f"lead {gate} {gate + BATCH}")
+        other.tell(_Peer.follow, gate + 1, gate + BATCH)
+        one.tell(_Peer.lead, gate, gate + BATCH)
         arena.fence(THERE).release(gate)
-        one.tell("finish")
-        other.tell("finish")
+        one.tell(_Peer.finish)
+        other.tell(_Peer.finish)
         stamps = device.to_host([arena.tensor("stamps")])[0][gate : gate + BATCH + 1].tolist()
         times.extend((after - before) / 2000 for before, after in pairwise(stamps))
     return tuple(times[BATCH:])
 
 
 class _Process:
-    """Runs `peer.py`."""
+    """Runs `run_peer`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     @classmethod
     @contextmanager
-    def running(cls, environment: Mapping[str, str]) -> Iterator[_Process]:
-        pipe = subprocess.PIPE
-        merged = {**os.environ, **environment}
-        with subprocess.Popen(_PEER, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=merged) as it:
-            try:
-                yield cls(it)
-                # In order, if it can: a client of MPS that is killed may take the others along.
-                _close(it)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    it.wait(_END_S)
-            finally:
-                it.kill()
-                _close(it)
-
-    def tell(self, line: str) -> str:
-        """Gives it something to do; returns its answer. Raises FailedPreconditionError, DeadlineExceededError."""
-        assert self._process.stdin is not None, "a pipe was asked for"
-        assert self._process.stdout is not None, "a pipe was asked for"
+    def running(cls, *opening: object) -> Iterator[_Process]:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_peer, args=(theirs, *opening), daemon=True)
+        process.start()
+        theirs.close()
         try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            with ours:
+                yield cls(ours)
+            process.join(_END_S)  # in order, if it can: a client of MPS that is killed may take the others along
+        finally:
+            process.kill()
+            process.join()
+
+    def tell(self, order: Callable[..., None], *values: int) -> None:
+        """Lets its peer do this, and waits for the answer. Raises as `answer` does."""
+        try:
+            self._connection.send((order, values))
+        except OSError:
             raise FailedPreconditionError("the process ended by itself") from None
-        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
-            raise DeadlineExceededError(f"no answer within {_ANSWER_S:g} s")
-        answer = self._process.stdout.readline().strip()
-        if not answer:
-            raise FailedPreconditionError("the process ended by itself")
-        if answer.startswith("error "):
-            raise FailedPreconditionError(answer.removeprefix("error "))
+        self.answer()
+
+    def answer(self) -> object:
+        """Returns its next answer. Raises FailedPreconditionError, DeadlineExceededError."""
+        try:
+            if not self._connection.poll(_ANSWER_S):
+                raise DeadlineExceededError(f"no answer within {_ANSWER_S:g} s")
+            error, answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise FailedPreconditionError("the process ended by itself") from None
+        if error:
+            raise FailedPreconditionError(error)
         return answer
 
 
-def _close(process: subprocess.Popen[str]) -> None:
-    """Closes its standard input. A process that has ended may have left a line there that is not read any more."""
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
+def run_peer(
+    connection: Connection, environment: Mapping[str, str], device: str, fence: str, manifest: Manifest
+) -> None:
+    """The work of one process: answers whether it is under MPS, then each order, with an error's text or an answer.
+
+    Ends with the first error, or when the other end of the connection is closed.
+    """
+    try:
+        os.environ.update(environment)
+        peer = _Peer(choose_device(device, fence), manifest)
+        connection.send(("", peer.device.under_mps))
+        while True:
+            order, values = connection.recv()
+            connection.send(("", order(peer, *values)))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except Exception as error:
+        connection.send((f"{type(error).__name__}: {' '.join(str(error).split())}", None))
+
+
+class _Peer:
+    """One end of a hand-over: the arena, opened in this process, and this process's stream."""
+
+    def __init__(self, device: Device, manifest: Manifest) -> None:
+        self.device = device
+        self._arena = device.open_arena(manifest)
+        self._stream = device.create_stream("peer", lambda error: None)
+        self._here, self._there = self._arena.fence(HERE), self._arena.fence(THERE)
+
+    def lead(self, gate: int, last: int) -> None:
+        """Once `gate` is let through: signals each value behind it, waits for its answer, and stamps the time."""
+        stamps = self._arena.tensor("stamps")
+        self._there.wait(self._stream, gate)
+        self.device.stamp(self._stream, stamps[gate])
+        for value in range(gate + 1, last + 1):
+            self._here.signal(self._stream, value)
+            self._there.wait(self._stream, value)
+            self.device.stamp(self._stream, stamps[value])
+
+    def follow(self, first: int, last: int) -> None:
+        """Waits for each value, and answers it."""
+        for value in range(first, last + 1):
+            self._here.wait(self._stream, value)
+            self._there.signal(self._stream, value)
+
+    def ask(self, value: int) -> None:
+        """Writes the value, and signals that it did."""
+        question = self._arena.tensor("questions")[value]
+        self._stream.enqueue(lambda: question.fill_(value))
+        self._here.signal(self._stream, value)
+
+    def reply(self, value: int) -> None:
+        """Waits for the value, and writes what it read, plus one."""
+        question, answer = self._arena.tensor("questions")[value], self._arena.tensor("answers")[value]
+        self._here.wait(self._stream, value)
+        self._stream.enqueue(lambda: answer.copy_(question + 1))
+        self._there.signal(self._stream, value)
+
+    def finish(self) -> None:
+        """Returns when all is done."""
+        self._stream.synchronize(_STREAM_S)

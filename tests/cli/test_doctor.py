@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import socket
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.doctor import checks, examination
+from slipstream.cli.doctor import checks, examination, hand_over
 from slipstream.cli.doctor.checks import (
     Verdict,
     check_descriptors,
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(120)
 
 BUNDLED = ModelChoice(target=bundled.target_dir(), draft=bundled.standalone_dir())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def resource_tracker_of_this_process() -> None:
+    """Starts the helper of `multiprocessing`, which stays until this process ends, before children are counted."""
+    resource_tracker.ensure_running()
 
 
 def _free_port() -> int:
@@ -104,9 +111,15 @@ def test_every_hand_over_is_timed() -> None:
     assert 0 < min(found.times_us) <= found.p50_us <= found.p99_us
 
 
-def test_a_process_that_dies_is_an_error() -> None:
+def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_over, "run_peer", print)  # ends without an answer
     with pytest.raises(FailedPreconditionError, match="ended by itself"):
-        measure("cpu", "auto", {"PYTHONHOME": "/nothing"})
+        measure("cpu", "auto", {})
+
+
+def test_what_a_process_cannot_do_is_the_error() -> None:
+    with pytest.raises(FailedPreconditionError, match="TypeError: str expected"):
+        measure("cpu", "auto", {"SLIPSTREAM": 1})  # type: ignore[dict-item]
 
 
 def test_overlap_loses_two_hand_overs_a_step() -> None:
