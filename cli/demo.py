@@ -8,27 +8,29 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from slipstream import bundled
 from slipstream.cli.cancellation import StopSignals
-from slipstream.cli.demo_screen import DemoScreen, legend
-from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.status import fetch_status
-from slipstream.cli.step_times import StepTimes
-from slipstream.cli.up.commands import free_address, scheduler_command, worker_command
-from slipstream.cli.up.config import UpConfig
+from slipstream.cli.status_watch import StepTimes
+from slipstream.cli.up.config import UpConfig, free_address, scheduler_command, worker_command
 from slipstream.cli.up.display import LoadingDisplay
 from slipstream.cli.up.run import supervising
 from slipstream.client import AsyncClient
+from slipstream.common.rpc.scrape import scrape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from slipstream.bundled import Prompt
     from slipstream.cli.up.supervisor import Supervisor
     from slipstream.common.api.output_chunk import Usage
 
@@ -40,6 +42,9 @@ SEED = 1
 """Seed of the first prompt; the others count on from it."""
 DTYPE = "float32"
 """In float32 drafting changes no token, on a GPU either; in bfloat16 a near tie may fall the other way."""
+ACCEPTED_STYLE, OWN_STYLE, PROMPT_STYLE = "bold green", "yellow", "dim"
+_ROWS_KEPT_FREE = 3
+_COLUMNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,7 @@ async def run_demo(algorithm: str, device: str) -> int:
 async def _serve(algorithm: str, device: str, hurry: asyncio.Event) -> int:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        models = ModelChoice.choose(target=None, draft=None, algorithm=algorithm, num_draft_tokens=None)
+        models = ModelOptions(algorithm=algorithm).choose()
         config = UpConfig(models=models, device=device, dtype=DTYPE, state_dir=Path(folder), listen="127.0.0.1:0")
         loading = LoadingDisplay(console, is_live=console.is_terminal)
         async with supervising(config, loading.on_change, hurry) as supervisor:
@@ -122,13 +127,13 @@ class _Demo:
         self._console.rule(f"{title} ({order})")
         self._console.print(legend(self._console))
         async with AsyncClient(server) as client:
-            before, start = await StepTimes.scrape(metrics_port), time.monotonic()
+            before, start = await scrape(metrics_port), time.monotonic()
             with DemoScreen(self._console, self._prompts) as screen:
                 outputs = await asyncio.gather(
                     *(self._generate(client, index, screen) for index in range(len(self._prompts)))
                 )
             seconds = time.monotonic() - start
-            times = await StepTimes.scrape(metrics_port) - before
+            times = StepTimes.of((await scrape(metrics_port)).since(before))
         token_ids, usages = zip(*outputs, strict=True)
         return DemoRun(title=title, token_ids=token_ids, seconds=seconds, usages=usages, times=times)
 
@@ -149,6 +154,66 @@ class _Demo:
                 screen.add(index, pieces(chunk.text, chunk.text_lengths, chunk.is_draft))
         assert usage is not None, "the last chunk has the usage"
         return tuple(token_ids), usage
+
+
+class DemoScreen:
+    """The outputs of several prompts: the end of each in a box, or each line when it is finished, with marks."""
+
+    def __init__(self, console: Console, prompts: Sequence[Prompt]) -> None:
+        """Each output goes on where its prompt ends."""
+        self._console = console
+        self._titles = [f"{prompt.source}:{prompt.line}" for prompt in prompts]
+        self._texts = [Text().append(prompt.text, PROMPT_STYLE) for prompt in prompts]
+        self._lines = [prompt.text.rpartition("\n")[2] for prompt in prompts]
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=12)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        for index, title in enumerate(self._titles):
+            self._print(index, f"continues {title}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        for index, line in enumerate(self._lines):
+            self._print(index, line)
+
+    def add(self, index: int, pieces: Iterable[tuple[str, bool]]) -> None:
+        """Takes text of the prompt with this index, each piece with whether it was drafted and accepted."""
+        for text, is_accepted in pieces:
+            self._texts[index].append(text, ACCEPTED_STYLE if is_accepted else OWN_STYLE)
+            marked = "«" + text.replace("\n", "»\n«") + "»" if is_accepted else text
+            *done, self._lines[index] = (self._lines[index] + marked).replace("»«", "").replace("«»", "").split("\n")
+            for line in done:
+                self._print(index, line)
+
+    def _print(self, index: int, line: str) -> None:
+        if line.strip() and not self._console.is_terminal:
+            self._console.print(f"[{index + 1}] {line}", highlight=False, markup=False, soft_wrap=True)
+
+    def _render(self) -> Table:
+        num_rows = -(-len(self._texts) // _COLUMNS)
+        height = max(3, (self._console.height - _ROWS_KEPT_FREE) // num_rows)
+        width = self._console.width // _COLUMNS
+        table = Table.grid(expand=True)
+        boxes = [self._box(index, width, height) for index in range(len(self._texts))]
+        for first in range(0, len(boxes), _COLUMNS):
+            table.add_row(*boxes[first : first + _COLUMNS])
+        return table
+
+    def _box(self, index: int, width: int, height: int) -> Panel:
+        lines = self._texts[index].wrap(self._console, width - 4, tab_size=4)
+        shown = Text("\n").join(lines[-(height - 2) :])
+        return Panel(shown, title=self._titles[index], title_align="left", width=width, height=height)
+
+
+def legend(console: Console) -> Text:
+    """Explains what such a console shows."""
+    if not console.is_terminal:
+        return Text("[number of the prompt] «drafted and accepted», the target's own")
+    styles = {"the prompt": PROMPT_STYLE, "drafted and accepted": ACCEPTED_STYLE, "the target's own": OWN_STYLE}
+    return Text("  ").join(Text(text, style) for text, style in styles.items())
 
 
 def pieces(text: str, lengths: Sequence[int], is_draft: Sequence[bool]) -> Iterator[tuple[str, bool]]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from slipstream.cli.generate_options import GenerateOptions
-from slipstream.cli.model_choice import ALGORITHMS, ModelChoice
+from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
-from slipstream.common.settings import checked, with_options
+from slipstream.common.settings import checked, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -29,19 +29,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TargetOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Directory of the target model.  [default: the bundled one]")
-]
-DraftOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory of the draft model.  [default: the bundled one for its target]"),
-]
-AlgorithmOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(ALGORITHMS), help="How drafts are made.  [default: none for a --target without --draft]"
-    ),
-]
 StateDirOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
 ]
@@ -60,24 +47,15 @@ def main() -> None:
 
 
 @app.command()
-@with_options(UpConfig)
+@with_options(ModelOptions, UpConfig)
 def up(
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    algorithm: AlgorithmOption = None,
-    num_draft_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="K", help=f"Tokens drafted in a step.  [default: {ModelChoice.num_draft_tokens}]"),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False,
-    **values: Any,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
 ) -> None:
     """Start all three services here, and stop them on Ctrl-C.
 
     Ctrl-C lets running requests finish; a second one does not wait for them.
     """
-    models = ModelChoice.choose(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=num_draft_tokens)
-    config = UpConfig(models=models, **values)
+    config = shared(UpConfig, values, models=shared(ModelOptions, values).choose())
     from slipstream.cli.up.run import run_up
 
     _exit_with(run_up(config, is_verbose=verbose))
@@ -176,13 +154,9 @@ def health(
 
 
 @app.command()
-@with_options(UpConfig, only=("device", "listen", "state_dir"))
+@with_options(ModelOptions, UpConfig, only=("target", "draft", "algorithm", "device", "listen", "state_dir"))
 def doctor(
-    target: TargetOption = None,
-    draft: DraftOption = None,
-    algorithm: AlgorithmOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    **values: Any,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False, **values: Any
 ) -> None:
     """Check whether this host can serve, and how fast two processes hand over here. Fails when something is missing."""
     from slipstream.cli.doctor.examination import run_doctor
@@ -190,8 +164,8 @@ def doctor(
 
     checked(UpConfig, values)
     parse_address(values["listen"], field="listen")
-    models = ModelChoice.choose(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=None)
-    _exit_with(run_doctor(models, as_json=as_json, **values))
+    models = shared(ModelOptions, values).choose()
+    _exit_with(run_doctor(models, values["device"], values["listen"], values["state_dir"], as_json=as_json))
 
 
 @app.command()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
+from slipstream.common.settings import Settings, setting
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.worker.config import EAGLE3, STANDALONE
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 ALGORITHMS = (*WORKER_ALGORITHMS, "none")
-
-_NOTHING_DRAFTS = "only with a draft, and algorithm none has none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,36 +33,40 @@ class ModelChoice:
         """How drafts are made."""
         return "none" if self.draft is None else self.draft_algorithm
 
-    @classmethod
-    def choose(
-        cls, *, target: Path | None, draft: Path | None, algorithm: str | None, num_draft_tokens: int | None
-    ) -> ModelChoice:
-        """Decides from options, None for those not given: without any, the bundled pair; a target alone has no draft.
 
-        Raises ConfigError naming the one that contradicts another or has no model in it.
-        """
-        if algorithm is None:
-            algorithm = "none" if target is not None and draft is None else STANDALONE
-        if algorithm not in ALGORITHMS:
-            raise ConfigError("algorithm", algorithm, " or ".join(ALGORITHMS))
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Settings):
+    """The options that name models, None for those not given: without any, the bundled pair is served."""
+
+    target: Path | None = setting(None, unit="DIR", help="Directory of the target model.", unset="the bundled one")
+    draft: Path | None = setting(
+        None, unit="DIR", help="Directory of the draft model.", unset="the bundled one for its target"
+    )
+    algorithm: str | None = setting(
+        None, choices=ALGORITHMS, help="How drafts are made.", unset="none for a --target without --draft"
+    )
+    num_draft_tokens: int | None = setting(
+        None, unit="K", help="Tokens drafted in a step.", unset=str(ModelChoice.num_draft_tokens)
+    )
+
+    def choose(self) -> ModelChoice:
+        """Decides; a target alone has no draft. Raises ConfigError naming what contradicts another or has no model."""
+        target, draft = self.target or bundled.target_dir(), self.draft
+        algorithm = self.algorithm or ("none" if self.target is not None and draft is None else STANDALONE)
         if algorithm == "none":
-            if draft is not None:
-                raise ConfigError("draft", str(draft), _NOTHING_DRAFTS)
-            if num_draft_tokens is not None:
-                raise ConfigError("num_draft_tokens", num_draft_tokens, _NOTHING_DRAFTS)
-        elif draft is None:
-            if target is not None:
+            for name in ("draft", "num_draft_tokens"):
+                if (given := getattr(self, name)) is not None:
+                    raise ConfigError(name, str(given), "only with a draft, and algorithm none has none")
+            _check_model("target", target)
+            return ModelChoice(target=target, draft=None)
+        if draft is None:
+            if self.target is not None:
                 raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm none")
             draft = bundled.eagle3_dir() if algorithm == EAGLE3 else bundled.standalone_dir()
-        if num_draft_tokens is None:
-            num_draft_tokens = cls.num_draft_tokens
-        target = target or bundled.target_dir()
         _check_model("target", target)
-        if draft is not None:
-            _check_model("draft", draft)
-        if draft is None:
-            return cls(target=target, draft=None, num_draft_tokens=num_draft_tokens)
-        return cls(target=target, draft=draft, draft_algorithm=algorithm, num_draft_tokens=num_draft_tokens)
+        _check_model("draft", draft)
+        choice = ModelChoice(target=target, draft=draft, draft_algorithm=algorithm)
+        return choice if self.num_draft_tokens is None else replace(choice, num_draft_tokens=self.num_draft_tokens)
 
 
 def _check_model(option: str, path: Path) -> None:

@@ -19,11 +19,10 @@ from rich.text import Text
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import HEALTHY, ServerStatus, fetch_status
-from slipstream.cli.step_times import StepTimes
 from slipstream.common.errors import ConfigError, SlipstreamError
 from slipstream.common.rpc.scrape import Scrape, scrape
 from slipstream.gateway.request_metrics import GENERATION_TOKENS
-from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS
+from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS, STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,6 +30,36 @@ if TYPE_CHECKING:
 DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 3600.0
 _SCRAPE_TIMEOUT_S = 2.0
 _PLAIN_WIDTH = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds that all steps took together, whatever their labels."""
+
+    wall_s: float
+    """From the end of one step to the end of the next."""
+    num_steps: float
+    bubble_s: float
+    """The part of `wall_s` in which no worker worked."""
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean time of a step; NaN when none was timed."""
+        return self.wall_s / self.num_steps if self.num_steps else float("nan")
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """1 - bubble / wall; NaN when no step was timed."""
+        return 1.0 - self.bubble_s / self.wall_s if self.wall_s else float("nan")
+
+    @classmethod
+    def of(cls, samples: Scrape) -> StepTimes:
+        """Reads a scrape, or what was added between two."""
+        return cls(
+            wall_s=samples.total(f"{STEP_SECONDS.name}_sum"),
+            num_steps=samples.total(f"{STEP_SECONDS.name}_count"),
+            bubble_s=samples.total(BUBBLE_SECONDS.name),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -195,16 +195,20 @@ class _Peer:
     def ask(self, value: int) -> None:
         """Writes the value, and signals that it did."""
         question = self._arena.tensor("questions")[value]
-        self._stream.enqueue(lambda: question.fill_(value))
+        self._stream.enqueue(lambda: _write(question, value))
         self._here.signal(self._stream, value)
 
     def reply(self, value: int) -> None:
         """Waits for the value, and writes what it read, plus one."""
         question, answer = self._arena.tensor("questions")[value], self._arena.tensor("answers")[value]
         self._here.wait(self._stream, value)
-        self._stream.enqueue(lambda: answer.copy_(question + 1))
+        self._stream.enqueue(lambda: _write(answer, question + 1))
         self._there.signal(self._stream, value)
 
     def finish(self) -> None:
         """Returns when all is done."""
         self._stream.synchronize(_STREAM_S)
+
+
+def _write(target: torch.Tensor, source: torch.Tensor | int) -> None:
+    target[...] = source

@@ -1,20 +1,28 @@
-"""The settings of `slipstream up`, and those of its services that follow from them."""
+"""The settings of `slipstream up`, and the settings, addresses and command lines of its services, which follow."""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
-from slipstream.cli.up.mps import MpsMode, has_nvidia_device
+from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
+from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
-from slipstream.common.rpc.service_options import LogSettings
-from slipstream.common.settings import setting, shared
+from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
+from slipstream.common.settings import arguments, setting, shared
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
 from slipstream.scheduler.main import LISTEN
 from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
+
+if TYPE_CHECKING:
+    from slipstream.cli.up.mps import MpsDaemon
+    from slipstream.common.settings import Settings
 
 DEFAULT_SERVER = LISTEN
 """Address at which `up` listens, and to which `generate` and `status` connect."""
@@ -23,6 +31,9 @@ METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
 _METRICS_PORTS = ("scheduler", "verify", "draft")
 """Services in the order of their metrics ports, which follow each other."""
+LOOPBACK = "127.0.0.1"
+"""Address of the metrics ports."""
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _SOCKET_FOLDER = "sockets"
 
 
@@ -133,3 +144,48 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
     def log_path(self, service: str) -> Path:
         """Log file of a service."""
         return self.state_dir.absolute() / f"{service}.log"
+
+
+def worker_command(config: UpConfig, name: str) -> ServiceCommand:
+    """The "verify" or the "draft" service of a configuration."""
+    return _command(config, name, f"slipstream.services.{name}.main", config.socket(name), config.worker(name))
+
+
+def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
+    """The scheduler of a configuration, for clients at `listen`, whose port is not 0."""
+    return _command(config, "scheduler", "slipstream.scheduler.main", listen, config.scheduler)
+
+
+def _command(config: UpConfig, name: str, module: str, listen: str, settings: Settings) -> ServiceCommand:
+    options = shared(ServiceOptions, config, listen=listen, metrics_port=config.metrics_port_of(name))
+    return ServiceCommand(
+        name=name,
+        # -P, so that the working directory shadows no import.
+        argv=(sys.executable, "-P", "-m", module, *arguments(options), *arguments(settings)),
+        address=dialled(listen),
+        log_path=config.log_path(name),
+    )
+
+
+def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
+    """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
+    if daemon is None or service.name == "scheduler":
+        return replace(service, environment=outside_mps(directory))
+    return replace(service, environment=daemon.environment)
+
+
+def free_address(address: str, *, field: str) -> str:
+    """The address, with a port in place of port 0. Raises AddressInUseError naming `field` when a server is there.
+
+    Asked before a service is started there: a stranger's must not pass for ours, and the answer comes at once.
+    """
+    with Listener.claim(address, field=field) as listener:
+        return listener.address
+
+
+def dialled(listen: str) -> str:
+    """Address for a client on this host of a server that listens there: the loopback in place of a wildcard."""
+    address = parse_address(listen)
+    if isinstance(address, TcpAddress) and address.host in _LOOPBACK_OF:
+        return str(TcpAddress(_LOOPBACK_OF[address.host], address.port))
+    return str(address)

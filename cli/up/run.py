@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import fetch_status
-from slipstream.cli.up.commands import (
-    LOOPBACK,
-    free_address,
-    placed,
-    scheduler_command,
-    worker_command,
-)
+from slipstream.cli.up.config import LOOPBACK, free_address, placed, scheduler_command, worker_command
 from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
 from slipstream.cli.up.mps import mps_daemon
-from slipstream.cli.up.state_dir import StateDir
+from slipstream.cli.up.state_dir import hold_state_dir
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.rpc.address import TcpAddress
 
@@ -69,7 +63,7 @@ async def supervising(
 async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is_verbose: bool) -> None:
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
-    with StateDir.hold(config.state_dir) as state_dir:
+    with hold_state_dir(config.state_dir) as announce:
         *workers, scheduler = _commands(config)
         async with (
             LogFollower(sys.stderr.buffer) as follower,
@@ -83,7 +77,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
                 await supervisor.wait_ready()
             status = await supervisor.while_alive(fetch_status(scheduler.address))
             status.print()
-            state_dir.announce(scheduler.address)
+            announce(scheduler.address)
             await supervisor.watch()
 
 

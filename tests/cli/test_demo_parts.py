@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from slipstream.bundled import Prompt
-from slipstream.cli.demo import DemoRun, first_difference, pieces, report
-from slipstream.cli.demo_screen import DemoScreen, legend
-from slipstream.cli.step_times import StepTimes
+from slipstream.cli.demo import DemoRun, DemoScreen, first_difference, legend, pieces, report
+from slipstream.cli.status_watch import StepTimes
 from slipstream.common.api.output_chunk import Usage
 from slipstream.common.rpc.scrape import Scrape
 
@@ -59,8 +58,11 @@ def run(
 
 
 def test_scrapes_are_summed_over_labels_and_subtracted() -> None:
-    times = StepTimes.of(Scrape.read(SCRAPE)) - StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.2)
-    assert (times.wall_s, times.num_steps) == (2.0, 6.0)
+    earlier = Scrape.read(
+        SCRAPE.replace("3.0", "1.0").replace("2.0", "0.0").replace("8.0", "6.0").replace("0.25", "0.05")
+    )
+    times = StepTimes.of(Scrape.read(SCRAPE).since(earlier))
+    assert (times.wall_s, times.num_steps) == (2.0, 4.0)
     assert times.overlap_efficiency == pytest.approx(0.9)
     assert math.isnan(StepTimes.of(Scrape.read("")).overlap_efficiency)
 

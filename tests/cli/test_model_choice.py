@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.model_choice import ModelChoice, ModelOptions
 from slipstream.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-class Given(TypedDict, total=False):
-    """The options that are given."""
-
-    target: Path
-    draft: Path
-    algorithm: str
-    num_draft_tokens: int
-
-
-def choose(**given: Unpack[Given]) -> ModelChoice:
-    """`ModelChoice.choose` with None for the rest."""
-    return ModelChoice.choose(
-        target=given.get("target"),
-        draft=given.get("draft"),
-        algorithm=given.get("algorithm"),
-        num_draft_tokens=given.get("num_draft_tokens"),
-    )
+def choose(**given: Any) -> ModelChoice:
+    """What is chosen when these options are given."""
+    return ModelOptions(**given).choose()
 
 
 @pytest.fixture
@@ -83,4 +69,4 @@ def test_a_target_alone_has_no_draft(model: Path) -> None:
 def test_a_contradiction_names_the_setting(field: str, given: dict[str, str | int], model: Path) -> None:
     paths = {"MODEL": model, "NOTHING": model / "nothing"}
     with pytest.raises(ConfigError, match=f"^{field}: "):
-        choose(**{key: paths.get(value, value) for key, value in given.items()})  # type: ignore[misc]
+        choose(**{key: paths.get(value, value) for key, value in given.items()})

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from slipstream.cli.up import mps
-from slipstream.cli.up.commands import placed
+from slipstream.cli.up.config import placed
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.errors import ConfigError, FailedPreconditionError

@@ -9,8 +9,7 @@ import yaml
 
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.up import config as up_config
-from slipstream.cli.up.commands import dialled, scheduler_command, worker_command
-from slipstream.cli.up.config import UpConfig
+from slipstream.cli.up.config import UpConfig, dialled, scheduler_command, worker_command
 from slipstream.cli.up.mps import MpsMode
 from slipstream.common.errors import ConfigError
 
