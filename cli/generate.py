@@ -33,7 +33,8 @@ async def run_generate(server: str, prompt: Prompt, options: RequestOptions, *, 
         raise UnavailableError(f"server at {server}: {error}") from error
     if chunks is None:
         return INTERRUPTED
-    samples = [[chunk for chunk in chunks if chunk.sample_index == index] for index in _sample_indices(chunks)]
+    indices = sorted({chunk.sample_index for chunk in chunks})
+    samples = [[chunk for chunk in chunks if chunk.sample_index == index] for index in indices]
     if as_json:
         for sample in samples:
             print(json.dumps(_report(sample)), flush=True)
@@ -56,10 +57,6 @@ async def _generate(server: str, prompt: Prompt, options: RequestOptions, *, is_
     if any(chunk.finish_reason is FinishReason.ABORT for chunk in chunks):
         raise UnavailableError(f"the server ended job {chunks[-1].job_id} before it was done")
     return chunks
-
-
-def _sample_indices(chunks: list[OutputChunk]) -> list[int]:
-    return sorted({chunk.sample_index for chunk in chunks})
 
 
 def _text(chunks: list[OutputChunk]) -> str:

@@ -100,7 +100,7 @@ def status(
     With --watch also where the time of steps goes, what drafting brings, and what requests get, until Ctrl-C.
     """
     from slipstream.cli.status import fetch_status
-    from slipstream.cli.up.state_dir import server_of
+    from slipstream.cli.up.run import server_of
 
     def locate() -> str:
         return server if state_dir is None else server_of(state_dir)
@@ -134,7 +134,7 @@ def trace(
     Nothing is switched on for it: requests must run. If they end before, the steps so far are written.
     """
     from slipstream.cli.trace import run_trace
-    from slipstream.cli.up.state_dir import server_of
+    from slipstream.cli.up.run import server_of
 
     _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait, out))
 

@@ -87,16 +87,15 @@ class LogFollower:
         self._output = output
         self._files = ExitStack()
         self._logs: dict[BinaryIO, bytes] = {}
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
+        self._task = asyncio.ensure_future(self._follow())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Copies what is left."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
         self._copy()
         self._output.write(b"".join(rest + b"\n" for rest in self._logs.values() if rest))
         self._output.flush()
@@ -105,7 +104,6 @@ class LogFollower:
     def start(self, paths: Iterable[Path]) -> None:
         """Follows these files, which are there, from their beginnings."""
         self._logs = {self._files.enter_context(path.open("rb")): b"" for path in paths}
-        self._task = asyncio.ensure_future(self._follow())
 
     async def _follow(self) -> None:
         while True:
@@ -151,11 +149,7 @@ class NonfailingOutput:
             yield
         except OSError as error:
             if error.errno in _NO_READER:
-                self._redirect()
-
-    def _redirect(self) -> None:
-        # The descriptor, not this object: buffers below still hold the text, and flushing them would fail again, at
-        # the interpreter's end too, which then changes the exit status.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._file.fileno())
-        os.close(null)
+                # The descriptor, not this object: buffers below still hold the text, and flushing them would fail
+                # again, at the interpreter's end too, which then changes the exit status.
+                with open(os.devnull, "wb") as null:
+                    os.dup2(null.fileno(), self._file.fileno())

@@ -12,12 +12,14 @@ import enum
 import logging
 import os
 import shutil
+import signal
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import shielded
-from slipstream.cli.up.process import ProcessGroup
+from slipstream.cli.up.process import start_bound
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -44,18 +46,33 @@ class MpsMode(enum.StrEnum):
 
 
 class MpsDaemon:
-    """A running control daemon with pipe and log directories of its own."""
+    """A control daemon with pipe and log directories of its own.
 
-    def __init__(self, directory: Path, control: str) -> None:
-        """Made by `mps_daemon`. `control`: path of the control program."""
+    It is reaped by `stop` and not before: until then no other process, and no other group, can get its id.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Starts it. Raises FailedPreconditionError without the program, ConfigError if the path is too long."""
+        control = shutil.which(CONTROL)
+        if control is None:
+            raise FailedPreconditionError(f"MPS: {CONTROL} is not installed (it comes with NVIDIA's driver)")
         self._control = control
-        self.log_dir = directory / "log"
-        self.pipe_dir = directory / "pipe"
+        self._log_dir = directory / "log"
+        self._pipe_dir = directory / "pipe"
+        longest = self._pipe_dir / "control_privileged"
+        if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
+            room = MAX_SOCKET_BYTES - len(os.fsencode(longest)) + len(os.fsencode(directory))
+            raise ConfigError("state_dir", str(directory), f"for MPS, a path of at most {room} bytes")
+        for path in (self._pipe_dir, self._log_dir):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # In the foreground and bound to us: a daemon that detaches itself would outlive an `up` that is killed.
+        with (self._log_dir / "control.log").open("wb") as log:
+            self._process = start_bound((control, "-f"), log, self.environment)
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Variables that make a process a client of this daemon; the control program finds the daemon by them, too."""
-        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self.log_dir)}
+        return {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe_dir), "CUDA_MPS_LOG_DIRECTORY": str(self._log_dir)}
 
     async def command(self, text: str) -> str:
         """Sends the daemon a command and returns its answer. Raises FailedPreconditionError when there is none."""
@@ -97,6 +114,47 @@ class MpsDaemon:
         except (FailedPreconditionError, OSError) as error:
             logger.warning("process %d is killed in the midst of its work on the GPU: %s", pid, error)
 
+    async def wait_ready(self) -> None:
+        """Returns when a server of this user runs: only then is it certain that one can."""
+        last: SlipstreamError = FailedPreconditionError("MPS: the control daemon did not answer")
+        has_asked = False
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while (status := self._status()) is None:
+                    try:
+                        if not has_asked:
+                            await self.command(f"start_server -uid {os.geteuid()}")
+                            has_asked = True
+                        if await self.servers():
+                            return
+                    except FailedPreconditionError as error:
+                        last = error
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise FailedPreconditionError(f"{last}; see {self._log_dir}") from None
+        raise FailedPreconditionError(f"MPS: the control daemon ended with status {status}; see {self._log_dir}")
+
+    async def stop(self) -> None:
+        """Asks it to quit, then ends every process of its group that still runs."""
+        try:
+            if self._status() is None:
+                with contextlib.suppress(FailedPreconditionError, OSError):
+                    await self.command("quit")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                        while self._status() is None:  # noqa: ASYNC110 - an end that is not reaped raises no event
+                            await asyncio.sleep(POLL_S)
+        finally:
+            os.killpg(self._process.pid, signal.SIGKILL)  # its server too, which outlives a daemon that was killed
+            self._process.wait()
+
+    def _status(self) -> int | None:
+        """Its exit status, or the signal's number below zero; None while it runs."""
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
 
 def has_nvidia_device() -> bool:
     """Returns whether this host shows a GPU that may run under MPS."""
@@ -115,75 +173,26 @@ async def mps_daemon(mode: MpsMode, directory: Path) -> AsyncIterator[MpsDaemon 
     `directory`, made if need be, takes its pipes and logs. Raises FailedPreconditionError (ConfigError if the
     directory's name is too long) when `mode` is ON and it cannot be had; AUTO says why in the log and goes without.
     """
-    try:
-        held = None if mode is MpsMode.OFF else await _start(directory)
-    except SlipstreamError as error:
-        if mode is MpsMode.ON:
-            raise
-        logger.warning("without MPS, a hand-over between the workers costs about 0.14 ms: %s", error)
-        held = None
-    if held is None:
-        yield None
-        return
-    daemon, group = held
-    during: BaseException | None = None
+    daemon = None
+    if mode is not MpsMode.OFF:
+        try:
+            daemon = await _start(directory)
+        except SlipstreamError as error:
+            if mode is MpsMode.ON:
+                raise
+            logger.warning("without MPS, a hand-over between the workers costs about 0.14 ms: %s", error)
     try:
         yield daemon
-    except BaseException as error:
-        during = error
-        raise
     finally:
-        await shielded(_stop(daemon, group), during=during)
+        if daemon is not None:
+            await shielded(daemon.stop(), during=sys.exception())
 
 
-async def _start(directory: Path) -> tuple[MpsDaemon, ProcessGroup]:
-    control = shutil.which(CONTROL)
-    if control is None:
-        raise FailedPreconditionError(f"MPS: {CONTROL} is not installed (it comes with NVIDIA's driver)")
-    daemon = MpsDaemon(directory, control)
-    longest = daemon.pipe_dir / "control_privileged"
-    if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
-        room = MAX_SOCKET_BYTES - len(os.fsencode(longest)) + len(os.fsencode(directory))
-        raise ConfigError("state_dir", str(directory), f"for MPS, a path of at most {room} bytes")
-    for path in (daemon.pipe_dir, daemon.log_dir):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # In the foreground and bound to us: a daemon that detaches itself would outlive an `up` that is killed.
-    with (daemon.log_dir / "control.log").open("wb") as log:
-        group = ProcessGroup(control, "-f", output=log, environment=daemon.environment)
+async def _start(directory: Path) -> MpsDaemon:
+    daemon = MpsDaemon(directory)
     try:
-        await _until_served(daemon, group)
+        await daemon.wait_ready()
     except BaseException:
-        await shielded(_stop(daemon, group))  # a cancellation counts for more than an error, which AUTO forgives
+        await shielded(daemon.stop())  # a cancellation counts for more than an error, which AUTO forgives
         raise
-    return daemon, group
-
-
-async def _until_served(daemon: MpsDaemon, group: ProcessGroup) -> None:
-    """Returns when a server of this user runs: only then is it certain that one can."""
-    last: SlipstreamError = FailedPreconditionError("MPS: the control daemon did not answer")
-    has_asked = False
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while group.status is None:
-                try:
-                    if not has_asked:
-                        await daemon.command(f"start_server -uid {os.geteuid()}")
-                        has_asked = True
-                    if await daemon.servers():
-                        return
-                except FailedPreconditionError as error:
-                    last = error
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        raise FailedPreconditionError(f"{last}; see {daemon.log_dir}") from None
-    raise FailedPreconditionError(f"MPS: the control daemon ended with status {group.status}; see {daemon.log_dir}")
-
-
-async def _stop(daemon: MpsDaemon, group: ProcessGroup) -> None:
-    try:
-        if group.status is None:
-            with contextlib.suppress(FailedPreconditionError, OSError):
-                await daemon.command("quit")
-            await group.ends_within(COMMAND_TIMEOUT_S)
-    finally:
-        group.kill()  # its server too, which outlives a daemon that did not get to end it
+    return daemon

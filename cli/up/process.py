@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _EXEC_WITH_PARENT = Path(__file__).with_name("exec_with_parent.py")
-_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +39,8 @@ class ServiceCommand:
     """Variables that it has beside this process's own, or in their place."""
 
 
-def _start(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a command without input that dies with this process (see `exec_with_parent.py`)."""
+def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command without input that dies with this process, on the main thread: see `exec_with_parent.py`."""
     return subprocess.Popen(
         (sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv),
         stdin=subprocess.DEVNULL,
@@ -65,7 +64,7 @@ class ServiceProcess:
         if command.log_path.exists():
             command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
         with command.log_path.open("wb") as log:
-            self._process = _start(command.argv, log, command.environment)
+            self._process = start_bound(command.argv, log, command.environment)
         self._ended = asyncio.Event()
         # A thread of its own, for asyncio's child watcher (before Python 3.12) and a signal may race for the status.
         threading.Thread(target=self._reap, args=(asyncio.get_running_loop(),), daemon=True).start()
@@ -127,38 +126,3 @@ class ServiceProcess:
     def _send(self, number: signal.Signals) -> None:
         if not self.has_ended:
             self._process.send_signal(number)
-
-
-class ProcessGroup:
-    """A command that may start others, which are ended together with it.
-
-    The leader is reaped by `kill` and not before: until then no other process, and no other group, can get its id.
-    """
-
-    def __init__(self, *argv: str, output: BinaryIO, environment: Mapping[str, str]) -> None:
-        """Starts it on the main thread; its output goes to `output`."""
-        self._leader = _start(argv, output, environment)
-
-    @property
-    def status(self) -> int | None:
-        """How the leader ended: its exit status, or the signal's number below zero. None while it runs."""
-        if self._leader.returncode is not None:
-            return self._leader.returncode
-        ended = os.waitid(os.P_PID, self._leader.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    async def ends_within(self, timeout_s: float) -> bool:
-        """Returns whether the leader ends by itself in that time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.status is None:  # noqa: ASYNC110 - an end that is not reaped raises no event
-                    await asyncio.sleep(_POLL_S)
-        return self.status is not None
-
-    def kill(self) -> None:
-        """Ends every process of the group that still runs, and reaps the leader."""
-        if self._leader.returncode is None:
-            os.killpg(self._leader.pid, signal.SIGKILL)
-            self._leader.wait()

@@ -173,9 +173,9 @@ class Supervisor:
             self._on_change(process.name, ServiceState.STOPPING)
         finally:
             process.terminate()
-            if not await self._drains(process):
+            if not await _ends_within(process, self._drain_timeout_s, self._hurry):
                 process.terminate()
-                if not await _ends_within(process, self._exit_timeout_s):
+                if not await _ends_within(process, self._exit_timeout_s, asyncio.Event()):
                     await self._kill(process)
         self._on_change(process.name, ServiceState.STOPPED)
 
@@ -187,21 +187,15 @@ class Supervisor:
             process.kill()
             await process.wait()
 
-    async def _drains(self, process: ServiceProcess) -> bool:
-        ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(self._hurry.wait())
-        try:
-            await asyncio.wait((ended, hurried), timeout=self._drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(ended, hurried)
-        return process.has_ended
 
-
-async def _ends_within(process: ServiceProcess, timeout_s: float) -> bool:
+async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:
+    """Returns whether the process ends in that time, and before `hurry` is set."""
+    ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
     try:
-        await asyncio.wait_for(process.wait(), timeout_s)
-    except TimeoutError:
-        return False
-    return True
+        await asyncio.wait((ended, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _cancel(ended, hurried)
+    return process.has_ended
 
 
 async def _cancel(*futures: asyncio.Future[Any]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.cli.up.state_dir import hold_state_dir, server_of
+from slipstream.cli.up.run import hold_state_dir, server_of
 from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
 
 if TYPE_CHECKING:
