@@ -12,6 +12,7 @@ from slipstream.common.device.cuda.poll_backoff import sleep_precisely
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from slipstream.benchmarks.spin_kernel import SpinKernel
     from slipstream.common.device.cuda.kernels import CudaKernels
 
 T = TypeVar("T")
@@ -55,9 +56,10 @@ class HostKernel:
 class GpuKernel:
     """On a GPU: looks at its clock behind what is computed, until the length is over. Only enqueues."""
 
-    def __init__(self, length_ms: float, kernels: CudaKernels, device: torch.device) -> None:
+    def __init__(self, length_ms: float, kernels: CudaKernels, spin: SpinKernel, device: torch.device) -> None:
         self._length_ns = round(length_ms * 1e6)
         self._kernels = kernels
+        self._spin = spin
         self._device = device
         self._start = torch.zeros(1, dtype=torch.int64, device=device)
         self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.zeros(0, dtype=torch.int64, device=device))
@@ -67,7 +69,7 @@ class GpuKernel:
         stream, start = torch.cuda.current_stream(self._device).cuda_stream, self._start.data_ptr()
         self._kernels.stamp(stream, start)
         result = compute()
-        self._kernels.spin_until(stream, start, self._length_ns)
+        self._spin.spin_until(stream, start, self._length_ns)
         return result
 
     def rows(self, values: Sequence[int]) -> torch.Tensor:

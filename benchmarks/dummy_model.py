@@ -51,10 +51,11 @@ def make_kernel(length_ms: float, device: Device | None) -> Kernel:
     """A kernel of the device; None is the CPU."""
     if device is None or device.torch_device.type == "cpu":
         return HostKernel(length_ms)
+    from slipstream.benchmarks.spin_kernel import SpinKernel
     from slipstream.common.device.cuda.device import CudaDevice
 
     assert isinstance(device, CudaDevice), "there is no other device"
-    return GpuKernel(length_ms, device.kernels, device.torch_device)
+    return GpuKernel(length_ms, device.kernels, SpinKernel(device.driver), device.torch_device)
 
 
 class _DummyModel:

@@ -27,7 +27,6 @@ from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Generator, Sequence
-    from types import TracebackType
     from typing import Unpack
 
     from slipstream.client.requests import Prompt, RequestOptions
@@ -63,9 +62,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -189,9 +186,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -98,15 +98,10 @@ class SequenceStats:
 class SubmittedSequence(Protocol):
     """A sequence in the core, as the gateway sees it. Compared by identity."""
 
-    @property
-    def spec(self) -> SequenceSpec: ...
-    @property
-    def arrived_at(self) -> float:
-        """Seconds of `time.monotonic`."""
-        ...
-
-    @property
-    def stats(self) -> SequenceStats: ...
+    spec: SequenceSpec
+    arrived_at: float
+    """Seconds of `time.monotonic`."""
+    stats: SequenceStats
 
 
 Outputs = list[tuple[SubmittedSequence, SequenceOutput]]
@@ -118,15 +113,12 @@ class Core(Protocol):
 
     def submit(self, *specs: SequenceSpec) -> tuple[SubmittedSequence, ...]:
         """Queues sequences, all or none. Raises ResourceExhaustedError if the queue is full, UnavailableError."""
-        ...
 
     def check_room(self, num_sequences: int = 1) -> None:
         """Raises the error that `submit` would raise for so many sequences now."""
-        ...
 
     def cancel(self, sequence: SubmittedSequence) -> None:
         """Asks for the end of a sequence, waiting or running; no effect if it is over."""
-        ...
 
 
 class OutputSink(Protocol):
@@ -134,4 +126,3 @@ class OutputSink(Protocol):
 
     def put(self, outputs: Outputs) -> None:
         """Called on the loop's thread after each step; returns at once. Keeps the order of each sequence's output."""
-        ...

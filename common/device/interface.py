@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 class Stream(Protocol):
     """Work in order. A worker has one for its whole life."""
 
-    @property
-    def name(self) -> str:
-        """The name in messages and logs."""
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that broke the stream; nothing that was enqueued after it ran."""
+    name: str
+    """The name in messages and logs."""
+    failure: BaseException | None
+    """The error that broke the stream; nothing that was enqueued after it ran."""
 
     def enqueue(self, work: Callable[[], None]) -> None:
         """Appends work; returns at once."""
@@ -52,9 +49,8 @@ class Stream(Protocol):
 class Fence(Protocol):
     """A counter in shared memory that only grows; one stream signals it, others wait for a value."""
 
-    @property
-    def is_releasable(self) -> bool:
-        """Whether `release` ends waits of streams; else a stream that waits for a dead producer is lost."""
+    is_releasable: bool
+    """Whether `release` ends waits of streams; else a stream that waits for a dead producer is lost."""
 
     def signal(self, stream: Stream, value: int) -> None:
         """Sets the counter when the stream gets there."""
@@ -75,9 +71,8 @@ class Fence(Protocol):
 class Arena(Protocol):
     """The memory that the processes share."""
 
-    @property
-    def manifest(self) -> Manifest:
-        """The layout, for the other processes."""
+    manifest: Manifest
+    """The layout, for the other processes."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a view of a buffer. Raises ManifestError if there is none of that name."""
@@ -111,25 +106,18 @@ class HostCopy(Protocol):
 class Device(Protocol):
     """Factory for streams, fences and arenas on one device."""
 
-    @property
-    def identity(self) -> str:
-        """ "cpu", or the GPU's UUID: two processes with the same one can share an arena."""
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of this process's tensors."""
-
-    @property
-    def fence_kind(self) -> str:
-        """ "host", "timeline" or "event"."""
+    identity: str
+    """ "cpu", or the GPU's UUID: two processes with the same one can share an arena."""
+    torch_device: torch.device
+    """The device of this process's tensors."""
+    fence_kind: str
+    """ "host", "timeline" or "event"."""
+    has_stream_threads: bool
+    """Whether streams work on threads of their own, so that to enqueue is no more than to hand over a closure."""
 
     @property
     def under_mps(self) -> bool:
         """Whether this process shares a GPU under NVIDIA MPS."""
-
-    @property
-    def has_stream_threads(self) -> bool:
-        """Whether streams work on threads of their own, so that to enqueue is no more than to hand over a closure."""
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> Stream:
         """Makes a stream. `on_failure` is called once, from the stream's thread, when work raises."""

@@ -150,12 +150,8 @@ def _forget_frames(abort: BaseException) -> None:
     abort.__traceback__ = abort.__context__ = abort.__cause__ = None
 
 
-def reject_unknown_fields(message: Message) -> None:
+def reject_unknown_fields(message: Message, path: str = "") -> None:
     """Raises an InvalidArgumentError that names the path and number of an unknown field, also in nested messages."""
-    _reject(message, "")
-
-
-def _reject(message: Message, path: str) -> None:
     unknown_fields: Any = UnknownFieldSet(message)
     for unknown in unknown_fields:
         number = unknown.field_number
@@ -166,7 +162,7 @@ def _reject(message: Message, path: str) -> None:
         if field.message_type is not None:
             name = f"{path}.{field.name}" if path else field.name
             for key, child in _messages(field, value):
-                _reject(child, name + key)
+                reject_unknown_fields(child, name + key)
 
 
 def _messages(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:

@@ -60,17 +60,14 @@ class MetricSpec:
     """Upper bounds of a histogram's buckets, in the unit of its name."""
 
     def counter(self, registry: CollectorRegistry) -> Counter:
-        """Registers a counter."""
         self._check(MetricKind.COUNTER)
         return Counter(self.name, self.help, self.labels, registry=registry)
 
     def gauge(self, registry: CollectorRegistry) -> Gauge:
-        """Registers a gauge."""
         self._check(MetricKind.GAUGE)
         return Gauge(self.name, self.help, self.labels, registry=registry)
 
     def histogram(self, registry: CollectorRegistry) -> Histogram:
-        """Registers a histogram."""
         self._check(MetricKind.HISTOGRAM)
         return Histogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
 
@@ -95,12 +92,10 @@ def counter(name: str, help: str, *labels: str) -> MetricSpec:
 
 
 def gauge(name: str, help: str, *labels: str) -> MetricSpec:
-    """Defines a gauge."""
     return MetricSpec(name=name, kind=MetricKind.GAUGE, help=help, labels=labels)
 
 
 def histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...]) -> MetricSpec:
-    """Defines a histogram."""
     return MetricSpec(name=name, kind=MetricKind.HISTOGRAM, help=help, labels=labels, buckets=buckets)
 
 
@@ -250,7 +245,6 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes the connection."""
         self._connections.discard(request)
         super().shutdown_request(request)
 

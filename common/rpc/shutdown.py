@@ -9,7 +9,7 @@ import signal
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ class ShutdownSignals:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -16,38 +16,29 @@ PADDING_SLOT = 0
 
 
 class BufferName(enum.StrEnum):
-    """A buffer of the FutureMap. Each has exactly one writer process."""
+    """A buffer of the FutureMap. Each has exactly one writer process; `FutureMapShape.specs` has the shapes."""
 
+    # Verify publishes these for the scheduler, in the step's row of the ring; the last three if logprobs are asked for:
+    # the output tokens' own, and the most likely tokens at each place with theirs.
     NEW_SEQ_LENS = "new_seq_lens"
-    """[ring, slots]. Verify publishes it for the scheduler."""
     NUM_ACCEPTED = "num_accepted"
-    """[ring, slots]. Verify publishes it for the scheduler."""
     OUTPUT_TOKENS = "output_tokens"
-    """[ring, slots, K+1]. Verify publishes it for the scheduler."""
     OUTPUT_LOGPROBS = "output_logprobs"
-    """[ring, slots, K+1]. Verify publishes it for the scheduler in steps that are asked for logprobs."""
     TOP_TOKENS = "top_tokens"
-    """[ring, slots, K+1, 20]. As OUTPUT_LOGPROBS: the most likely tokens at each place."""
     TOP_LOGPROBS = "top_logprobs"
-    """[ring, slots, K+1, 20]. As OUTPUT_LOGPROBS: the logprobs of TOP_TOKENS."""
+    # Verify stashes these in the slots' rows for the next forward of either worker.
     SEQ_LENS = "seq_lens"
-    """[slots]. Verify stashes it for the next forward of either worker."""
     BONUS_TOKENS = "bonus_tokens"
-    """[slots]. Verify stashes it for the next forward of either worker."""
     NUM_NEW = "num_new"
-    """[slots]. Verify stashes it for the next forward of either worker."""
     LAST_TOKENS = "last_tokens"
-    """[slots, K+1]. Verify stashes it for the next forward of either worker."""
+    # Verify writes these for a draft that reads hidden states: of a slot's last tokens, and of the chunk of a prefill.
     HIDDEN_STATES = "hidden_states"
-    """[slots, K+1, width]. Verify stashes it for a draft that reads hidden states."""
     PREFILL_HIDDEN = "prefill_hidden"
-    """[chunk, width], one for all slots. Verify fills it for a draft that reads hidden states."""
+    # Draft writes these in the slots' rows; verify copies them in.
     DRAFT_TOKENS = "draft_tokens"
-    """[slots, nodes]. Draft writes it, verify copies it in."""
+    # Start and end of the workers' work, in the step's row of the ring, for the scheduler.
     DRAFT_STAMPS = "draft_stamps"
-    """[ring]. Start and end of draft's work, for the scheduler."""
     VERIFY_STAMPS = "verify_stamps"
-    """[ring]. Start and end of verify's work, for the scheduler."""
 
 
 SLOT_BUFFERS = frozenset(

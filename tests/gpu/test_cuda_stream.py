@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from slipstream.benchmarks.spin_kernel import SpinKernel
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import FenceName
 from tests.harness.other_process import GpuUser, attached
@@ -162,11 +163,11 @@ def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDev
 
 def test_stamps_can_be_captured(device: CudaDevice, arena: CudaArena) -> None:
     stamps, capturing = arena.tensor("stamps"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
+    graph, kernel = torch.cuda.CUDAGraph(), SpinKernel(device.driver)
     with torch.cuda.graph(graph, stream=capturing):
         handle = torch.cuda.current_stream().cuda_stream
         device.kernels.stamp(handle, stamps[0].data_ptr())
-        device.kernels.spin_until(handle, stamps[0].data_ptr(), 50_000)
+        kernel.spin_until(handle, stamps[0].data_ptr(), 50_000)
         device.kernels.stamp(handle, stamps[1].data_ptr())
     taken = []
     for _ in range(5):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.benchmarks.spin_kernel import SpinKernel
 from slipstream.common.device.cuda.device import CudaDevice
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError
 from slipstream.common.worker.step import FenceName
@@ -43,6 +44,7 @@ class GpuUser:
         self.stream.bind_thread()
         self.arena: CudaArena | None = None
         self.kept: list[torch.Tensor] = []
+        self.kernel = SpinKernel(self.device.driver)
         self.start = torch.zeros(1, dtype=torch.int64, device=self.device.torch_device)
 
     def answer(self, line: str) -> str:
@@ -104,7 +106,7 @@ class GpuUser:
     def _spin(self, length_ns: int) -> None:
         handle, start = self.stream.handle, self.start.data_ptr()
         self.device.stamp(self.stream, self.start[0])
-        self.stream.enqueue(lambda: self.device.kernels.spin_until(handle, start, length_ns))
+        self.stream.enqueue(lambda: self.kernel.spin_until(handle, start, length_ns))
 
 
 def _fill(tensor: torch.Tensor, value: float) -> None:

@@ -51,22 +51,6 @@ _PTX = b"""
     ret;
 }
 
-.visible .entry spin_until(.param .u64 start, .param .u64 length)
-{
-    .reg .b64 %rd<6>;
-    .reg .pred %p;
-    ld.param.u64 %rd1, [start];
-    ld.param.u64 %rd2, [length];
-    cvta.to.global.u64 %rd1, %rd1;
-    ld.global.u64 %rd3, [%rd1];
-    add.u64 %rd3, %rd3, %rd2;
-LOOK:
-    mov.u64 %rd4, %globaltimer;
-    setp.lt.u64 %p, %rd4, %rd3;
-    @%p bra LOOK;
-    ret;
-}
-
 .visible .entry fetch(.param .u64 target, .param .u64 source, .param .u64 words)
 {
     .reg .b64 %rd<8>;
@@ -103,31 +87,27 @@ class CudaKernels:
         """Loads and runs each kernel once: loading one later might wait for a stream that waits for another process."""
         self._driver = driver
         module = driver.call(cu.cuModuleLoadData, _PTX)
-        names = (b"stamp", b"stamp_row", b"store", b"spin_until", b"fetch")
+        names = (b"stamp", b"stamp_row", b"store", b"fetch")
         functions = [int(driver.call(cu.cuModuleGetFunction, module, name)) for name in names]
-        self._stamp, self._stamp_row, self._store, self._spin_until, self._fetch = functions
+        self._stamp, self._stamp_row, self._store, self._fetch = functions
         self._warm_up()
 
     def stamp(self, stream: int, target: int) -> None:
         """Writes %globaltimer, in nanoseconds, into the 64 bits at `target`."""
-        self._launch(self._stamp, stream, _arguments(target))
+        self._launch(self._stamp, stream, kernel_arguments(target))
 
     def stamp_row(self, stream: int, targets: int, stride_bytes: int, row: int) -> None:
         """As `stamp`, into the target whose index is in the 64 bits at `row`."""
-        self._launch(self._stamp_row, stream, _arguments(targets, stride_bytes, row))
+        self._launch(self._stamp_row, stream, kernel_arguments(targets, stride_bytes, row))
 
     def store(self, stream: int, target: int, value: int) -> None:
         """Writes 64 bits at once."""
         self._launch(self._store, stream, _Arguments(target, value))
 
-    def spin_until(self, stream: int, start: int, length_ns: int) -> None:
-        """Holds the stream until `length_ns` after the stamp at `start`."""
-        self._launch(self._spin_until, stream, _arguments(start, length_ns))
-
     def fetch(self, stream: int, target: int, source: int, num_words: int) -> None:
         """Copies words of 64 bits to the device, from pinned host memory."""
         blocks = -(-num_words // _THREADS)
-        arguments = _arguments(target, source, num_words)
+        arguments = kernel_arguments(target, source, num_words)
         self._driver.streams.launch(stream, self._fetch, blocks, _THREADS, arguments.address)
 
     def _launch(self, function: int, stream: int, arguments: _Arguments) -> None:
@@ -139,7 +119,6 @@ class CudaKernels:
         self.store(stream, scratch, 0)
         self.stamp_row(stream, scratch, 8, scratch)
         self.stamp(stream, scratch)
-        self.spin_until(stream, scratch, 0)
         self.fetch(stream, scratch, scratch, 1)
         self._driver.call(cu.cuStreamSynchronize, stream)
         self._driver.call(cu.cuStreamDestroy, stream)
@@ -159,6 +138,6 @@ class _Arguments:
 
 
 @lru_cache(maxsize=256)
-def _arguments(*values: int) -> _Arguments:
+def kernel_arguments(*values: int) -> _Arguments:
     """Returns the same object for arguments that repeat."""
     return _Arguments(*values)
