@@ -135,11 +135,7 @@ class Slot:
 
 
 def load_decoder(
-    path: str | Path,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    load_format: LoadFormat = LoadFormat.AUTO,
+    path: str | Path, *, device: torch.device, dtype: torch.dtype, load_format: LoadFormat = LoadFormat.AUTO
 ) -> Decoder:
     """Reads a checkpoint directory into a decoder that computes in `dtype`, whatever the files hold.
 

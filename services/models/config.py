@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from slipstream.common.errors import CheckpointError
 from slipstream.services.models.families import FAMILIES, Windows
 
 RopeType = Literal["default", "linear", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
+ROPE_TYPES = get_args(RopeType)
 _DEFAULT_THETA = 10000.0
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -48,14 +48,14 @@ class ConfigFields:
     def count(self, name: str, default: int | None = None) -> int:
         """A positive integer, `default` where the field is absent or null; raises `CheckpointError` when it is none."""
         value = default if self.get(name) is None else self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_integer(value) or value < 1:
             raise self.error(name, "a positive integer")
-        return value
+        return int(value)
 
     def number(self, name: str) -> float:
         """A positive number; raises `CheckpointError` when it is none."""
         value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if not (is_integer(value) or isinstance(value, float)) or not value > 0:
             raise self.error(name, "a positive number")
         return float(value)
 
@@ -149,6 +149,9 @@ class ModelConfig:
         num_kv_heads = fields.count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+        bos_token_id = fields.get("bos_token_id")
+        if bos_token_id is not None and not is_integer(bos_token_id):
+            raise fields.error("bos_token_id", "a token id")
         return cls(
             architecture=architecture,
             vocab_size=fields.count("vocab_size"),
@@ -167,7 +170,7 @@ class ModelConfig:
             has_mlp_bias=fields.flag(family.mlp_bias),
             has_qk_norms=family.has_qk_norms,
             sliding_windows=_sliding_windows(fields, family.windows),
-            bos_token_id=_bos_token_id(fields),
+            bos_token_id=bos_token_id,
             eos_token_ids=_eos_token_ids(fields),
             dtype=_dtype(fields),
         )
@@ -204,12 +207,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _head_dim(fields: ConfigFields, num_heads: int) -> int:
-    if fields.get("head_dim") is None:
-        if fields.count("hidden_size") % num_heads:
-            raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}")
-        head_dim = fields.count("hidden_size") // num_heads
-    else:
-        head_dim = fields.count("head_dim")
+    hidden_size = fields.count("hidden_size")
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}")
+    head_dim = fields.count("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", "an even number")
     return head_dim
@@ -224,7 +225,7 @@ def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None
         is_used = fields.flag("use_sliding_window")
         if layer_types is None:
             first = fields.get("max_window_layers") if is_used and has_window else num_layers
-            if not _is_integer(first):
+            if not is_integer(first):
                 raise fields.error("max_window_layers", "a number of layers")
             layer_types = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
         if any(layer_type not in (_FULL, _SLIDING) for layer_type in layer_types):
@@ -246,7 +247,10 @@ def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None
 def _rope(fields: ConfigFields) -> RopeConfig:
     # Older files have `rope_scaling`, which goes first in transformers, too, and the other fields beside it.
     given = fields.sub("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
-    rope_type = _rope_type(given)
+    name = "rope_type" if given.get("rope_type") is not None else "type"
+    rope_type = "default" if given.get(name) is None else given.get(name)
+    if rope_type not in ROPE_TYPES:
+        raise given.error(name, ", ".join(ROPE_TYPES))
     outside = {
         "rope_theta": fields.get("rope_theta") or _DEFAULT_THETA,
         "partial_rotary_factor": fields.get("partial_rotary_factor"),
@@ -258,37 +262,20 @@ def _rope(fields: ConfigFields) -> RopeConfig:
     theta = rope.number("rope_theta")
     if rope_type == "default":
         return RopeConfig(theta=theta)
+    factor = rope.number("factor")
     if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=rope.number("factor"))
-    low_freq_factor = rope.number("low_freq_factor")
-    if rope.number("high_freq_factor") <= low_freq_factor:
-        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low_freq_factor:g}")
+        return RopeConfig(rope_type="linear", theta=theta, factor=factor)
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low:g}")
     return RopeConfig(
         rope_type="llama3",
         theta=theta,
-        factor=rope.number("factor"),
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=rope.number("high_freq_factor"),
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_position_embeddings=rope.count("original_max_position_embeddings"),
     )
-
-
-def _rope_type(fields: ConfigFields) -> RopeType:
-    name = "rope_type" if fields.get("rope_type") is not None else "type"
-    given = fields.get(name)
-    if given is None:
-        return "default"
-    for rope_type in ROPE_TYPES:
-        if given == rope_type:
-            return rope_type
-    raise fields.error(name, ", ".join(ROPE_TYPES))
-
-
-def _bos_token_id(fields: ConfigFields) -> int | None:
-    given = fields.get("bos_token_id")
-    if given is not None and not _is_integer(given):
-        raise fields.error("bos_token_id", "a token id")
-    return None if given is None else int(given)
 
 
 def _eos_token_ids(fields: ConfigFields) -> frozenset[int]:
@@ -301,12 +288,13 @@ def _eos_token_ids(fields: ConfigFields) -> frozenset[int]:
     if given is None:
         return frozenset()
     ids = given if isinstance(given, list) else [given]
-    if not all(_is_integer(token) for token in ids):
+    if not all(is_integer(token) for token in ids):
         raise CheckpointError(f"{path}: {name}: eos_token_id: got {given!r}, supported: a token id or a list of them")
     return frozenset(ids)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """True for an int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

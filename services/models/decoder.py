@@ -218,12 +218,7 @@ class Decoder(nn.Module):
     _inverse_frequencies: torch.Tensor
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        attention: Attention | None = None,
-        device: torch.device,
-        dtype: torch.dtype,
+        self, config: ModelConfig, *, attention: Attention | None = None, device: torch.device, dtype: torch.dtype
     ) -> None:
         """`attention` is PyTorch's unless given."""
         super().__init__()

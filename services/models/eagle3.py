@@ -17,7 +17,7 @@ from torch import nn
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.attention import TorchAttention
-from slipstream.services.models.config import ConfigFields, ModelConfig, read_json
+from slipstream.services.models.config import ConfigFields, ModelConfig, is_integer, read_json
 from slipstream.services.models.decoder import (
     DecoderLayer,
     Linear,
@@ -110,7 +110,7 @@ def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:
     if given is None:
         return ()
     is_list = isinstance(given, list) and len(given) == NUM_FUSED
-    if not is_list or any(isinstance(layer, bool) or not isinstance(layer, int) or layer < 0 for layer in given):
+    if not is_list or any(not is_integer(layer) or layer < 0 for layer in given):
         raise fields.error(name, f"{NUM_FUSED} numbers of layers")
     return tuple(layer + first for layer in given)
 

@@ -65,14 +65,42 @@ class VerifyGraphs:
         }
 
     def phases(self, command: StepCommand) -> list[Phase]:
-        """A decode step, with a draft or plain: the work up to publish, then the stash."""
+        """A decode step, by graphs as far as there are any: the work up to publish, then the stash."""
         num_rows = len(command.slots)
-        graphs = self._made[command.kind].get(num_rows)
-        padded = self._graphed.slots[: self._eager_size or num_rows]
-        step = _Step(command, graphs, padded, self._target, self._state, self._graphed)
+        target, future_map, graphed = self._target, self._state.future_map, self._graphed
+        graphs, rows = self._made[command.kind].get(num_rows), graphed.slots[:num_rows]
+        endings: list[_Ending | VerifyResult] = []
+
+        def publish() -> None:
+            mode = self._state.slots.sampling_mode(command.slots)
+            if graphs is None:
+                graphed.stamp_start()
+                padded = graphed.slots[: self._eager_size or num_rows]
+                forward = target.forward(command.step, padded, has_draft=command.kind is StepKind.DECODE)
+            else:
+                graphs.forward.replay(future_map, command)
+                forward = graphs.result.value
+                if command.top_logprobs is None and mode in graphs.endings:
+                    endings.append(graphs.endings[mode])
+                    graphs.endings[mode].publish.replay(future_map, command)
+                    return
+            # Rows beyond the command's slots are padding.
+            result = merged(lambda values: values[0][:num_rows], target.sample(forward, mode, command.top_logprobs))
+            endings.append(result)
+            future_map.publish(command.step, rows, result)
+
+        def stash() -> None:
+            (ending,) = endings
+            if isinstance(ending, _Ending):
+                ending.stash.replay(future_map, command)
+                return
+            future_map.stash(command.step, rows, ending)
+            target.record_output(rows, ending)
+            graphed.stamp_end()
+
         return [
-            Phase(step.publish, FenceName.VERIFY_PUBLISH, is_stamped=True),
-            Phase(step.stash, FenceName.VERIFY_STASH, is_stamped=True),
+            Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=True),
+            Phase(stash, FenceName.VERIFY_STASH, is_stamped=True),
         ]
 
     def _make(self, kind: StepKind, size: int) -> _Graphs:
@@ -100,55 +128,3 @@ class VerifyGraphs:
             graphed.stamp_end()
 
         return _Ending(graphed.capture_part(publish), graphed.capture_part(stash))
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """One step, by graphs as far as there are any for it. Its methods are stream work."""
-
-    command: StepCommand
-    graphs: _Graphs | None
-    padded: torch.Tensor
-    """The slots of a forward without a graph, and perhaps padding."""
-    target: Target
-    state: EpochState
-    graphed: GraphedStep
-    ending: _Ending | None = None
-    result: VerifyResult | None = None
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """[B] int64: the command's slots."""
-        return self.graphed.slots[: len(self.command.slots)]
-
-    def publish(self) -> None:
-        """Computes the step and writes what the scheduler consumes."""
-        mode = self.state.slots.sampling_mode(self.command.slots)
-        if self.graphs is None:
-            self.graphed.stamp_start()
-            has_draft = self.command.kind is StepKind.DECODE
-            self._sample(self.target.forward(self.command.step, self.padded, has_draft=has_draft), mode)
-            return
-        self.graphs.forward.replay(self.state.future_map, self.command)
-        if self.command.top_logprobs is None:
-            self.ending = self.graphs.endings.get(mode)
-        if self.ending is not None:
-            self.ending.publish.replay(self.state.future_map, self.command)
-        else:
-            self._sample(self.graphs.result.value, mode)
-
-    def stash(self) -> None:
-        """Writes what the next forward reads."""
-        if self.ending is not None:
-            self.ending.stash.replay(self.state.future_map, self.command)
-            return
-        assert self.result is not None, "publish comes first"
-        self.state.future_map.stash(self.command.step, self.rows, self.result)
-        self.target.record_output(self.rows, self.result)
-        self.graphed.stamp_end()
-
-    def _sample(self, forward: TargetForward, mode: SamplingMode) -> None:
-        result = self.target.sample(forward, mode, self.command.top_logprobs)
-        # Rows beyond the command's slots are padding.
-        self.result = merged(lambda rows: rows[0][: len(self.command.slots)], result)
-        self.state.future_map.publish(self.command.step, self.rows, self.result)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device, Fence, Stream
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.contract import Attachment, WorkerDescription
-    from slipstream.common.worker.layout import FutureMapShape
     from slipstream.common.worker.step import FencePoint
     from slipstream.services.worker.staging import Staging
 
@@ -146,16 +145,13 @@ def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch:
         own.check_fits(attachment.peer)
     if own.role is Role.DRAFT and not attachment.shape.num_draft_tokens:
         raise ConfigError("attach.num_draft_tokens", 0, "at least 1, for a draft")
-    _check_hidden(attachment.shape, own)
+    shape = attachment.shape
+    if own.role is Role.DRAFT and shape.hidden_width != own.hidden_width:
+        width = shape.hidden_width
+        raise MismatchError([f"width of the hidden states: arena has {width}, draft reads {own.hidden_width}"])
+    if shape.hidden_width and shape.hidden_dtype is not DTYPES.get(own.dtype):
+        raise MismatchError([f"dtype of the hidden states: arena has {shape.hidden_dtype}, model has {own.dtype}"])
     longest = own.max_context_tokens
     if attachment.context_tokens > longest:
         given = attachment.context_tokens
         raise MismatchError([f"context: scheduler has {given} tokens, this model was made for {longest}"])
-
-
-def _check_hidden(shape: FutureMapShape, own: WorkerDescription) -> None:
-    width = shape.hidden_width
-    if own.role is Role.DRAFT and width != own.hidden_width:
-        raise MismatchError([f"width of the hidden states: arena has {width}, draft reads {own.hidden_width}"])
-    if width and shape.hidden_dtype is not DTYPES.get(own.dtype):
-        raise MismatchError([f"dtype of the hidden states: arena has {shape.hidden_dtype}, model has {own.dtype}"])

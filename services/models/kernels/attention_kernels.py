@@ -10,11 +10,7 @@ from slipstream.services.models.kernels.launching import wait_for_previous
 
 @triton.jit
 def key_rows(
-    page_table: tl.tensor,
-    key: tl.tensor,
-    stop: tl.tensor,
-    num_pages: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
+    page_table: tl.tensor, key: tl.tensor, stop: tl.tensor, num_pages: tl.tensor, PAGE_SIZE: tl.constexpr
 ) -> tl.tensor:
     """Looks up the rows of `kv` of the keys numbered `key`: [BLOCK_N] int64. Keys from `stop` on are not looked up."""
     page = tl.load(page_table + key // PAGE_SIZE, mask=key < stop, other=0)

@@ -53,14 +53,7 @@ class PagedAttention:
 class PagedLayerAttention:
     """Attention of one forward; see `LayerAttention`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        batch: ForwardBatch,
-        cache: PagedKV,
-        *,
-        splits_keys: bool = True,
-    ) -> None:
+    def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, *, splits_keys: bool = True) -> None:
         """`splits_keys`: the splits depend on the batch and on how many keys a row's last query sees."""
         self._config = config
         self._splits_keys = splits_keys

@@ -106,14 +106,7 @@ class _Sampling:
             self._settle()
 
     def _count(self, level: int) -> None:
-        count_kernel[self._grid](
-            *self._filtered,
-            *self._sizes,
-            level,
-            BLOCK=_BLOCK,
-            num_warps=8,
-            **self._options,
-        )
+        count_kernel[self._grid](*self._filtered, *self._sizes, level, BLOCK=_BLOCK, num_warps=8, **self._options)
 
     def _draw(self, *, is_second: bool) -> None:
         rows = self._rows
