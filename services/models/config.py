@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 
@@ -50,7 +50,7 @@ class ConfigFields:
         value = default if self.get(name) is None else self.get(name)
         if not is_integer(value) or value < 1:
             raise self.error(name, "a positive integer")
-        return int(value)
+        return value
 
     def number(self, name: str) -> float:
         """A positive number; raises `CheckpointError` when it is none."""
@@ -293,7 +293,7 @@ def _eos_token_ids(fields: ConfigFields) -> frozenset[int]:
     return frozenset(ids)
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """True for an int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
