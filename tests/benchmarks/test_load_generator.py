@@ -27,7 +27,7 @@ async def test_requests_do_not_wait_for_answers() -> None:
         with LoadGenerator() as generator:
             run = asyncio.ensure_future(generator.open_loop(server.address, arrivals(), 0.2, 60.0))
             # Nothing is answered, and yet all of them come.
-            await until(lambda: server.desk.num_jobs == NUM_REQUESTS)
+            await until(lambda: server.manager.num_jobs == NUM_REQUESTS)
             server.loop.may_step.set()
             records = (await run).records
     assert [record.outcome for record in records] == [COMPLETED] * NUM_REQUESTS
@@ -55,7 +55,7 @@ async def test_what_does_not_end_is_left() -> None:
         with LoadGenerator() as generator:
             run = await generator.open_loop(server.address, arrivals(), 0.1, 0.1)
         assert [record.outcome for record in run.records] == [LEFT] * NUM_REQUESTS
-        await server.desk.wait_idle()
+        await server.manager.wait_idle()
 
 
 async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
@@ -63,7 +63,7 @@ async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
     async with generation_server() as server:
         with LoadGenerator() as generator:
             run = await generator.closed_loop(server.address, requests, 3, 0.5)
-        await server.desk.wait_idle()
+        await server.manager.wait_idle()
     report = report_of(run, 0.0)
     assert report.num_left <= 3
     assert report.num_completed + report.num_left == report.num_requests > 3

@@ -95,12 +95,12 @@ async def test_a_create_whose_answer_was_lost_is_sent_again() -> None:
         server.loop.may_step.clear()
         proxy.lets_answers_through.clear()
         created = asyncio.ensure_future(client.create_job([5, 6], max_new_tokens=4))
-        await until(lambda: server.desk.num_jobs == 1)
+        await until(lambda: server.manager.num_jobs == 1)
         proxy.cut()
         proxy.lets_answers_through.set()
         job = await created
         assert proxy.num_connections == 2
-        assert server.desk.num_jobs == 1
+        assert server.manager.num_jobs == 1
         server.loop.may_step.set()
         assert tokens_of([chunk async for chunk in client.watch_job(job.job_id)]) == [5, 6, 5, 6]
 
@@ -113,7 +113,7 @@ async def test_a_generate_whose_connection_broke_ends() -> None:
         proxy.cut()
         with pytest.raises(ConnectionLostError):
             await anext(chunks)
-        await server.desk.wait_idle()
+        await server.manager.wait_idle()
         assert (await client.get_job("mine")).finish_reason == "abort"
 
 
@@ -174,7 +174,7 @@ async def test_the_plain_client_cancels() -> None:
                     list(client.generate([5], job_id="late", max_new_tokens=9, timeout_s=0.1))
 
         await asyncio.to_thread(use)
-        await server.desk.wait_idle()
+        await server.manager.wait_idle()
         assert [job.spec.job_id for job in server.loop.cancelled] == ["left", "called", "late"]
 
 

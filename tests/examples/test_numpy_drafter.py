@@ -99,7 +99,7 @@ def settings(**changes: object) -> dict[str, Any]:
 async def serve(
     processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
-    """The tokens of jobs, by a conductor of their own."""
+    """The tokens of jobs, by a session of their own."""
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
         await client.attached.wait()
         if has_draft:

@@ -83,7 +83,7 @@ async def test_what_a_template_does_not_take(
         with pytest.raises(InvalidArgumentError, match=message) as caught:
             await collect(client.generate(messages))
         assert caught.value.field == "messages"
-        assert server.desk.num_jobs == 0
+        assert server.manager.num_jobs == 0
 
 
 async def test_more_messages_than_are_looked_at_are_refused_before_they_are(templates: pytest.MonkeyPatch) -> None:

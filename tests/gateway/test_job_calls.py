@@ -1,4 +1,4 @@
-"""CreateJob, WatchJob, GetJob and ListJobs over a real connection, with a fake loop behind the desk."""
+"""CreateJob, WatchJob, GetJob and ListJobs over a real connection, with a fake loop behind the manager."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_the_same_request_makes_one_job(server: GenerationServer, client: 
     server.queue.close("full")
     again = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
     assert again.created_at == created.created_at
-    assert server.desk.num_jobs == 1
+    assert server.manager.num_jobs == 1
     server.loop.may_step.set()
     streams = [collect(client.generate("Hello", job_id="mine", max_new_tokens=6)), collect(client.watch_job("mine"))]
     generated, watched = await asyncio.gather(*streams)
@@ -186,7 +186,7 @@ async def test_not_many_jobs_are_kept() -> None:
     async with generation_server(kept_jobs=3) as server, AsyncClient(server.address) as client:
         for number in range(6):
             await collect(client.generate([5], job_id=f"job-{number}", max_new_tokens=3))
-        await server.desk.wait_idle()
+        await server.manager.wait_idle()
         assert [job.job_id for job in (await client.list_jobs()).jobs] == ["job-5", "job-4", "job-3"]
         assert len(server.store) == 3
 
@@ -255,7 +255,7 @@ async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
         await collect(client.watch_job("broken"))
     ended = await state_of(client, "broken", JobState.ENDED)
     assert (ended.num_tokens, "could not be taken in" in ended.error) == (TOKENS_PER_STEP, True)
-    assert server.desk.num_jobs == 0
+    assert server.manager.num_jobs == 0
 
 
 async def test_an_output_that_cannot_be_spelled_fails_when_it_is_read(

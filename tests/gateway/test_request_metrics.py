@@ -94,7 +94,7 @@ async def test_a_request_whose_output_cannot_be_spelled_ends_with_an_error(
     server.loop.pause_tokens = TOKENS_PER_STEP
     with pytest.raises(InternalError, match="could not be taken in"):
         await collect(client.generate([5, 6], job_id="mine", n=n, stop=stop, max_new_tokens=max_new_tokens))
-    await server.desk.wait_idle()
+    await server.manager.wait_idle()
     counts = {outcome: server.metric("requests_total", outcome=outcome) for outcome in OUTCOMES}
     assert counts == dict.fromkeys(OUTCOMES, 0) | {"error": 1}
     job = await client.get_job("mine")

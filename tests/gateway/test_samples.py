@@ -80,7 +80,7 @@ async def test_all_find_room_in_the_queue_or_none() -> None:
         assert caught.value.retry_after_ms > 0
         assert len(server.queue) == 3
         await client.create_job([5], job_id="last", max_new_tokens=3)
-        assert server.desk.num_jobs == 3
+        assert server.manager.num_jobs == 3
         server.loop.may_step.set()
         assert tokens_of(await collect(client.watch_job("waits"))) == [5] * 9
 
@@ -98,7 +98,7 @@ async def test_a_cancel_ends_all(server: GenerationServer, client: AsyncClient) 
     # And so does leaving.
     async with aclosing(client.generate([5, 6], n=3, max_new_tokens=9)) as left:
         await anext(left)
-    await server.desk.wait_idle()
+    await server.manager.wait_idle()
     await until(lambda: len(server.loop.cancelled) == 6)
 
 

@@ -1,4 +1,4 @@
-"""Generate, CancelJob and GetServerInfo over a real connection, with a fake loop behind the desk."""
+"""Generate, CancelJob and GetServerInfo over a real connection, with a fake loop behind the manager."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 async def is_idle(server: GenerationServer) -> None:
     """Returns when the loop has let go of all jobs."""
-    await server.desk.wait_idle()
+    await server.manager.wait_idle()
     await until(lambda: not server.loop.running and not len(server.queue))
 
 
@@ -97,7 +97,7 @@ async def test_half_a_character_at_the_end_is_replaced(client: AsyncClient, serv
 
 
 async def test_what_has_piled_up_is_one_message(server: GenerationServer, client: AsyncClient) -> None:
-    """Messages may be read late, but the desk hands out all that there is."""
+    """Messages may be read late, but the manager hands out all that there is."""
     server.loop.may_step.clear()
     chunks = client.generate([5, 6, 7], max_new_tokens=3000)
     first = asyncio.ensure_future(anext(chunks))
@@ -132,7 +132,7 @@ async def test_malformed_requests_reach_nobody(server: GenerationServer, client:
         with pytest.raises(InvalidArgumentError) as caught:
             await collect(client.generate([5, 6], **params))  # type: ignore[arg-type]
         assert caught.value.field == field
-        assert server.desk.num_jobs == 0
+        assert server.manager.num_jobs == 0
 
 
 async def test_a_long_text_is_tokenised_beside_the_event_loop(server: GenerationServer, client: AsyncClient) -> None:
@@ -189,7 +189,7 @@ async def test_no_job_is_made_that_the_workers_of_now_cannot_run(
     expected = InvalidArgumentError if is_back else UnavailableError
     with pytest.raises(expected, match="^text: .* accepted: at most 511" if is_back else "^not attached"):
         await create_while_workers_change(server, client, change)
-    assert server.desk.num_jobs == 0
+    assert server.manager.num_jobs == 0
     assert server.metric("requests_total", outcome="refused") == (not is_back)
 
 
@@ -215,7 +215,7 @@ async def test_a_prompt_that_just_fits(client: AsyncClient) -> None:
 async def test_a_job_is_cancelled_by_its_name(server: GenerationServer, client: AsyncClient) -> None:
     server.loop.may_step.clear()
     chunks = asyncio.ensure_future(collect(client.generate([5, 6], job_id="mine")))
-    await until(lambda: server.desk.num_jobs == 1)
+    await until(lambda: server.manager.num_jobs == 1)
     await client.cancel_job("mine")
     (last,) = await chunks
     assert (last.finish_reason, last.token_ids) == ("abort", ())
@@ -232,7 +232,7 @@ async def test_a_job_is_cancelled_by_its_name(server: GenerationServer, client: 
 async def test_a_running_name_cannot_be_taken(server: GenerationServer, client: AsyncClient) -> None:
     server.loop.may_step.clear()
     first = asyncio.ensure_future(collect(client.generate([5, 6], job_id="mine", max_new_tokens=4)))
-    await until(lambda: server.desk.num_jobs == 1)
+    await until(lambda: server.manager.num_jobs == 1)
     with pytest.raises(AlreadyExistsError, match="'mine'"):
         await collect(client.generate([7], job_id="mine"))
     server.loop.may_step.set()
@@ -248,7 +248,7 @@ async def test_a_client_that_goes_away_cancels_its_job(
     server.loop.pause_tokens = TOKENS_PER_STEP if has_begun else 0
     async with aclosing(client.generate([5, 6], max_new_tokens=CONTEXT_TOKENS - 2)) as chunks:
         first = asyncio.ensure_future(anext(chunks))
-        await until(lambda: server.desk.num_jobs == 1)
+        await until(lambda: server.manager.num_jobs == 1)
         if has_begun:
             assert (await first).token_ids == (5, 6, 5)
         else:
@@ -263,7 +263,7 @@ async def test_a_connection_that_breaks_cancels_its_jobs(server: GenerationServe
     async with AsyncClient(server.address) as client:
         server.loop.may_step.clear()
         streams = [asyncio.ensure_future(collect(client.generate([5, 6]))) for _ in range(5)]
-        await until(lambda: server.desk.num_jobs == 5)
+        await until(lambda: server.manager.num_jobs == 5)
     await asyncio.gather(*streams, return_exceptions=True)
     await is_idle(server)
     assert len(server.loop.cancelled) == 5
@@ -295,7 +295,7 @@ async def test_a_full_queue_says_when_to_come_again(client: AsyncClient) -> None
         # Too long a text for the context, and nobody has looked.
         with pytest.raises(ResourceExhaustedError, match="1 jobs are waiting"):
             await collect(client.generate("a b " * CONTEXT_TOKENS))
-        assert server.desk.num_jobs == 2
+        assert server.manager.num_jobs == 2
         assert server.metric("num_requests_running") == 1
         assert server.metric("num_requests_waiting") == 1
         server.loop.may_step.set()
@@ -307,7 +307,7 @@ async def test_a_closed_queue_lets_nobody_in(server: GenerationServer, client: A
     server.queue.close("the server is shutting down")
     with pytest.raises(UnavailableError, match="shutting down"):
         await collect(client.generate([5]))
-    assert server.desk.num_jobs == 0
+    assert server.manager.num_jobs == 0
 
 
 @pytest.mark.parametrize("absence", [UnavailableError("not attached"), FailedPreconditionError("never will be")])
@@ -374,7 +374,7 @@ async def test_nothing_is_left_behind(tmp_path: object) -> None:
             server.loop.may_step.clear()
             async with aclosing(client.generate([5, 6])) as chunks:
                 task = asyncio.ensure_future(anext(chunks))
-                await until(lambda: server.desk.num_jobs == 1)
+                await until(lambda: server.manager.num_jobs == 1)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
             await is_idle(server)

@@ -123,12 +123,12 @@ async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
     spec = parse_request(
         generation_pb2.GenerateRequest(job_id="mine", text="a"), server.model.limits, server.model.tokenizer
     )
-    kept = server.desk.create(spec, server.model.vocabulary.new_detokenizer)
-    server.desk.enter(kept)
+    job = server.manager.create(spec, server.model.vocabulary.new_detokenizer)
+    server.manager.enter(job)
     with pytest.raises(DeadlineExceededError, match="'mine' had 0 tokens"):
-        await collect(server.desk.watch(kept, timeout_s=0.01))
-    server.desk.leave(kept, 0.0)
-    await server.desk.wait_idle()
+        await collect(server.manager.watch(job, timeout_s=0.01))
+    server.manager.leave(job, 0.0)
+    await server.manager.wait_idle()
     assert server.metric("requests_total", outcome="deadline") == 1
 
 

@@ -23,7 +23,7 @@ Processes
     eagle3_serving           the bundled EAGLE-3 head behind `slipstream up`, on either device
     other_process            a program on the same memory, told line by line; it runs `fence_user` or `gpu_user`
     fake_service             a service that does what its options say; `up_on_fakes` supervises several
-    fake_mps_control         a stand-in for NVIDIA's MPS control program
+    fake_mps_control         a fake of NVIDIA's MPS control program
     stuck_worker             a worker whose stream waits for ever
     logged_drafter           the example drafter with a log of its accesses
 

@@ -39,14 +39,14 @@ TOKENS_PER_STEP = 3
 
 
 class FakeLoop:
-    """Takes jobs from a queue and delivers tokens to a desk, every job's in one batch a step.
+    """Takes jobs from a queue and delivers tokens to a manager, every job's in one batch a step.
 
     A job's k-th token is the k-th of its prompt, from the beginning again at its end. The last token of a step is the
     target's own, those before it were drafted.
     """
 
     def __init__(
-        self, queue: WaitingQueue, desk: JobManager, loop: asyncio.AbstractEventLoop, *, slots: int = 64
+        self, queue: WaitingQueue, manager: JobManager, loop: asyncio.AbstractEventLoop, *, slots: int = 64
     ) -> None:
         self.may_step = threading.Event()
         self.may_step.set()
@@ -58,7 +58,7 @@ class FakeLoop:
         self.running: list[Sequence] = []
         self.cancelled: list[Sequence] = []
         self._queue = queue
-        self._desk = desk
+        self._manager = manager
         self._loop = loop
         self._thread = threading.Thread(target=self._run, name="fake loop")
 
@@ -75,10 +75,8 @@ class FakeLoop:
 
     def _run(self) -> None:
         while not self._queue.is_stopped:
-            deliveries = [
-                (job, SequenceOutput(finish_reason=FinishReason.ABORT)) for job in self._queue.take_cancelled()
-            ]
-            for job, _ in deliveries:
+            outputs = [(job, SequenceOutput(finish_reason=FinishReason.ABORT)) for job in self._queue.take_cancelled()]
+            for job, _ in outputs:
                 self.cancelled.append(job)
                 if job in self.running:
                     self.running.remove(job)
@@ -87,11 +85,11 @@ class FakeLoop:
                 job.stats.accepted_per_position = [0] * (TOKENS_PER_STEP - 1)
                 self.running.append(job)
             if self.may_step.is_set():
-                deliveries += [(job, self._step(job)) for job in tuple(self.running) if not self._is_paused(job)]
-            if deliveries:
-                bundle = {job: [progress] for job, progress in deliveries}
-                self._loop.call_soon_threadsafe(self._desk.deliver, bundle)
-            if not deliveries:
+                outputs += [(job, self._step(job)) for job in tuple(self.running) if not self._is_paused(job)]
+            if outputs:
+                bundle = {job: [progress] for job, progress in outputs}
+                self._loop.call_soon_threadsafe(self._manager.deliver, bundle)
+            if not outputs:
                 self._queue.wait_for_change(0.002 if self.running else 0.5)
 
     def _is_paused(self, job: Sequence) -> bool:
@@ -161,7 +159,7 @@ class GenerationServer:
     """What a test looks at and changes."""
 
     address: str
-    desk: JobManager
+    manager: JobManager
     store: JobStore
     queue: WaitingQueue
     loop: FakeLoop
@@ -204,11 +202,11 @@ async def generation_server(
     queue, registry = WaitingQueue(capacity), CollectorRegistry()
     metrics = RequestMetrics(registry, num_running=lambda: len(loop.running), num_waiting=lambda: len(queue))
     store = JobStore(capacity=kept_jobs, ttl_s=TTL_S, clock=clock)
-    desk = JobManager(queue, store, metrics)
-    loop = FakeLoop(queue, desk, asyncio.get_running_loop(), slots=slots)
+    manager = JobManager(queue, store, metrics)
+    loop = FakeLoop(queue, manager, asyncio.get_running_loop(), slots=slots)
     with ThreadPoolExecutor(1) as executor, loop:
         servicer = GenerationServicer(
-            desk,
+            manager,
             model=lambda: served.model_now(),
             state=lambda: STATE,
             executor=executor,
@@ -218,7 +216,7 @@ async def generation_server(
         async with running_server((SERVICE_NAME, add, servicer), address=address) as server:
             served = GenerationServer(
                 address=server.address,
-                desk=desk,
+                manager=manager,
                 store=store,
                 queue=queue,
                 loop=loop,

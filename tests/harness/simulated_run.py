@@ -153,14 +153,14 @@ class Run:
             self.in_flight.append((step, self.device.run(step)))
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
-            deliveries, num_accepted = self.batch.apply(step, result)
+            outputs, num_accepted = self.batch.apply(step, result)
             self.num_accepted += num_accepted
-            self.take(deliveries)
+            self.take(outputs)
         return step is not None or bool(self.in_flight)
 
-    def take(self, deliveries: Outputs) -> None:
+    def take(self, outputs: Outputs) -> None:
         """What the clients' side would get."""
-        for job, progress in deliveries:
+        for job, progress in outputs:
             assert job not in self.ends, "nothing comes after the end"
             assert 0 <= progress.num_draft <= len(progress.token_ids)
             self.outputs.setdefault(job, []).extend(progress.token_ids)

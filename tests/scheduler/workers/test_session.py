@@ -84,7 +84,7 @@ def settings(log_dir: Path | None = None, **changes: object) -> dict[str, Any]:
 async def serve(
     processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
-    """The tokens of jobs, by a conductor of their own that gives everything back."""
+    """The tokens of jobs, by a session of their own that gives everything back."""
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
         await client.attached.wait()
         outputs = await client.run(*jobs)
