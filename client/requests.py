@@ -35,8 +35,8 @@ Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, str]]"
 """A text, token ids, or a conversation: messages with a "role" and a "content", for the model's chat template."""
 
 
-class SamplingOptions(TypedDict, total=False):
-    """The fields of `SamplingParams` in generation.proto; None takes the server's default."""
+class RequestOptions(TypedDict, total=False):
+    """The fields of a request beside its prompt, as in generation.proto; None takes the server's default."""
 
     max_new_tokens: int | None
     min_new_tokens: int | None
@@ -55,11 +55,6 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: bool
     top_logprobs: int | None
-
-
-class RequestOptions(SamplingOptions, total=False):
-    """The fields of a request beside its prompt; None takes the server's default."""
-
     speculation: bool | None
     """Whether drafts may be used."""
     max_draft_tokens: int | None

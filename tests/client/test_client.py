@@ -28,7 +28,7 @@ from tests.harness.grpc_server import running_server
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from slipstream.client.requests import SamplingOptions
+    from slipstream.client.requests import RequestOptions
 
 NAME = "slipstream.v1.Generation"
 USAGE = Usage(
@@ -103,7 +103,7 @@ async def test_what_is_not_set_is_not_sent() -> None:
 
 async def test_everything_that_is_asked_for_is_sent() -> None:
     script = Script(FIRST, LAST)
-    sampling: SamplingOptions = {
+    sampling: RequestOptions = {
         "min_new_tokens": 1,
         "n": 2,
         "stop": ["x", "yz"],

@@ -12,14 +12,14 @@ import mmap
 import struct
 import sys
 
-from slipstream.common.device.cpu.fence import FutexWord
+from slipstream.common.device.cpu.fence import HostFence
 
 
 def main(path: str, offset: str) -> None:
     """Runs until the input ends."""
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    word = FutexWord(memoryview(memory), int(offset))
+    word = HostFence(memoryview(memory), int(offset))
     print("ready", flush=True)
     for line in sys.stdin:
         match line.split():
@@ -27,16 +27,16 @@ def main(path: str, offset: str) -> None:
                 word.store(int(value))
                 print("stored", flush=True)
             case ["wait", value, timeout_s]:
-                print(word.load() if word.wait(int(value), float(timeout_s)) else "late", flush=True)
+                print(word.poll() if word.wait_on_host(int(value), float(timeout_s)) else "late", flush=True)
             case ["follow", turns, cell]:
                 print(*follow(word, memory, int(turns), int(cell)), flush=True)
 
 
-def follow(word: FutexWord, memory: mmap.mmap, turns: int, cell: int) -> list[int]:
+def follow(word: HostFence, memory: mmap.mmap, turns: int, cell: int) -> list[int]:
     """The numbers at `cell` when the counter was 1, 3, ..."""
     seen = []
     for turn in range(1, 2 * turns, 2):
-        word.wait(turn, 30.0)
+        word.wait_on_host(turn, 30.0)
         seen.append(struct.unpack_from("<q", memory, cell)[0])
         word.store(turn + 1)
     return seen

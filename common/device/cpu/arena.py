@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.cpu.fence import FutexWord, HostFence
+from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.device.manifest import HOST, Manifest, lay_out
 from slipstream.common.errors import ManifestError
 
@@ -43,7 +43,7 @@ class HostArena:
         self._is_owner = is_owner
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
         view = memoryview(memory)
-        self._fences = {word.fence: HostFence(FutexWord(view, word.offset)) for word in manifest.fences}
+        self._fences = {word.fence: HostFence(view, word.offset) for word in manifest.fences}
 
     @classmethod
     def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:

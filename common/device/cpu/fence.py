@@ -32,16 +32,23 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class FutexWord:
-    """A counter at a place in a writable buffer."""
+class HostFence:
+    """Implements `Fence`. A wait may be enqueued before its signal; any process may release a dead producer's waits."""
+
+    is_releasable = True
 
     def __init__(self, memory: memoryview, offset: int) -> None:
-        """`offset`: bytes, a multiple of 8."""
+        """The counter is the word of the writable `memory` at `offset`: bytes, a multiple of 8."""
         self._word = ctypes.c_uint64.from_buffer(memory, offset)
         self._address = ctypes.addressof(self._word)
 
-    def load(self) -> int:
-        """Returns the counter."""
+    def signal(self, stream: Stream, value: int) -> None:
+        stream.enqueue(lambda: self.store(value))
+
+    def wait(self, stream: Stream, value: int) -> None:
+        stream.enqueue(lambda: self._sleep_until(value))
+
+    def poll(self) -> int:
         return self._word.value
 
     def store(self, value: int) -> None:
@@ -50,8 +57,7 @@ class FutexWord:
         address = ctypes.c_void_p(self._address)
         _syscall_holding_interpreter(_SYS_FUTEX, address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
 
-    def wait(self, value: int, timeout_s: float) -> bool:
-        """Sleeps until the counter is at least `value`. Returns False after `timeout_s`."""
+    def wait_on_host(self, value: int, timeout_s: float) -> bool:
         if self._word.value >= value:
             return True
         deadline = time.monotonic() + timeout_s
@@ -61,6 +67,14 @@ class FutexWord:
                 return False
             self._sleep_while(now, left)
         return True
+
+    def release(self, value: int) -> None:
+        if self._word.value < value:
+            self.store(value)
+
+    def _sleep_until(self, value: int) -> None:
+        while not self.wait_on_host(value, _WAIT_S):
+            pass
 
     def _sleep_while(self, seen: int, timeout_s: float) -> None:
         """Sleeps until the counter differs from `seen`, or the time is over; may wake up early."""
@@ -72,32 +86,3 @@ class FutexWord:
             code = ctypes.get_errno()
             if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
                 raise OSError(code, os.strerror(code))
-
-
-class HostFence:
-    """Implements `Fence`. A wait may be enqueued before its signal; any process may release a dead producer's waits."""
-
-    is_releasable = True
-
-    def __init__(self, word: FutexWord) -> None:
-        self._word = word
-
-    def signal(self, stream: Stream, value: int) -> None:
-        stream.enqueue(lambda: self._word.store(value))
-
-    def wait(self, stream: Stream, value: int) -> None:
-        stream.enqueue(lambda: self._sleep_until(value))
-
-    def poll(self) -> int:
-        return self._word.load()
-
-    def wait_on_host(self, value: int, timeout_s: float) -> bool:
-        return self._word.wait(value, timeout_s)
-
-    def release(self, value: int) -> None:
-        if self._word.load() < value:
-            self._word.store(value)
-
-    def _sleep_until(self, value: int) -> None:
-        while not self._word.wait(value, _WAIT_S):
-            pass
