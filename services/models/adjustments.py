@@ -59,7 +59,7 @@ class AdjustmentRows(ParameterRows):
             rows.masked_ids[number, :num_masked] = torch.tensor(row.masked_token_ids, dtype=torch.int64)
             rows.masks[number, :num_masked] = float("-inf")
             rows.masked_before[number] = row.masked_before
-        return rows.to(device)
+        return rows.map(lambda column: column.to(device))
 
     @classmethod
     def off(cls, num_rows: int, *, device: torch.device | None = None) -> AdjustmentRows:

@@ -27,7 +27,7 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.services.worker.future_map import Logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class ParameterRows:
     """A table of requests' parameters on the model's device; all fields of a subclass are tensors of the same rows."""
 
-    def to(self, device: torch.device | None) -> Self:
-        """The same rows on a device."""
-        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Applies a function to each field."""
+        return type(self)(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
     def put(self, slots: Tensor, rows: Self) -> None:
         """Replaces the rows numbered `slots`: [M] int64, without repetition."""
@@ -47,7 +47,7 @@ class ParameterRows:
 
     def take(self, slots: Tensor) -> Self:
         """The rows numbered `slots`: [M] int64."""
-        return type(self)(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
+        return self.map(lambda column: column[slots])
 
 
 _MULTIPLIER_0 = 0xD2511F53

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.sampling import SamplingParams
     from slipstream.common.worker.contract import Attachment
     from slipstream.common.worker.step import SlotUpdate, StepCommand
-    from slipstream.services.models.sampler import ParameterRows
     from slipstream.services.worker.staging import Staging
-
-_Rows = TypeVar("_Rows", bound="ParameterRows")
 
 
 class SamplingMode(enum.Enum):
@@ -110,8 +107,8 @@ class SlotTable:
             pages=put_integers(staging, [page for update in updates for page in update.pages]),
             params=params,
             taken=put_integers(staging, list(params)) if params else None,
-            sampling=_put(SamplingRows.of(rows), staging) if params else None,
-            adjustments=_put(AdjustmentRows.of(rows), staging) if has_adjustments else None,
+            sampling=SamplingRows.of(rows).map(staging.put) if params else None,
+            adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
         )
 
     def take_over(self, changes: SlotChanges) -> None:
@@ -186,7 +183,3 @@ class SlotChanges:
     sampling: SamplingRows | None
     adjustments: AdjustmentRows | None
     """None if neither these requests nor the ones before them have any."""
-
-
-def _put(rows: _Rows, staging: Staging) -> _Rows:
-    return type(rows)(**{field.name: staging.put(getattr(rows, field.name)) for field in fields(rows)})

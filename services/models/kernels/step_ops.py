@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 
 from slipstream.services.models.kernels.launching import power_of_two
-from slipstream.services.models.sampler import SamplingRows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from slipstream.services.models.sampler import SamplingRows
 
 
 # The constants of `SimulatedAcceptance`.
@@ -195,27 +196,18 @@ def pair_kernel(
     tl.store(place + i, (x * scale * weight).to(both.dtype.element_ty), mask=i < SIZE)
 
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Columns of `SamplingRows`, as the kernel takes them."""
+
+
 def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows:
     """Does `table.take(rows.repeat_interleave(width))` in one launch. `rows`: [B] int64."""
-    taken = SamplingRows(
-        temperature=table.temperature.new_empty(len(rows) * width),
-        top_k=table.top_k.new_empty(len(rows) * width),
-        top_p=table.top_p.new_empty(len(rows) * width),
-        min_p=table.min_p.new_empty(len(rows) * width),
-        seed=table.seed.new_empty(len(rows) * width),
-    )
-    take_sampling_kernel[(len(rows) * width,)](
-        table.temperature,
-        table.top_k,
-        table.top_p,
-        table.min_p,
-        table.seed,
+    num_tokens = len(rows) * width
+    taken = table.map(lambda column: column.new_empty(num_tokens))
+    take_sampling_kernel[(num_tokens,)](
+        *(getattr(table, name) for name in _SAMPLING),
         rows,
-        taken.temperature,
-        taken.top_k,
-        taken.top_p,
-        taken.min_p,
-        taken.seed,
+        *(getattr(taken, name) for name in _SAMPLING),
         width,
         num_warps=1,
     )
