@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
@@ -17,7 +18,6 @@ from slipstream.client.requests import (
     build,
     channel_options,
     job_request,
-    new_job_id,
     our_errors,
 )
 from slipstream.common.api.job_info import JobInfo, JobPage
@@ -96,7 +96,7 @@ class AsyncClient:
         Sent again when the connection breaks, for `reconnect_s`: the job's name, given or drawn here, makes that safe.
         Raises AlreadyExistsError when another request has made a job of this name.
         """
-        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), options)
+        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or uuid.uuid4().hex, options)
         retry = Reconnection(reconnect_s, timeout_s)
         while True:
             try:
@@ -210,7 +210,7 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> JobInfo:
         """Creates a job that goes on without this client. See `AsyncClient.create_job`."""
-        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or new_job_id(), options)
+        request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or uuid.uuid4().hex, options)
         retry = Reconnection(reconnect_s, timeout_s)
         while True:
             try:

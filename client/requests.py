@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
@@ -70,11 +69,6 @@ def channel_options(keepalive: Keepalive | None) -> list[ChannelOption]:
         ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE_S)),
     ]
     return [*(keepalive or Keepalive()).options(), *pauses, ("grpc.max_receive_message_length", -1)]
-
-
-def new_job_id() -> str:
-    """Draws a name that no other job has."""
-    return uuid.uuid4().hex
 
 
 def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: RequestOptions) -> _Request:

@@ -102,14 +102,10 @@ class SamplingParams:
         return self.has_penalty or bool(self.logit_bias) or (self.masked_before > 0 and bool(self.masked_token_ids))
 
     @property
-    def has_filter(self) -> bool:
-        """Whether some tokens are not to be sampled, by top-k, top-p or min-p."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
     def is_plain(self) -> bool:
-        """Whether neither filters nor adjustments apply."""
-        return not self.has_filter and not self.adjusts_logits
+        """Whether neither filters (top-k, top-p, min-p) nor adjustments apply."""
+        has_filter = not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return not has_filter and not self.adjusts_logits
 
     @property
     def is_greedy(self) -> bool:

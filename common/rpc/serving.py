@@ -14,7 +14,7 @@ from slipstream.common.rpc.interceptor import StatusInterceptor
 from slipstream.common.rpc.keepalive import Keepalive
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable
 
     from slipstream.common.rpc.keepalive import ChannelOption
     from slipstream.common.rpc.listener import Listener
@@ -60,7 +60,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Listens. Raises AddressInUseError if another process took the address since it was claimed."""
-        self._health.add(self._names)
+        self._health.names.update(self._names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
@@ -97,14 +97,10 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._names = {""}
+        self.names = {""}
         self._is_serving = False
         self._is_closed = False
         self._changed = asyncio.Event()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Adds names of services."""
-        self._names.update(names)
 
     def set_serving(self, is_serving: bool) -> None:
         """Sets the answer, and tells watchers. No effect after `close`."""
@@ -119,7 +115,7 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Check(self, request: Any, context: Any) -> Any:
         """Returns the state. Raises NotFoundError for an unknown service."""
-        if request.service not in self._names:
+        if request.service not in self.names:
             raise NotFoundError(f"no service {request.service!r} here")
         return self._response(request.service)
 
@@ -142,6 +138,6 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def _response(self, service: str) -> Any:
-        if service not in self._names:
+        if service not in self.names:
             return _Status(status=_Status.SERVICE_UNKNOWN)
         return _Status(status=_Status.SERVING if self._is_serving else _Status.NOT_SERVING)
