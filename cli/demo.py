@@ -7,6 +7,7 @@ import tempfile
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -256,7 +257,7 @@ def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
 def first_difference(drafted: DemoRun, undrafted: DemoRun) -> tuple[int, int] | None:
     """Prompt and token index of the first token id that differs; None when all are the same."""
     for prompt, (ones, others) in enumerate(zip(drafted.token_ids, undrafted.token_ids, strict=True)):
-        if ones != others:
-            different = (index for index, pair in enumerate(zip(ones, others, strict=False)) if pair[0] != pair[1])
-            return prompt, next(different, min(len(ones), len(others)))
+        for token, (one, other) in enumerate(zip_longest(ones, others)):
+            if one != other:
+                return prompt, token
     return None

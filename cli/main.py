@@ -159,7 +159,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False, **values: Any
 ) -> None:
     """Check whether this host can serve, and how fast two processes hand over here. Fails when something is missing."""
-    from slipstream.cli.doctor.examination import run_doctor
+    from slipstream.cli.doctor.checks import run_doctor
     from slipstream.common.rpc.address import parse_address
 
     checked(UpConfig, values)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from http.client import HTTPException
@@ -116,13 +117,8 @@ class Look:
     def as_json(self) -> dict[str, object]:
         """For `json.dumps`."""
         status: dict[str, object] = {"healthy": False} if self.reading is None else self.reading.status.as_json()
-        at = self.at.isoformat(timespec="milliseconds")
-        return {
-            "time": at,
-            "event": self.event or None,
-            "error": self.error or None,
-            "interval": self.interval,
-        } | status
+        at, event, error = self.at.isoformat(timespec="milliseconds"), self.event or None, self.error or None
+        return {"time": at, "event": event, "error": error, "interval": self.interval} | status
 
 
 class Watcher:
@@ -224,16 +220,19 @@ async def run_watch(locate: Callable[[], str], *, interval_s: float | None, as_j
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError("interval", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
     watcher = Watcher(locate, read_server)
-    if as_json:
-        await StopSignals().cancel(_watch(watcher, interval_s, print_json))
-    elif sys.stdout.isatty() and not Console().is_dumb_terminal:
-        with Live(Text("asking ..."), auto_refresh=False) as screen:
-            await StopSignals().cancel(
-                _watch(watcher, interval_s, lambda look: screen.update(frame(look), refresh=True))
-            )
-    else:
-        plain = Console(width=_PLAIN_WIDTH, color_system=None)
-        await StopSignals().cancel(_watch(watcher, interval_s, lambda look: print_lines(plain, look)))
+    is_live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
+    plain = Console(width=_PLAIN_WIDTH, color_system=None)
+    with Live(Text("asking ..."), auto_refresh=False) if is_live else nullcontext() as screen:
+
+        def show(look: Look) -> None:
+            if screen is not None:
+                screen.update(frame(look), refresh=True)
+            elif as_json:
+                print(json.dumps(look.as_json(), allow_nan=False), flush=True)
+            else:
+                print_lines(plain, look)
+
+        await StopSignals().cancel(_watch(watcher, interval_s, show))
     return 0
 
 
@@ -244,11 +243,6 @@ async def _watch(watcher: Watcher, interval_s: float, show: Callable[[Look], Non
         show(await watcher.look())
         due_s = max(due_s + interval_s, loop.time())
         await asyncio.sleep(due_s - loop.time())
-
-
-def print_json(look: Look) -> None:
-    """Prints a JSON object on a line of its own."""
-    print(json.dumps(look.as_json(), allow_nan=False), flush=True)
 
 
 def print_lines(console: Console, look: Look) -> None:

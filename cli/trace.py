@@ -15,7 +15,7 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 STANDARD_OUTPUT = "-"
 
 Event = dict[str, object]
-
-
-class TraceFile(TypedDict):
-    """The format's JSON object."""
-
-    traceEvents: list[Event]
-    displayTimeUnit: str
-    otherData: dict[str, object]
-    """The conditions of the trace; viewers ignore it."""
 
 
 async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
@@ -81,8 +72,8 @@ async def fetch_trace(server: str, request: TraceRequest) -> Trace:
             raise failure from error
 
 
-def trace_json(trace: Trace) -> TraceFile:
-    """Returns the whole file, for `json.dumps`."""
+def trace_json(trace: Trace) -> dict[str, Any]:
+    """Returns the whole file, for `json.dumps`. Viewers ignore `otherData`, which has the conditions of the trace."""
     timeline = Timeline(trace)
     origin_ns = min((slice_.begin_ns for slice_ in timeline.slices), default=0)
 
@@ -117,10 +108,8 @@ def _names(trace: Trace, lanes: set[Lane]) -> list[Event]:
     """The metadata events: names and order of the processes and threads that have slices."""
     processes = {process.name: process for process in trace.processes}
     events: list[Event] = []
-    for lane in Lane:
-        process = processes.get(lane.process)
-        if lane not in lanes or process is None:
-            continue
+    for lane in sorted(lanes):
+        process = processes[lane.process]
         model = f", {process.model}" if process.model else ""
         for name, thread, args in (
             ("process_name", 0, {"name": f"{process.name} (process {process.pid}{model})"}),

@@ -12,10 +12,9 @@ from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from slipstream.common.device.clock import ClockSample
-    from slipstream.common.worker.step import FencePoint
     from slipstream.common.worker.trace import Trace, TracedStep
 
 FENCES = {
@@ -33,7 +32,6 @@ LONGEST_STEP_NS = 600 * 10**9
 STEP, BUBBLE, HOST, COPY, KERNEL, WAIT, IDLE = "step", "bubble", "host", "copy", "kernel", "wait", "idle"
 FENCE, COMMAND, LAUNCH = "fence", "command", "launch"
 
-_PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "plain"}
 _LOOP = {Site.SEND: "send", Site.WAIT: "wait for result of", Site.TAKE_IN: "take in", Site.IDLE: "idle after"}
 _LOOP_KINDS = {Site.WAIT: WAIT, Site.IDLE: IDLE}
 _EDGES = {
@@ -187,36 +185,35 @@ class Timeline:
                 continue
             begin = max(begin, free)
             free = end = max(end, begin + 1)
-            name = f"{role.value} {_PHASES[step.kind]} {step.step}"
+            name = f"{role.value} {step.kind.name.lower()} {step.step}"
             self._kernels[role, step.step] = self._add(_STREAMS[role], KERNEL, name, begin, end, _details(step))
 
     def _add_gaps(self, role: Role) -> None:
         """Adds what a stream did between the work of two steps: idle, then held by a fence, or starting."""
         works = [(step, work) for step in self._steps if (work := self._kernels.get((role, step.step))) is not None]
         for (_, before), (step, work) in pairwise(works):
-            if before.end_ns < work.begin_ns:
-                self._add_gap(role, step, before.end_ns, work.begin_ns)
+            begin, end, details = before.end_ns, work.begin_ns, {"step": step.step}
+            # For a worker that does not record, only the sending of its command is known; work is shown only if it is.
+            enqueued = self._host.get((_HOSTS[role], Site.ENQUEUE, step.step))
+            there = self._host[Lane.LOOP, Site.SEND, step.step].end_ns if enqueued is None else enqueued.begin_ns
+            there = min(max(begin, there), end)
+            if begin < there:
+                self._add(work.lane, IDLE, "no command", begin, there, details)
+            if there < end:
+                held = [
+                    f"{name} >= {value}"
+                    for name, value, signaller in self._waits(role, step)
+                    if signaller.end_ns > there
+                ]
+                kind, name = (WAIT, f"wait for {', '.join(held)}") if held else (IDLE, f"start of {step.step}")
+                self._add(work.lane, kind, name, there, end, details)
 
-    def _add_gap(self, role: Role, step: TracedStep, begin: int, end: int) -> None:
-        lane, details = _STREAMS[role], {"step": step.step}
-        # For a worker that does not record, only the sending of its command is known.
-        enqueued = self._host.get((_HOSTS[role], Site.ENQUEUE, step.step))
-        sent = self._host.get((Lane.LOOP, Site.SEND, step.step))
-        there = enqueued.begin_ns if enqueued is not None else sent.end_ns if sent is not None else begin
-        there = min(max(begin, there), end)
-        if begin < there:
-            self._add(lane, IDLE, "no command", begin, there, details)
-        if there < end:
-            held = [
-                f"{FENCES[point.fence][1]} >= {point.value}"
-                for point in _waits(role, step)
-                if (signaller := self._signaller(point)) is not None and signaller.end_ns > there
-            ]
-            kind, name = (WAIT, f"wait for {', '.join(held)}") if held else (IDLE, f"start of {step.step}")
-            self._add(lane, kind, name, there, end, details)
-
-    def _signaller(self, point: FencePoint) -> Slice | None:
-        return self._kernels.get((FENCES[point.fence][0], point.value))
+    def _waits(self, role: Role, step: TracedStep) -> Iterator[tuple[str, int, Slice]]:
+        """Yields the waits of a worker's part of a step: the fence's name, its value, the work that signals it."""
+        for point in step.draft_waits if role is Role.DRAFT else step.verify_waits:
+            signalling, name = FENCES[point.fence]
+            if (signaller := self._kernels.get((signalling, point.value))) is not None:
+                yield name, point.value, signaller
 
     def _add_copies(self) -> None:
         """Adds the stream of the copies: held by publish, which comes within verify's work, and then the copy."""
@@ -248,7 +245,7 @@ class Timeline:
             if verify is None:
                 continue
             if before is not None and step.step - 1 not in idle_after:
-                name = f"step {step.step}, {_PHASES[step.kind]}"
+                name = f"step {step.step}, {step.kind.name.lower()}"
                 self._add(Lane.STEPS, STEP, name, before, verify.end_ns, _details(step))
                 for edge, begin, bubble_end in _bubbles(step.kind, all_end, verify, draft):
                     end = min(bubble_end, verify.end_ns)
@@ -269,10 +266,8 @@ class Timeline:
             return
         if enqueued is not None:
             self._link(LAUNCH, f"launch {step.step}", enqueued, enqueued.begin_ns, work)
-        for point in _waits(role, step):
-            signaller = self._signaller(point)
-            if signaller is not None:
-                self._link(FENCE, FENCES[point.fence][1], signaller, signaller.last_ns, work)
+        for name, _, signaller in self._waits(role, step):
+            self._link(FENCE, name, signaller, signaller.last_ns, work)
 
     def _link(self, kind: str, name: str, source: Slice, source_ns: int, target: Slice) -> None:
         # Two clocks agree only as well as they were compared: an arrow back in time would say nothing.
@@ -287,9 +282,5 @@ def _bubbles(kind: StepKind, all_end: int, verify: Slice, draft: Slice | None) -
     return ((VERIFY_TO_VERIFY, all_end, verify.begin_ns),)
 
 
-def _waits(role: Role, step: TracedStep) -> tuple[FencePoint, ...]:
-    return step.draft_waits if role is Role.DRAFT else step.verify_waits
-
-
 def _details(step: TracedStep) -> dict[str, object]:
-    return {"step": step.step, "kind": _PHASES[step.kind], "slots": step.num_slots}
+    return {"step": step.step, "kind": step.kind.name.lower(), "slots": step.num_slots}

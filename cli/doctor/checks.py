@@ -1,27 +1,36 @@
-"""Checks of a host: what the services need of it, its GPU, and the model directories."""
+"""Checks of a host: what the services need of it, its GPU, the models, and memory that two processes share."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import enum
+import json
 import os
 import re
 import resource
 import socket
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import torch
+
+from slipstream.cli.doctor.hand_over import TIMED, WORDS, measure
 from slipstream.cli.status import check
-from slipstream.cli.up.mps import has_nvidia_device
+from slipstream.cli.up.mps import MpsMode, has_nvidia_device, mps_daemon, outside_mps
+from slipstream.common.device.choose import CPU, CUDA, cuda_obstacle
+from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, TcpAddress, parse_address
 from slipstream.services.worker.config import EAGLE3
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
+    from slipstream.cli.doctor.hand_over import HandOver
     from slipstream.cli.model_choice import ModelChoice
 
 MIB = 1 << 20
@@ -32,6 +41,12 @@ _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 _LONGEST_SOCKET = "sockets/verify.sock"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _WITHOUT = "none needed with --device cpu; for a GPU, install NVIDIA's driver (in containers, its container toolkit)"
+METRICS_PORTS = {"scheduler": 9401, "verify": 9402, "draft": 9403}
+"""The ports in compose.yaml and prometheus.yml."""
+STEPS_MS = (1.0, 5.0)
+GOOD_OVERLAP = 0.95
+_SAME_NAMESPACES = "run as one user, with the same /dev/shm, PID and IPC namespaces"
+_MPS_REMEDY = "without MPS a hand-over costs about 0.14 ms; start with --mps off, or make it run"
 
 
 class Verdict(enum.Enum):
@@ -51,6 +66,56 @@ class Finding:
     verdict: Verdict
     detail: str
     remedy: str = ""
+
+
+_MARKS = {Verdict.OK: "✓", Verdict.NOTE: "!", Verdict.FAILED: "✗"}
+
+
+async def run_doctor(models: ModelChoice, device: str, listen: str, state_dir: Path, *, as_json: bool) -> int:
+    """Prints each finding as it comes, or all as one JSON object; returns 1 if anything failed."""
+    # Before anything asks for the GPU: like the scheduler, this process owns the memory that the two others share.
+    os.environ.update(outside_mps(state_dir))
+    findings = []
+    async for finding in examine(models, device, listen, state_dir):
+        findings.append(finding)
+        if not as_json:
+            _print(finding)
+    has_failed = any(finding.verdict is Verdict.FAILED for finding in findings)
+    if as_json:
+        rows = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
+        print(json.dumps({"ok": not has_failed, "findings": rows}))
+    else:
+        print("\nThis host cannot serve as it is." if has_failed else "\nThis host can serve.")
+    return 1 if has_failed else 0
+
+
+async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path) -> AsyncIterator[Finding]:
+    """Yields the findings in order. `device`: "auto" asks for a GPU only where there is one."""
+    if device != CPU:
+        yield check_driver(is_needed=device == CUDA)
+        yield check_cuda(is_needed=device == CUDA)
+    yield check_shm()
+    yield check_descriptors()
+    yield check_namespaces()
+    yield check_state_dir(state_dir)
+    yield await check_port("clients", listen)
+    for service, port in METRICS_PORTS.items():
+        yield await check_port(f"metrics of {service}", f"127.0.0.1:{port}")
+    for finding in check_models(models):
+        yield finding
+    if device == CPU or (device != CUDA and cuda_obstacle() is not None):
+        for finding in check_sharing_on_cpu():
+            yield finding
+    elif cuda_obstacle() is None:
+        for finding in await check_sharing_on_gpu():
+            yield finding
+        yield check_gpu()
+
+
+def _print(finding: Finding) -> None:
+    print(f"{_MARKS[finding.verdict]} {finding.name}: {finding.detail}", flush=True)
+    if finding.remedy:
+        print(f"    → {finding.remedy}", flush=True)
 
 
 def ok(name: str, detail: str) -> Finding:
@@ -157,10 +222,6 @@ def check_driver(*, is_needed: bool) -> Finding:
 
 def check_cuda(*, is_needed: bool) -> Finding:
     """PyTorch's CUDA and the bindings."""
-    import torch
-
-    from slipstream.common.device.choose import cuda_obstacle
-
     obstacle = cuda_obstacle()
     detail = f"PyTorch {torch.__version__}"
     if obstacle is None:
@@ -170,8 +231,6 @@ def check_cuda(*, is_needed: bool) -> Finding:
 
 def check_gpu() -> Finding:
     """The first GPU that is shown to this process."""
-    import torch
-
     gpu = torch.cuda.get_device_properties(0)
     free, total = (size >> 30 for size in torch.cuda.mem_get_info(0))
     detail = f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {free} of {total} GiB free"
@@ -188,29 +247,81 @@ def check_models(models: ModelChoice) -> Iterator[Finding]:
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.eagle3 import Eagle3Config
 
-    def of_target() -> str:
-        tokenizer_fingerprint(models.target)
-        return ModelConfig.from_directory(models.target).architecture
-
-    def of_draft(path: Path) -> str:
-        if models.draft_algorithm == EAGLE3:
+    def describe(path: Path, *, is_draft: bool) -> str:
+        if is_draft and models.draft_algorithm == EAGLE3:
             Eagle3Config.from_directory(path)
             return "an EAGLE-3 head"
         if tokenizer_fingerprint(path) != tokenizer_fingerprint(models.target):
             raise SlipstreamError("its tokenizer is not the target's")
-        return f"{ModelConfig.from_directory(path).architecture}, with the target's tokenizer"
+        return ModelConfig.from_directory(path).architecture + (", with the target's tokenizer" if is_draft else "")
 
-    yield _check_model("target model", models.target, of_target)
-    draft = models.draft
-    if draft is not None:
-        yield _check_model("draft model", draft, lambda: of_draft(draft))
+    for name, path, is_draft in (("target model", models.target, False), ("draft model", models.draft, True)):
+        if path is None:
+            continue
+        try:
+            description = describe(path, is_draft=is_draft)
+        except (SlipstreamError, OSError) as error:
+            yield failed(name, f"{path}: {error}", "another directory, or the whole checkpoint")
+            continue
+        if any(path.glob("*.safetensors")):
+            yield ok(name, f"{path}: {description}")
+        else:
+            yield failed(name, f"{path}: no safetensors in it", "the whole checkpoint, with its *.safetensors")
 
 
-def _check_model(name: str, path: Path, describe: Callable[[], str]) -> Finding:
+async def check_sharing_on_gpu() -> list[Finding]:
+    """MPS, then memory and both kinds of fences between two processes under it, and how fast they hand over.
+
+    This process owns the memory and, like the scheduler, is to be outside MPS.
+    """
+    with TemporaryDirectory(prefix="slipstream-doctor-") as name:
+        directory = Path(name)
+        try:
+            async with mps_daemon(MpsMode.ON, directory) as daemon:
+                assert daemon is not None, "it was asked for"
+                found = await asyncio.to_thread(lambda: list(_check_gpu_fences(daemon.environment)))
+            return [ok("MPS", "a daemon and its server run"), *found]
+        except SlipstreamError as error:
+            mps = note("MPS", str(error), _MPS_REMEDY)
+        return [mps, *await asyncio.to_thread(lambda: list(_check_gpu_fences({})))]
+
+
+def check_sharing_on_cpu() -> Iterator[Finding]:
+    """Shared memory and futexes between two processes, and how fast they hand over."""
     try:
-        description = describe()
-    except (SlipstreamError, OSError) as error:
-        return failed(name, f"{path}: {error}", "another directory, or the whole checkpoint")
-    if not any(path.glob("*.safetensors")):
-        return failed(name, f"{path}: no safetensors in it", "the whole checkpoint, with its *.safetensors")
-    return ok(name, f"{path}: {description}")
+        measured = measure("cpu", "auto", {})
+    except SlipstreamError as error:
+        yield failed("shared memory of two processes", str(error), _SAME_NAMESPACES)
+        return
+    yield ok("shared memory of two processes", f"{WORDS} words there and back, in order")
+    yield from _speed(measured)
+
+
+def _check_gpu_fences(environment: Mapping[str, str]) -> Iterator[Finding]:
+    measured: list[HandOver] = []
+    for name, kind, remedy in (
+        ("IPC memory and events", EVENT, _SAME_NAMESPACES),
+        ("IPC memory and stream memory operations", TIMELINE, "a newer driver; --fence event works without"),
+    ):
+        try:
+            found = measure("cuda", kind, environment)
+        except SlipstreamError as error:
+            yield (failed if kind == EVENT else note)(name, str(error), remedy)  # events are the last resort
+            continue
+        where = "under MPS" if found.under_mps else "without MPS"
+        yield ok(name, f"{WORDS} words there and back between two processes {where}, in order")
+        measured.append(found)
+    for found in measured:
+        if found.times_us:
+            yield from _speed(found)
+
+
+def _speed(found: HandOver) -> Iterator[Finding]:
+    detail = f"{found.p50_us:.1f} us (p99 {found.p99_us:.1f}), {found.fence_kind} fence, {TIMED} there and back"
+    yield ok("hand-over between two processes", detail)
+    for step_ms in STEPS_MS:
+        share = found.overlap(step_ms)
+        detail = f"{share:.1%} of a step is work at best, two hand-overs lost"
+        name = f"overlap, kernels of {step_ms:g} ms a step"
+        remedy = "larger models or batches, MPS on a GPU, or cores that are not busy with something else"
+        yield ok(name, detail) if share >= GOOD_OVERLAP else note(name, detail, remedy)

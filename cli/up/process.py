@@ -65,7 +65,8 @@ class ServiceProcess:
             command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
         with command.log_path.open("wb") as log:
             self._process = start_bound(command.argv, log, command.environment)
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
+        """Set when it is over, and reaped."""
         # A thread of its own, for asyncio's child watcher (before Python 3.12) and a signal may race for the status.
         threading.Thread(target=self._reap, args=(asyncio.get_running_loop(),), daemon=True).start()
 
@@ -79,22 +80,10 @@ class ServiceProcess:
         """Its process id."""
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        """True when it is over, and reaped."""
-        return self._ended.is_set()
-
-    async def wait(self) -> None:
-        """Returns when it is over, and reaped."""
-        await self._ended.wait()
-
-    def terminate(self) -> None:
-        """Asks it to end: the first time to finish what it has begun, the second time at once."""
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Ends it without its consent."""
-        self._send(signal.SIGKILL)
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal, if it still runs. The first SIGTERM lets it finish what it has begun, the second ends it."""
+        if not self.ended.is_set():
+            self._process.send_signal(number)
 
     def describe_end(self) -> str:
         """Says how it ended: "was killed by SIGKILL", "ended with exit status 1"."""
@@ -121,8 +110,4 @@ class ServiceProcess:
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.wait()
-        loop.call_soon_threadsafe(self._ended.set)
-
-    def _send(self, number: signal.Signals) -> None:
-        if not self.has_ended:
-            self._process.send_signal(number)
+        loop.call_soon_threadsafe(self.ended.set)

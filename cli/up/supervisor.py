@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import signal
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slipstream.cli.cancellation import shielded
@@ -97,12 +98,12 @@ class Supervisor:
     async def watch(self) -> NoReturn:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies."""
         processes = self._processes()
-        waits = [asyncio.ensure_future(process.wait()) for process in processes]
+        waits = [asyncio.ensure_future(process.ended.wait()) for process in processes]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await _cancel(*waits)
-        dead = next(process for process in processes if process.has_ended)
+        dead = next(process for process in processes if process.ended.is_set())
         self._on_change(dead.name, ServiceState.DIED)
         doing = "" if dead in self._ready else " before it was ready"
         raise UnavailableError(
@@ -162,19 +163,19 @@ class Supervisor:
 
     async def _end(self, process: ServiceProcess) -> None:
         try:
-            if not process.has_ended:
+            if not process.ended.is_set():
                 await self._end_running(process)
         finally:
-            if process.has_ended:
+            if process.ended.is_set():
                 process.remove_socket()
 
     async def _end_running(self, process: ServiceProcess) -> None:
         try:
             self._on_change(process.name, ServiceState.STOPPING)
         finally:
-            process.terminate()
+            process.send(signal.SIGTERM)
             if not await _ends_within(process, self._drain_timeout_s, self._hurry):
-                process.terminate()
+                process.send(signal.SIGTERM)
                 if not await _ends_within(process, self._exit_timeout_s, asyncio.Event()):
                     await self._kill(process)
         self._on_change(process.name, ServiceState.STOPPED)
@@ -184,18 +185,18 @@ class Supervisor:
             if self._before_kill is not None:
                 await self._before_kill(process.pid)
         finally:
-            process.kill()
-            await process.wait()
+            process.send(signal.SIGKILL)
+            await process.ended.wait()
 
 
 async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:
     """Returns whether the process ends in that time, and before `hurry` is set."""
-    ended, hurried = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
+    ended, hurried = asyncio.ensure_future(process.ended.wait()), asyncio.ensure_future(hurry.wait())
     try:
         await asyncio.wait((ended, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await _cancel(ended, hurried)
-    return process.has_ended
+    return process.ended.is_set()
 
 
 async def _cancel(*futures: asyncio.Future[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream import bundled
-from slipstream.cli.doctor import checks, examination, hand_over
+from slipstream.cli.doctor import checks, hand_over
 from slipstream.cli.doctor.checks import (
     Verdict,
     check_descriptors,
@@ -20,8 +20,8 @@ from slipstream.cli.doctor.checks import (
     check_port,
     check_shm,
     check_state_dir,
+    run_doctor,
 )
-from slipstream.cli.doctor.examination import run_doctor
 from slipstream.cli.doctor.hand_over import TIMED, HandOver, measure
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.common.device.choose import cuda_obstacle
@@ -71,7 +71,7 @@ def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
 def nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the two processes, which take seconds."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "")  # is restored with it
-    monkeypatch.setattr(examination, "check_sharing_on_cpu", lambda: iter(()))
+    monkeypatch.setattr(checks, "check_sharing_on_cpu", lambda: iter(()))
 
 
 @pytest.mark.usefixtures("nothing_shared")
