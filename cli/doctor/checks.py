@@ -49,7 +49,7 @@ _SAME_NAMESPACES = "run as one user, with the same /dev/shm, PID and IPC namespa
 _MPS_REMEDY = "without MPS a hand-over costs about 0.14 ms; start with --mps off, or make it run"
 
 
-class Verdict(enum.Enum):
+class Verdict(enum.StrEnum):
     """How serious a finding is."""
 
     OK = "ok"
@@ -79,11 +79,12 @@ async def run_doctor(models: ModelChoice, device: str, listen: str, state_dir: P
     async for finding in examine(models, device, listen, state_dir):
         findings.append(finding)
         if not as_json:
-            _print(finding)
+            print(f"{_MARKS[finding.verdict]} {finding.name}: {finding.detail}", flush=True)
+            if finding.remedy:
+                print(f"    → {finding.remedy}", flush=True)
     has_failed = any(finding.verdict is Verdict.FAILED for finding in findings)
     if as_json:
-        rows = [asdict(finding) | {"verdict": finding.verdict.value} for finding in findings]
-        print(json.dumps({"ok": not has_failed, "findings": rows}))
+        print(json.dumps({"ok": not has_failed, "findings": [asdict(finding) for finding in findings]}))
     else:
         print("\nThis host cannot serve as it is." if has_failed else "\nThis host can serve.")
     return 1 if has_failed else 0
@@ -110,12 +111,6 @@ async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path
         for finding in await check_sharing_on_gpu():
             yield finding
         yield check_gpu()
-
-
-def _print(finding: Finding) -> None:
-    print(f"{_MARKS[finding.verdict]} {finding.name}: {finding.detail}", flush=True)
-    if finding.remedy:
-        print(f"    → {finding.remedy}", flush=True)
 
 
 def ok(name: str, detail: str) -> Finding:
