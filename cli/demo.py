@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -20,13 +20,11 @@ from rich.text import Text
 from slipstream import bundled
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.model_choice import ModelOptions
-from slipstream.cli.status import fetch_status
-from slipstream.cli.status_watch import StepTimes
+from slipstream.cli.status_watch import read_server
 from slipstream.cli.up.config import UpConfig, free_address, scheduler_command, worker_command
 from slipstream.cli.up.display import LoadingDisplay
 from slipstream.cli.up.run import supervising
 from slipstream.client import AsyncClient
-from slipstream.common.rpc.scrape import scrape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -58,7 +56,8 @@ class DemoRun:
     seconds: float
     """From the first request to the last token."""
     usages: tuple[Usage, ...]
-    times: StepTimes
+    interval: dict[str, Any]
+    """Times of its steps, as in `Reading.since`."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,21 +121,22 @@ class _Demo:
         return await self._supervisor.while_alive(self._run_prompts(scheduler.address, title))
 
     async def _run_prompts(self, server: str, title: str) -> DemoRun:
-        status = await fetch_status(server)
-        metrics_port = status.service("scheduler").metrics_port
-        order = f"{status.state.fence} fences" + (", MPS" if status.state.under_mps else "")
+        before = await read_server(server)
+        state = before.status.state
+        order = f"{state.fence} fences" + (", MPS" if state.under_mps else "")
         self._console.rule(f"{title} ({order})")
         self._console.print(legend(self._console))
         async with AsyncClient(server) as client:
-            before, start = await scrape(metrics_port), time.monotonic()
+            start = time.monotonic()
             with DemoScreen(self._console, self._prompts) as screen:
                 outputs = await asyncio.gather(
                     *(self._generate(client, index, screen) for index in range(len(self._prompts)))
                 )
             seconds = time.monotonic() - start
-            times = StepTimes.of((await scrape(metrics_port)).since(before))
+        interval = (await read_server(server)).since(before)
+        assert interval is not None, "the demo's own scheduler has metrics"
         token_ids, usages = zip(*outputs, strict=True)
-        return DemoRun(title=title, token_ids=token_ids, seconds=seconds, usages=usages, times=times)
+        return DemoRun(title=title, token_ids=token_ids, seconds=seconds, usages=usages, interval=interval)
 
     async def _generate(self, client: AsyncClient, index: int, screen: DemoScreen) -> tuple[tuple[int, ...], Usage]:
         token_ids: list[int] = []
@@ -235,11 +235,12 @@ def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
     table.add_row("tokens", *(f"{run.num_tokens}" for run in runs))
     table.add_row("tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
     table.add_row("mean accept length", *(f"{run.mean_accept_length:.2f}" for run in runs))
-    table.add_row(
-        "steps, mean time", *(f"{run.times.num_steps:.0f}, {1e3 * run.times.mean_step_s:.1f} ms" for run in runs)
-    )
-    table.add_row("bubble in all", *(f"{1e3 * run.times.bubble_s:.0f} ms" for run in runs))
-    table.add_row("overlap efficiency", *(f"{run.times.overlap_efficiency:.3f}" for run in runs))
+    steps = [run.interval["steps_per_s"] * run.interval["seconds"] for run in runs]
+    step_ms = [1e3 * run.interval["step_s"] for run in runs]
+    table.add_row("steps, mean time", *(f"{num:.0f}, {ms:.1f} ms" for num, ms in zip(steps, step_ms, strict=True)))
+    bubble_ms = [1e3 * num * sum(run.interval["bubbles_s"].values()) for num, run in zip(steps, runs, strict=True)]
+    table.add_row("bubble in all", *(f"{ms:.0f} ms" for ms in bubble_ms))
+    table.add_row("overlap efficiency", *(f"{run.interval['overlap_efficiency']:.3f}" for run in runs))
     console.print(table)
     ratio = drafted.tokens_per_second / undrafted.tokens_per_second
     console.print(f"Drafting is {ratio:.2f} times as fast as no drafting here.", highlight=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import sys
 import time
 from contextlib import nullcontext
@@ -34,36 +33,6 @@ _PLAIN_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Seconds that all steps took together, whatever their labels."""
-
-    wall_s: float
-    """From the end of one step to the end of the next."""
-    num_steps: float
-    bubble_s: float
-    """The part of `wall_s` in which no worker worked."""
-
-    @property
-    def mean_step_s(self) -> float:
-        """Mean time of a step; NaN when none was timed."""
-        return self.wall_s / self.num_steps if self.num_steps else float("nan")
-
-    @property
-    def overlap_efficiency(self) -> float:
-        """1 - bubble / wall; NaN when no step was timed."""
-        return 1.0 - self.bubble_s / self.wall_s if self.wall_s else float("nan")
-
-    @classmethod
-    def of(cls, samples: Scrape) -> StepTimes:
-        """Reads a scrape, or what was added between two."""
-        return cls(
-            wall_s=samples.total(f"{STEP_SECONDS.name}_sum"),
-            num_steps=samples.total(f"{STEP_SECONDS.name}_count"),
-            bubble_s=samples.total(BUBBLE_SECONDS.name),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """A server at one moment."""
 
@@ -87,13 +56,15 @@ class Reading:
         if earlier is None or earlier.metrics is None or self.metrics is None or not self.is_same_process(earlier):
             return None
         added, seconds = self.metrics.since(earlier.metrics), self.at_s - earlier.at_s
-        steps, drafts = StepTimes.of(added), added.total(DRAFTS.name)
-        bubbles = {edge: s / steps.num_steps for edge, s in added.by("edge", BUBBLE_SECONDS.name).items() if s > 0}
+        num_steps, drafts = added.total(f"{STEP_SECONDS.name}_count"), added.total(DRAFTS.name)
+        # From the end of one step to the end of the next, and the part of it in which no worker worked.
+        wall_s, bubble_s = added.total(f"{STEP_SECONDS.name}_sum"), added.total(BUBBLE_SECONDS.name)
+        bubbles = {edge: s / num_steps for edge, s in added.by("edge", BUBBLE_SECONDS.name).items() if s > 0}
         return {
             "seconds": seconds,
-            "overlap_efficiency": None if math.isnan(steps.overlap_efficiency) else steps.overlap_efficiency,
-            "steps_per_s": steps.num_steps / seconds,
-            "step_s": steps.mean_step_s if steps.num_steps else None,
+            "overlap_efficiency": 1 - bubble_s / wall_s if wall_s else None,
+            "steps_per_s": num_steps / seconds,
+            "step_s": wall_s / num_steps if num_steps else None,
             "bubbles_s": bubbles,
             "mean_accept_length": 1 + added.total(ACCEPTED_TOKENS.name) / drafts if drafts else None,
             "tokens_per_s": added.total(GENERATION_TOKENS.name) / seconds,

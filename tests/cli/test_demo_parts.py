@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import io
-import math
 
 import pytest
 from rich.console import Console
 
 from slipstream.bundled import Prompt
 from slipstream.cli.demo import DemoRun, DemoScreen, first_difference, legend, pieces, report
-from slipstream.cli.status_watch import StepTimes
 from slipstream.common.api.output_chunk import Usage
-from slipstream.common.rpc.scrape import Scrape
 
-SCRAPE = """\
-# HELP slipstream_step_seconds Time of a step.
-# TYPE slipstream_step_seconds histogram
-slipstream_step_seconds_bucket{phase="decode",fence="host",le="+Inf"} 8.0
-slipstream_step_seconds_sum{phase="decode",fence="host"} 3.0
-slipstream_step_seconds_count{phase="decode",fence="host"} 8.0
-slipstream_step_seconds_sum{phase="prefill",fence="host"} 1.0
-slipstream_step_seconds_count{phase="prefill",fence="host"} 2.0
-# HELP slipstream_bubble_seconds_total Bubbles.
-# TYPE slipstream_bubble_seconds_total counter
-slipstream_bubble_seconds_total{edge="verify_to_draft"} 0.25
-slipstream_bubble_seconds_total{edge="draft_to_verify"} 0.15
-# TYPE other_total counter
-other_total 9.0
-"""
+INTERVAL = {"seconds": 2.0, "steps_per_s": 2.0, "step_s": 0.5, "bubbles_s": {"draft_to_verify": 0.125}}
 
 
 def run(
@@ -53,18 +36,8 @@ def run(
                 end_to_end_seconds=seconds,
             ),
         ),
-        times=StepTimes(wall_s=2.0, num_steps=4, bubble_s=0.5),
+        interval=INTERVAL | {"overlap_efficiency": 0.75},
     )
-
-
-def test_scrapes_are_summed_over_labels_and_subtracted() -> None:
-    earlier = Scrape.read(
-        SCRAPE.replace("3.0", "1.0").replace("2.0", "0.0").replace("8.0", "6.0").replace("0.25", "0.05")
-    )
-    times = StepTimes.of(Scrape.read(SCRAPE).since(earlier))
-    assert (times.wall_s, times.num_steps) == (2.0, 4.0)
-    assert times.overlap_efficiency == pytest.approx(0.9)
-    assert math.isnan(StepTimes.of(Scrape.read("")).overlap_efficiency)
 
 
 def test_text_is_cut_where_each_token_made_it_certain() -> None:
