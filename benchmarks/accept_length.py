@@ -1,7 +1,5 @@
 """Mean accept length of the bundled drafts, through the real services.
 
-    python benchmarks/accept_length.py --json benchmarks/results/accept_length_cpu.json
-
 K = 4: at T = 0.8 with three seeds over the first 128 tokens behind each held-out prompt, and greedy over the first
 16. Small models repeat themselves, which makes drafting easy: the share of tokens in a repeated 5-gram is beside it.
 """
@@ -11,12 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from slipstream.benchmarks.models import Models
+from slipstream.benchmarks.models import JsonOption, Models
 from slipstream.benchmarks.result_files import write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
@@ -81,15 +78,11 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
     return inside / max(1, sum(map(len, outputs)))
 
 
-def main(json_file: Annotated[Path | None, typer.Option("--json", help="The file for the results.")] = None) -> None:
+def main(json_file: JsonOption = None) -> None:
     """Measures the standalone draft and the EAGLE-3 head."""
     results = asyncio.run(_measure_all())
     for result in results:
-        print(
-            f"{result.algorithm}, K = {result.num_draft_tokens}, T = {result.temperature}, seed {result.seed}, first "
-            f"{result.max_new_tokens} tokens of {result.num_prompts} prompts: mean accept length "
-            f"{result.mean_accept_length:.3f}, {100 * result.repeated_share:.1f} % of tokens in a repeated {GRAM}-gram"
-        )
+        print(f"{result.algorithm}, T = {result.temperature:g}: mean accept length {result.mean_accept_length:.3f}")
     write_rows(results, json_file)
 
 

@@ -1,8 +1,5 @@
 """Decode steps of real models, and where their time goes: three processes against one process on one stream.
 
-    python benchmarks/decode.py --json benchmarks/results/decode_h200.json \
-        --picture benchmarks/results/decode_h200.png
-
 Shapes of Llama-3.1-8B and Llama-3.2-1B with random weights, EAGLE-3 heads of the published shape, acceptance by chance
 (3.5 tokens a step, K = 4), prompts of 1024 tokens that grow to 1400. Three processes and one take turns, so that noise
 of the machine hits both. Counts and sums of a window come from the same two scrapes; a window whose sums do not belong
@@ -16,30 +13,37 @@ runs the bundled models on a CPU, as a test of the script. The JSON file keeps t
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
-from slipstream.benchmarks.decode_floor import StepBytes, copy_bandwidth
 from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, summary
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
 from slipstream.benchmarks.model_shapes import write_shape
+from slipstream.benchmarks.models import PictureOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
 from slipstream.bundled import eagle3_dir, target_dir
 from slipstream.cli.up.mps import MpsMode
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+
+    from torch import nn
 
     from slipstream.benchmarks.stream_window import Window
     from slipstream.client.requests import RequestOptions
@@ -52,6 +56,9 @@ SEED = 11
 TEMPERATURE = 0.8
 WARM_UP_TOKENS = 16
 SHAPES_DIR = Path("build/shapes")
+COPIED_BYTES = 4 << 30
+NUM_COPIES = 20
+META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,68 @@ class Setup:
         return self.prompt_tokens + self.max_new_tokens / 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBytes:
+    """Bytes that a step reads at least: each weight, and keys and values of the context, once a forward."""
+
+    verify_weights: int
+    draft_weights: int
+    """Of all forwards of a step, as below."""
+    verify_kv_per_token: int
+    draft_kv_per_token: int
+
+    @classmethod
+    def of(cls, target: Path, draft: Path, *, num_draft_tokens: int, dtype: torch.dtype) -> StepBytes:
+        """A target and an EAGLE-3 head in these directories that compute in `dtype`."""
+        config = ModelConfig.from_directory(target)
+        head = Eagle3Config.from_directory(draft)
+        model = Eagle3Head(head, device=META, dtype=dtype)
+        once = model.fc.weight.nbytes if model.fc.weight is not None else 0
+        return cls(
+            verify_weights=_weights(Decoder(config, device=META, dtype=dtype), is_tied=config.tie_word_embeddings),
+            draft_weights=once + num_draft_tokens * (_weights(model, is_tied=False) - once),
+            verify_kv_per_token=config.kv_bytes_per_token(dtype),
+            draft_kv_per_token=num_draft_tokens * head.layer.kv_bytes_per_token(dtype),
+        )
+
+    def verify_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
+        """Seconds of verify's part."""
+        return (self.verify_weights + batch * context_tokens * self.verify_kv_per_token) / bandwidth
+
+    def draft_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
+        """Seconds of draft's part."""
+        return (self.draft_weights + batch * context_tokens * self.draft_kv_per_token) / bandwidth
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy on the GPU."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    rate = 2 * COPIED_BYTES / median(elapsed_us(partial(target.copy_, source)) for _ in range(NUM_COPIES))
+    del source, target
+    torch.cuda.empty_cache()
+    return 1e6 * rate
+
+
+def elapsed_us(work: Callable[[], object]) -> float:
+    """Microseconds of work on the current stream, which is idle before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    elapsed_ms: float = start.elapsed_time(end)
+    return elapsed_ms * 1e3
+
+
+def _weights(model: nn.Module, *, is_tied: bool) -> int:
+    """Bytes of the weights that a forward reads: only a few rows of the embedding, unless it is the head, too."""
+    parameters = dict(model.named_parameters())
+    if not is_tied:
+        del parameters["embedding"]
+    return sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in parameters.values())
+
+
 def main(
     device: Annotated[str, typer.Option(help="cuda, or cpu as a test of the script.")] = "cuda",
     shapes: Annotated[str, typer.Option(help="Names, separated by commas.")] = "llama-3.1-8b,llama-3.2-1b",
@@ -110,7 +179,7 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="The file for measurements; other shapes in it are kept.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="The file for a picture of all measurements.")] = None,
+    picture: PictureOption = None,
 ) -> None:
     """Measures decode steps."""
     names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]

@@ -1,19 +1,18 @@
 """Directories of models that have a shape and no weights, for `--load-format dummy`.
 
-    python benchmarks/model_shapes.py DIR
-
-writes one for each shape into DIR: `config.json` as it is published, and a byte-level tokenizer with as many tokens
-as the model has, made up but for the first 256.
+Each has `config.json` as it is published, and a byte-level tokenizer with as many tokens as the model has, made up but
+for the first 256.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _LLAMA3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -92,13 +91,3 @@ def _write_tokenizer(path: Path, vocab_size: int) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
     tokenizer.save(str(path / "tokenizer.json"), pretty=False)
-
-
-def main(folder: Annotated[Path, typer.Argument(help="Where the directories go.")]) -> None:
-    """Writes all of them."""
-    for name in SHAPES:
-        print(write_shape(folder, name))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,16 +1,12 @@
 """How often the outputs of two ways of serving part in bfloat16, how near a tie that is, and the price of avoiding it.
 
-    python benchmarks/near_ties.py --device cuda --json benchmarks/results/near_ties_h200.json
-
 Held-out prompts, each greedy and at T = 0.8 with two seeds; without a draft and with the bundled ones; alone and eight
 at a time. Each output is compared with that of plain decoding, alone. Where the two part, the target's scores in
 float32 tell how far the worse of both tokens is behind the best: rounding explains a near tie and nothing else. Then
 the same with `--deterministic-width`, where no output may part, and the time of a step with it and without, in turns.
 
-    python benchmarks/near_ties.py --device cpu --prompts 4 --tokens 24
-
-computes in float32, in which no output may part either. Status 1 if a parting is no near tie, if there is one where
-none may be, or if a part failed; the results so far are in the JSON.
+On a CPU it computes in float32, in which no output may part either. Status 1 if a parting is no near tie, if there is
+one where none may be, or if a part failed; the results so far are in the JSON.
 """
 
 from __future__ import annotations
@@ -57,8 +53,8 @@ SAMPLINGS = {
 NUM_DRAFT_TOKENS = 4
 TOGETHER = 8
 KV_MIB = 256
-LIMIT_S = 480.0
-"""No part begins later."""
+MOST_DETERMINISTIC_PROMPTS = 16
+"""Prompts for the ways in which no output may part."""
 ROUNDS = 7
 """Windows of either mode, in turns, for the price."""
 WINDOW_TOKENS, WARM_UP_TOKENS = 96, 16
@@ -135,14 +131,7 @@ class NearTies:
     """The measurement."""
 
     def __init__(
-        self,
-        device: str,
-        report: Report,
-        path: Path | None,
-        *,
-        drafts: tuple[str, ...] = DRAFTS,
-        rounds: int = ROUNDS,
-        limit_s: float = LIMIT_S,
+        self, device: str, report: Report, path: Path | None, *, drafts: tuple[str, ...] = DRAFTS, rounds: int = ROUNDS
     ) -> None:
         """`drafts`: NONE comes first, as the others are compared with it."""
         self._device = device
@@ -150,7 +139,6 @@ class NearTies:
         self._path = path
         self._drafts = drafts
         self._rounds = rounds
-        self._limit_s = limit_s
         self._scores = Scores(target_dir())
         tokenizer = Tokenizer.from_file(str(target_dir() / "tokenizer.json"))
         self._requests = [
@@ -169,14 +157,11 @@ class NearTies:
 
     async def _part(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
         report = self._report
-        if time.monotonic() - self._started > self._limit_s:
-            report.problems.append(f"{name}: no time left")
-        else:
-            try:
-                await work()
-            except Exception as error:
-                report.problems.append(f"{name}: {type(error).__name__}: {error}")
-                print(report.problems[-1], flush=True)
+        try:
+            await work()
+        except Exception as error:
+            report.problems.append(f"{name}: {type(error).__name__}: {error}")
+            print(report.problems[-1], flush=True)
         report.seconds = time.monotonic() - self._started
         write_json(asdict(report), self._path)
 
@@ -321,11 +306,7 @@ def _line(row: Row) -> str:
 def main(
     device: DeviceOption = "cuda",
     num_prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts, at most 64.")] = 40,
-    num_deterministic_prompts: Annotated[
-        int, typer.Option("--deterministic-prompts", help="Prompts for the ways in which no output may part.")
-    ] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 200,
-    limit: Annotated[float, typer.Option(help="Seconds after which no part begins.")] = LIMIT_S,
     json_file: JsonOption = None,
 ) -> None:
     """Compares, prices, and reports problems."""
@@ -336,14 +317,12 @@ def main(
         bound=BOUND,
         num_draft_tokens=NUM_DRAFT_TOKENS,
         num_prompts=num_prompts,
-        num_deterministic_prompts=min(num_prompts, num_deterministic_prompts),
+        num_deterministic_prompts=min(num_prompts, MOST_DETERMINISTIC_PROMPTS),
         samplings=list(SAMPLINGS),
         max_new_tokens=tokens,
     )
-    print(f"{report.host}, {report.dtype}{' (a CPU is always deterministic)' if is_cpu else ''}", flush=True)
-    asyncio.run(NearTies(device, report, json_file, limit_s=limit).run())
-    print(f"{report.seconds:.0f} s; problems: {'; '.join(report.problems) or 'none'}")
-    sys.exit(1 if report.problems else 0)
+    asyncio.run(NearTies(device, report, json_file).run())
+    sys.exit("\n".join(report.problems) if report.problems else 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,5 @@
 """The cost of a step beyond its kernels: the real services, with dummy kernels of a known length.
 
-    python benchmarks/overlap.py --device cpu --json benchmarks/results/overlap_cpu.json \
-        --picture benchmarks/results/overlap_cpu.png
-    python benchmarks/overlap.py --device cuda --json benchmarks/results/overlap_h200.json \
-        --picture benchmarks/results/overlap_h200.png
-
 Eight clients stream while metrics are on. The orders of steps take turns within each repeat, so that noise of the
 machine hits all of them. On a GPU both kinds of fences are measured, and workers with and without MPS. The figure is
 what a step loses (step - busy) under run-ahead 1 as a share of what it loses when the host blocks on each call, in the
@@ -17,12 +12,12 @@ import asyncio
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.benchmarks.models import DeviceOption, JsonOption, PictureOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.overlap_report import HOST_BLOCKS, RUN_AHEAD, Measurement, with_shares
 from slipstream.benchmarks.result_files import host, write_rows
 from slipstream.benchmarks.stack import Stack
@@ -79,14 +74,12 @@ def orders_of(device: str) -> tuple[Order, ...]:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     repeats: Annotated[int | None, typer.Option(help="Interleaved repeats of each order.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="The file for the list of measurements.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="The file for a picture of it.")] = None,
+    json_file: JsonOption = None,
+    picture: PictureOption = None,
 ) -> None:
     """Measures the price of a step in each order."""
-    if device not in KERNELS_MS:
-        raise typer.BadParameter(" or ".join(KERNELS_MS), param_hint="--device")
     measurements: list[Measurement] = []
 
     def keep(group: Sequence[Measurement]) -> None:

@@ -1,14 +1,10 @@
 """One request at a time: this system, and `transformers` with the same target, prompt and machine.
 
-    python benchmarks/peers.py --device cuda --json benchmarks/results/peers_h200.json
-
 Two cases. The bundled models, with their weights: both sides run the same target and the same standalone draft. The
 shape of Llama 3.1 8B with random weights, where acceptance is drawn by chance with the same mean on both sides: this
 system drafts with the shape of an EAGLE-3 head, `transformers`, which has none, with the shape of Llama 3.2 1B as its
 assistant. Both count from the first token to the last. Each way of generating is in the file as soon as it is
-measured, and the file keeps the cases that a run leaves out:
-
-    python benchmarks/peers.py --device cuda --case llama-3.1-8b --json benchmarks/results/peers_h200.json
+measured, and the file keeps the cases that a run with `--case` leaves out.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ import typer
 from transformers import AutoTokenizer
 
 from slipstream.benchmarks.model_shapes import write_shape
-from slipstream.benchmarks.models import EAGLE3, STANDALONE
+from slipstream.benchmarks.models import EAGLE3, STANDALONE, DeviceOption
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.transformers_peer import ASSISTED, REPEATS, Peer, TransformersPeer, load, quiet
@@ -35,8 +31,7 @@ from slipstream.bundled import prompts, standalone_dir, target_dir
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from collections.abc import Callable, Sequence
 
 NUM_DRAFT_TOKENS = 4
 MEAN_ACCEPT_LENGTH = 3.5
@@ -72,34 +67,6 @@ class Result:
     hardware: str
 
 
-class ResultsFile:
-    """Results by case. Each is in the file as soon as it is added."""
-
-    def __init__(self, path: Path | None, *, device: str, cases: Sequence[str]) -> None:
-        """Keeps the results of the file; `cases` are to be measured, on `device`. Without a path nothing is written.
-
-        Raises ValueError if the file holds something else, or another case that was measured on another device.
-        """
-        self._path = path
-        self._results = read_rows(path, Result)
-        self._begun: set[str] = set()
-        for result in self._results:
-            if result.device != device and result.case not in cases:
-                raise ValueError(f"{path} has {result.case} measured on {result.device}, this run is on {device}")
-
-    def of(self, case: str) -> list[Result]:
-        """The ways of one case, in the order in which they were measured."""
-        return [result for result in self._results if result.case == case]
-
-    def add(self, result: Result) -> None:
-        """Adds it and writes the file. The first result of a case replaces the earlier results of that case."""
-        if result.case not in self._begun:
-            self._begun.add(result.case)
-            self._results = [other for other in self._results if other.case != result.case]
-        self._results = sorted([*self._results, result], key=attrgetter("case"))
-        write_rows(self._results, self._path)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A target, a draft for this system, and an assistant for `transformers`."""
@@ -121,17 +88,16 @@ class Case:
 class Measurement:
     """All ways of generating, in one case."""
 
-    def __init__(self, case: Case, device: str, results: ResultsFile) -> None:
-        """`results` gets each way as it is measured."""
+    def __init__(self, case: Case, device: str, keep: Callable[[Result], None]) -> None:
+        """`keep` gets each way as it is measured."""
         self._case = case
         self._device = torch.device(device)
-        self._results = results
+        self._keep_result = keep
         self._host = host()
         self._hardware = host(device).partition(",")[0] if device == "cuda" else "no GPU"
         tokenizer = AutoTokenizer.from_pretrained(case.target)
         prompt = tokenizer.encode(prompts()[0].text)
         self._prompt = (prompt * -(-PROMPT_TOKENS // len(prompt)))[:PROMPT_TOKENS]
-        self._since = time.monotonic()
 
     def run(self) -> None:
         """Measures one way after the other; only ways with the same models are in memory together."""
@@ -150,7 +116,6 @@ class Measurement:
                 stack.worker("verify", model=case.target, simulate_accept_length=case.mean_accept_length, **weights),
                 stack.worker("draft", model=case.draft, algorithm=case.algorithm, target=case.target, **weights),
             )
-            self._tell("slipstream's models are loaded")
             self._keep(await self._serve(stack, DRAFTING, "draft"))
             self._keep(await self._serve(stack, PLAIN, None))
 
@@ -172,7 +137,6 @@ class Measurement:
             load(directory, device=self._device, dtype=self._dtype, is_dummy=self._case.is_dummy)
             for directory in (self._case.target, self._case.assistant)
         )
-        self._tell("the models of transformers are loaded")
         peer, mean = TransformersPeer(target, num_new_tokens=NUM_NEW_TOKENS), self._case.mean_accept_length
         self._keep(peer.assisted(self._prompt, assistant, num_draft_tokens=NUM_DRAFT_TOKENS, mean_accept_length=mean))
         self._keep(peer.compiled(self._prompt))
@@ -192,17 +156,12 @@ class Measurement:
             host=self._host,
             hardware=self._hardware,
         )
-        self._results.add(result)
-        self._tell(_line(result))
-
-    def _tell(self, what: str) -> None:
-        now = time.monotonic()
-        print(f"{self._case.name}: {what} ({now - self._since:.1f} s)", flush=True)
-        self._since = now
+        print(f"{result.case}, {result.way}: {result.tokens_per_second:.0f} tokens/s", flush=True)
+        self._keep_result(result)
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; all unless given.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="The file for the results; other cases in it are kept.")
@@ -213,23 +172,19 @@ def main(
     if not set(names) <= set(CASES):
         raise typer.BadParameter(f"one of {', '.join(CASES)}", param_hint="--case")
     try:
-        results = ResultsFile(json_file, device=device, cases=names)
+        results = [result for result in read_rows(json_file, Result) if result.case not in names]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--json") from error
+
+    def keep(result: Result) -> None:
+        results.append(result)
+        results.sort(key=attrgetter("case"))
+        write_rows(results, json_file)
+
     quiet()
     with TemporaryDirectory() as folder:
         for name in names:
-            Measurement(_case(name, Path(folder)), device, results).run()
-    for name in names:
-        ways = results.of(name)
-        ours = next(result for result in ways if result.way == DRAFTING)
-        for result in ways:
-            ratio = ours.tokens_per_second / result.tokens_per_second
-            print(f"{name}: {_line(result)}; slipstream with drafting is {ratio:.2f} times as fast")
-
-
-def _line(result: Result) -> str:
-    return f"{result.way}: {result.tokens_per_second:.0f} tokens/s, accept length {result.mean_accept_length:.2f}"
+            Measurement(_case(name, Path(folder)), device, keep).run()
 
 
 def _case(name: str, folder: Path) -> Case:

@@ -1,9 +1,5 @@
 """Timelines with and without run-ahead: real services with dummy kernels, traced under streaming load.
 
-    python benchmarks/trace_pictures.py --device cpu --out benchmarks/results
-    python benchmarks/trace_pictures.py --device cuda --out benchmarks/results
-    python benchmarks/trace_pictures.py --device cuda --out benchmarks/results --draw-only
-
 Each run-ahead gives a trace as `slipstream trace` writes it, trace_<device>_run_ahead_<n>.json, and a picture of it:
 lanes by process, slices, and arrows along the fences; below, one hand-over. Takes about half a minute.
 """
@@ -25,6 +21,7 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.patches import Patch
 
+from slipstream.benchmarks.models import DeviceOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import streaming
@@ -43,6 +40,7 @@ NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_STEPS = 100
+TRACED_STEPS = 50
 NUM_STEPS = 5
 """Steps in the upper panel of a picture."""
 COLOURS = {
@@ -70,23 +68,20 @@ CHARACTER_WIDTH = 0.006
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    steps: Annotated[int, typer.Option(help="Steps in a trace.")] = 50,
+    device: DeviceOption = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for traces and pictures.")] = Path("build/traces"),
     draw_only: Annotated[bool, typer.Option("--draw-only", help="Draw the traces that are there.")] = False,
 ) -> None:
     """Traces each run-ahead, and draws it."""
-    if device not in KERNELS_MS:
-        raise typer.BadParameter(" or ".join(KERNELS_MS), param_hint="--device")
     out.mkdir(parents=True, exist_ok=True)
     paths = {run_ahead: out / f"trace_{device}_run_ahead_{run_ahead}.json" for run_ahead in RUN_AHEADS}
     if not draw_only:
-        asyncio.run(_trace_all(device, steps, paths))
+        asyncio.run(_trace_all(device, paths))
     for path in paths.values():
         print(draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")))
 
 
-async def _trace_all(device: str, steps: int, paths: dict[int, Path]) -> None:
+async def _trace_all(device: str, paths: dict[int, Path]) -> None:
     draft_ms, verify_ms = KERNELS_MS[device]
     async with Stack(device=device, mps=MpsMode.AUTO if device == "cuda" else MpsMode.OFF) as stack:
         await asyncio.gather(
@@ -107,10 +102,9 @@ async def _trace_all(device: str, steps: int, paths: dict[int, Path]) -> None:
             ):
                 # These hold prompts, and first uses of everything.
                 await fetch_trace(served.address, TraceRequest(steps=WARM_UP_STEPS))
-                content = trace_json(await fetch_trace(served.address, TraceRequest(steps=steps)))
+                content = trace_json(await fetch_trace(served.address, TraceRequest(steps=TRACED_STEPS)))
             content["otherData"] |= {"host": host(device), "draft_ms": draft_ms, "verify_ms": verify_ms}
             path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
-            print(f"{path}: {len(content['traceEvents'])} events, {path.stat().st_size / 1024:.0f} KiB", flush=True)
 
 
 @dataclass(frozen=True, slots=True)

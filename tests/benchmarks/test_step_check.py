@@ -45,7 +45,6 @@ def test_a_delay_that_shows_wrongly_fails(shown_us: float, stray_us: float, pass
     check = DelayCheck.between(DELAYS[0], windows(DELAYS[0], shown_us=shown_us, stray_us=stray_us))
     assert check.passes is passes
     part = Part(name="a part", delays=[check])
-    assert ("MISSED" in part.lines()[-1]) is not passes
     assert not part.passes, "checks are missing"
 
 
