@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -52,26 +52,14 @@ def token_at(positions: torch.Tensor) -> torch.Tensor:
     return FIRST_TOKEN + positions % NUM_TOKENS
 
 
-class Kernel(Protocol):
-    """A kernel of a known length, which includes what it computes. Belongs to one stream."""
-
-    def run(self, compute: Callable[[], T]) -> T:
-        """Stream work: returns what `compute` does; the stream goes on when the length is over."""
-        ...
-
-    def rows(self, values: Sequence[int]) -> torch.Tensor:
-        """[len(values)] int64 where the kernel runs."""
-        ...
-
-
 class HostKernel:
-    """On the stream's own thread: sleeps, and looks at the clock for the last bit."""
+    """A kernel of a known length on a stream's own thread: sleeps, and looks at the clock for the last bit."""
 
     def __init__(self, length_ms: float) -> None:
         self._length_s = length_ms / 1000
 
     def run(self, compute: Callable[[], T]) -> T:
-        """See `Kernel.run`."""
+        """Stream work: returns what `compute` does; the stream goes on when the length is over."""
         end = time.monotonic() + self._length_s
         result = compute()
         sleep_precisely(max(0.0, end - time.monotonic() - SPIN_S))
@@ -80,7 +68,7 @@ class HostKernel:
         return result
 
     def rows(self, values: Sequence[int]) -> torch.Tensor:
-        """See `Kernel.rows`."""
+        """[len(values)] int64 where the kernel runs."""
         return torch.tensor(values, dtype=torch.int64)
 
 
@@ -96,7 +84,7 @@ class GpuKernel:
         self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.zeros(0, dtype=torch.int64, device=device))
 
     def run(self, compute: Callable[[], T]) -> T:
-        """See `Kernel.run`."""
+        """See `HostKernel.run`."""
         stream, start = torch.cuda.current_stream(self._device).cuda_stream, self._start.data_ptr()
         self._kernels.stamp(stream, start)
         result = compute()
@@ -104,7 +92,7 @@ class GpuKernel:
         return result
 
     def rows(self, values: Sequence[int]) -> torch.Tensor:
-        """See `Kernel.rows`. Mostly the same as in the step before: then there is nothing to copy."""
+        """See `HostKernel.rows`. Mostly the same as in the step before: then there is nothing to copy."""
         wanted = tuple(values)
         if self._rows[0] != wanted:
             pinned = torch.tensor(wanted, dtype=torch.int64).pin_memory()
@@ -112,7 +100,7 @@ class GpuKernel:
         return self._rows[1]
 
 
-def make_kernel(length_ms: float, device: Device | None) -> Kernel:
+def make_kernel(length_ms: float, device: Device | None) -> HostKernel | GpuKernel:
     """A kernel of the device; None is the CPU."""
     if device is None or device.torch_device.type == "cpu":
         return HostKernel(length_ms)

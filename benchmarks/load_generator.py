@@ -15,7 +15,7 @@ from array import array
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from slipstream.client import AsyncClient
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError
@@ -23,7 +23,6 @@ from slipstream.common.host import yield_to_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from types import TracebackType
 
     from slipstream.benchmarks.workload import Arrival, PlannedRequest
 
@@ -75,33 +74,19 @@ class LoadRun:
     """From the start to the end of the last request."""
 
 
-class LoadGenerator:
-    """Starts a new process for each run, which makes the requests. A context manager."""
+async def open_loop(address: str, arrivals: Sequence[Arrival], seconds: float, drain_s: float) -> LoadRun:
+    """Makes each request at its time, and at the end waits `drain_s` at most for those that still run."""
+    return await _in_new_process(_open_loop, address, arrivals, seconds, drain_s)
 
-    def __init__(self) -> None:
-        self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
 
-    def __enter__(self) -> Self:
-        return self
+async def closed_loop(address: str, requests: Sequence[PlannedRequest], num_clients: int, seconds: float) -> LoadRun:
+    """Keeps clients busy until the time is over, when they leave; `requests` are repeated as needed."""
+    return await _in_new_process(_closed_loop, address, requests, num_clients, seconds)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._pool.shutdown()
 
-    async def open_loop(self, address: str, arrivals: Sequence[Arrival], seconds: float, drain_s: float) -> LoadRun:
-        """Makes each request at its time, and at the end waits `drain_s` at most for those that still run."""
-        return await self._run(_open_loop, address, arrivals, seconds, drain_s)
-
-    async def closed_loop(
-        self, address: str, requests: Sequence[PlannedRequest], num_clients: int, seconds: float
-    ) -> LoadRun:
-        """Keeps clients busy until the time is over, when they leave; `requests` are repeated as needed."""
-        return await self._run(_closed_loop, address, requests, num_clients, seconds)
-
-    async def _run(self, run: object, *arguments: object) -> LoadRun:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _in_this_process, run, arguments)
+async def _in_new_process(run: object, *arguments: object) -> LoadRun:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, _in_this_process, run, arguments)
 
 
 def _in_this_process(run: object, arguments: tuple[object, ...]) -> LoadRun:

@@ -147,7 +147,6 @@ class NearTies:
             for sampling in SAMPLINGS.values()
         ]
         self._references: dict[bool, list[list[int]]] = {}
-        self._partings: dict[tuple[object, ...], Parting | None] = {}
         self._started = time.monotonic()
 
     async def run(self) -> None:
@@ -200,23 +199,13 @@ class NearTies:
         if (draft, at_once) == (NONE, 1):
             self._references[is_deterministic] = outputs
         found = [
-            self._parting(number, outputs[number], is_deterministic=is_deterministic) for number in range(len(requests))
+            self._scores.parting(request.prompt, reference, output, request.sampling)
+            for request, reference, output in zip(requests, self._references[is_deterministic], outputs, strict=True)
         ]
         row = row_of(outputs, found, (is_deterministic, draft, at_once), seconds)
         report.rows.append(row)
         print(_line(row), flush=True)
         report.problems += problems_of(row, report.dtype)
-
-    def _parting(self, number: int, output: list[int], *, is_deterministic: bool) -> Parting | None:
-        """Where an output parts from the reference; looked up if another way parted there with the same token."""
-        reference, request = self._references[is_deterministic][number], self._requests[number]
-        index = next((i for i, pair in enumerate(zip(reference, output, strict=True)) if pair[0] != pair[1]), None)
-        if index is None:
-            return None
-        key = (number, is_deterministic, index, output[index])
-        if key not in self._partings:
-            self._partings[key] = self._scores.parting(request.prompt, reference, output, request.sampling)
-        return self._partings[key]
 
     async def _price(self, served: dict[bool, Served], draft: str, at_once: int) -> None:
         requests = self._requests[:at_once]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, LoadGenerator
+from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.models import STANDALONE, JsonOption, Models
 from slipstream.benchmarks.result_files import host, write_json
@@ -27,7 +27,6 @@ from slipstream.benchmarks.workload import Arrival, Lengths, Workload
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from slipstream.benchmarks.load_generator import LoadRun
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.server_watch import Footprint, ResourceSnapshot
 
@@ -134,19 +133,19 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
         context_tokens=workload.lengths.context_tokens,
     )
     async with scheduler as served, AsyncClient(served.address) as client:
-        address = served.address
-        with LoadGenerator() as generator:
-            pids = {service.name: service.pid for service in (await client.server_info()).services}
-            memory, health = MemoryWatch(pids), HealthWatch(address)
-            await _touch_everything(generator, workload, address, plan)
-            capacity_before = await _capacity(generator, workload, address, plan, "before")
-            before = await settled(client, None)
-            rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
-            arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
-            async with health.watching(), memory.watching(plan.sample_s, after_s=plan.warm_up_s):
-                run = await generator.open_loop(address, arrivals, plan.seconds, plan.drain_s)
-            after = await settled(client, before)
-            capacity_after = await _capacity(generator, workload, address, plan, "after")
+        address, seed = served.address, plan.seed
+        pids = {service.name: service.pid for service in (await client.server_info()).services}
+        memory, health = MemoryWatch(pids), HealthWatch(address)
+        await _touch_everything(workload, address, plan)
+        for_capacity = plan.slots, plan.capacity_seconds, plan.capacity_warm_up_s
+        capacity_before = await find_capacity(workload, address, *for_capacity, f"{seed} before")
+        before = await settled(client, None)
+        rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
+        arrivals = workload.arrivals(rate, plan.seconds, str(seed))
+        async with health.watching(), memory.watching(plan.sample_s, after_s=plan.warm_up_s):
+            run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
+        after = await settled(client, before)
+        capacity_after = await find_capacity(workload, address, *for_capacity, f"{seed} after")
     return OverloadReport(
         host=host(),
         plan=plan,
@@ -155,7 +154,7 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
         capacity_after=capacity_after,
         offered_requests_per_second=rate,
         load=report_of(run, plan.warm_up_s),
-        rejections_without_retry_info=_without_retry_info(run),
+        rejections_without_retry_info=sum(r.outcome == REJECTED and r.retry_after_ms is None for r in run.records),
         health_statuses=sorted(health.statuses),
         footprints=memory.footprints(),
         before=before,
@@ -164,29 +163,13 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
     )
 
 
-async def _touch_everything(generator: LoadGenerator, workload: Workload, address: str, plan: Plan) -> None:
+async def _touch_everything(workload: Workload, address: str, plan: Plan) -> None:
     """Fills every slot with the longest requests, so that the services have taken their largest memory."""
     arrivals = [Arrival(0.0, request) for request in workload.largest(plan.slots)]
-    run = await generator.open_loop(address, arrivals, 0.0, plan.drain_s)
+    run = await open_loop(address, arrivals, 0.0, plan.drain_s)
     outcomes = [record.outcome for record in run.records]
     if outcomes != [COMPLETED] * plan.slots:
         raise RuntimeError(f"the longest requests did not complete: {outcomes}, {failures(run)}")
-
-
-async def _capacity(generator: LoadGenerator, workload: Workload, address: str, plan: Plan, when: str) -> LoadReport:
-    return await find_capacity(
-        generator,
-        workload,
-        address,
-        num_slots=plan.slots,
-        seconds=plan.capacity_seconds,
-        warm_up_s=plan.capacity_warm_up_s,
-        seed=f"{plan.seed} {when}",
-    )
-
-
-def _without_retry_info(run: LoadRun) -> int:
-    return sum(record.outcome == REJECTED and record.retry_after_ms is None for record in run.records)
 
 
 def main(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.load_generator import LoadGenerator
+from slipstream.benchmarks.load_generator import closed_loop, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.models import NONE, STANDALONE, JsonOption, Models, PictureOption, draft_of
 from slipstream.benchmarks.result_files import host, write_json
@@ -97,17 +97,10 @@ async def measure(plan: Plan) -> ServingReport:
                 draft_of(algorithm), slots=plan.slots, context_tokens=lengths.context_tokens, kv_memory_mib=KV_MIB
             )
             addresses[algorithm] = (await held.enter_async_context(running)).address
-        generator = held.enter_context(LoadGenerator())
         capacity = {}
         for algorithm, address in addresses.items():
             capacity[algorithm] = await find_capacity(
-                generator,
-                workload,
-                address,
-                num_slots=plan.slots,
-                seconds=plan.capacity_seconds,
-                warm_up_s=plan.warm_up_s,
-                seed=f"{plan.seed} capacity",
+                workload, address, plan.slots, plan.capacity_seconds, plan.warm_up_s, f"{plan.seed} capacity"
             )
             print(f"{algorithm}: capacity {capacity[algorithm].tokens_per_second:.0f} tokens/s", flush=True)
         most = max(capacity.values(), key=lambda report: report.tokens_per_second)
@@ -115,7 +108,7 @@ async def measure(plan: Plan) -> ServingReport:
         for fraction in plan.fractions:
             rate = fraction * most.tokens_per_second / workload.mean_output_tokens
             for algorithm, address in addresses.items():
-                runs.append(await _run(generator, workload, address, plan, (algorithm, fraction, rate)))
+                runs.append(await _run(workload, address, plan, algorithm, fraction, rate))
                 speed = runs[-1].report.tokens_per_second
                 print(f"{algorithm} at {rate:.2f} requests/s: {speed:.0f} tokens/s", flush=True)
     return ServingReport(
@@ -129,21 +122,14 @@ async def measure(plan: Plan) -> ServingReport:
 
 
 async def find_capacity(
-    generator: LoadGenerator,
-    workload: Workload,
-    address: str,
-    *,
-    num_slots: int,
-    seconds: float,
-    warm_up_s: float,
-    seed: str,
+    workload: Workload, address: str, num_slots: int, seconds: float, warm_up_s: float, seed: str
 ) -> LoadReport:
     """Saturates a server by more busy clients than it has slots: its `tokens_per_second` are the capacity.
 
     Raises RuntimeError if requests fail.
     """
     requests = list(itertools.islice(workload.requests(seed), NUM_REQUESTS))
-    run = await generator.closed_loop(address, requests, CLIENTS_PER_SLOT * num_slots, seconds)
+    run = await closed_loop(address, requests, CLIENTS_PER_SLOT * num_slots, seconds)
     report = report_of(run, warm_up_s)
     if failures(run) or not report.tokens_per_second:
         raise RuntimeError(f"no capacity was found: {report}, {failures(run)[:3]}")
@@ -151,12 +137,11 @@ async def find_capacity(
 
 
 async def _run(
-    generator: LoadGenerator, workload: Workload, address: str, plan: Plan, what: tuple[str, float, float]
+    workload: Workload, address: str, plan: Plan, algorithm: str, fraction: float, rate: float
 ) -> ServingRun:
-    algorithm, fraction, rate = what
     # The same requests at every rate, sooner or later: the rates differ in nothing else.
     arrivals = workload.arrivals(rate, plan.seconds, str(plan.seed))
-    run = await generator.open_loop(address, arrivals, plan.seconds, plan.drain_s)
+    run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
     return ServingRun(
         algorithm=algorithm,
         fraction=fraction,

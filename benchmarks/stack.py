@@ -13,11 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.models import NGRAM
+from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 
 if TYPE_CHECKING:
@@ -29,9 +27,6 @@ SCRIPTS = Path(sys.executable).parent
 LOG_DIR = Path("build/benchmarks")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
-RETRY_S = 0.05
-CONNECT_OFTEN = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
-"""gRPC's default pauses grow to seconds while a service starts."""
 NUMPY_DRAFTER = Path(__file__).resolve().parent.parent / "examples" / "numpy_drafter" / "main.py"
 
 Option = str | int | float | Path | None
@@ -188,24 +183,10 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _until_serving(name: str, process: asyncio.subprocess.Process, address: str) -> None:
-    async with background(process.wait(), _watch(address)) as (ended, serving):
+    async with background(process.wait(), wait_until_serving(address)) as (ended, serving):
         await asyncio.wait((ended, serving), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             raise RuntimeError(f"{name} ended with status {ended.result()} before it served")
         if not serving.done():
             raise RuntimeError(f"{name} does not serve after {START_TIMEOUT_S:.0f} s")
         serving.result()
-
-
-async def _watch(address: str) -> None:
-    async with grpc.aio.insecure_channel(address, options=CONNECT_OFTEN) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        while True:
-            try:
-                async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-            await asyncio.sleep(RETRY_S)

@@ -96,11 +96,6 @@ class Workload:
         self._num_starts = len(offsets)
 
     @property
-    def longest_prompt_tokens(self) -> int:
-        """There is no text for longer prompts."""
-        return self._num_starts
-
-    @property
     def mean_output_tokens(self) -> float:
         """The mean of drawn output lengths, bounds included."""
         rng = random.Random("mean")
@@ -126,7 +121,7 @@ class Workload:
         return [Arrival(at, request) for at, request in zip(times, self.requests(seed), strict=False)]
 
     def prompt(self, num_tokens: int, rng: random.Random) -> str:
-        """A text of about so many tokens, `longest_prompt_tokens` at most."""
+        """A text of about so many tokens; no longer than the text of all bundled prompts."""
         num_tokens = min(num_tokens, self._num_starts)
         first = rng.randrange(self._num_starts)
         return self._text[self._offsets[first][0] : self._offsets[first + num_tokens - 1][1]]

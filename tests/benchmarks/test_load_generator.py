@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from slipstream.benchmarks.load_generator import COMPLETED, LEFT, REJECTED, LoadGenerator
+from slipstream.benchmarks.load_generator import COMPLETED, LEFT, REJECTED, closed_loop, open_loop
 from slipstream.benchmarks.load_report import report_of
 from slipstream.benchmarks.workload import Arrival, PlannedRequest
 from slipstream.common.errors import ConnectionLostError
@@ -24,12 +24,11 @@ def arrivals() -> list[Arrival]:
 async def test_requests_do_not_wait_for_answers() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
-        with LoadGenerator() as generator:
-            run = asyncio.ensure_future(generator.open_loop(server.address, arrivals(), 0.2, 60.0))
-            # Nothing is answered, and yet all of them come.
-            await until(lambda: server.manager.num_jobs == NUM_REQUESTS)
-            server.loop.may_step.set()
-            records = (await run).records
+        run = asyncio.ensure_future(open_loop(server.address, arrivals(), 0.2, 60.0))
+        # Nothing is answered, and yet all of them come.
+        await until(lambda: server.manager.num_jobs == NUM_REQUESTS)
+        server.loop.may_step.set()
+        records = (await run).records
     assert [record.outcome for record in records] == [COMPLETED] * NUM_REQUESTS
     assert [record.intended_s for record in records] == [arrival.at_s for arrival in arrivals()]
     assert all(record.num_tokens == 7 for record in records)
@@ -39,11 +38,10 @@ async def test_requests_do_not_wait_for_answers() -> None:
 async def test_rejections_say_when_to_come_again() -> None:
     async with generation_server(capacity=2, slots=1) as server:
         server.loop.may_step.clear()
-        with LoadGenerator() as generator:
-            run = asyncio.ensure_future(generator.open_loop(server.address, arrivals(), 0.2, 60.0))
-            await until(lambda: server.metric("requests_total", outcome="refused") == NUM_REQUESTS - 3)
-            server.loop.may_step.set()
-            report, records = report_of(await run, 0.0), (await run).records
+        run = asyncio.ensure_future(open_loop(server.address, arrivals(), 0.2, 60.0))
+        await until(lambda: server.metric("requests_total", outcome="refused") == NUM_REQUESTS - 3)
+        server.loop.may_step.set()
+        report, records = report_of(await run, 0.0), (await run).records
     assert (report.num_rejected, report.num_completed) == (NUM_REQUESTS - 3, 3)
     assert all(record.retry_after_ms for record in records if record.outcome == REJECTED)
     assert report.rejection_ms.count == NUM_REQUESTS - 3
@@ -52,8 +50,7 @@ async def test_rejections_say_when_to_come_again() -> None:
 async def test_what_does_not_end_is_left() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
-        with LoadGenerator() as generator:
-            run = await generator.open_loop(server.address, arrivals(), 0.1, 0.1)
+        run = await open_loop(server.address, arrivals(), 0.1, 0.1)
         assert [record.outcome for record in run.records] == [LEFT] * NUM_REQUESTS
         await server.manager.wait_idle()
 
@@ -61,8 +58,7 @@ async def test_what_does_not_end_is_left() -> None:
 async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
     requests = [PlannedRequest("abc", 3000, 0.8, 1), PlannedRequest("def", 2, 0.8, 2)]
     async with generation_server() as server:
-        with LoadGenerator() as generator:
-            run = await generator.closed_loop(server.address, requests, 3, 0.5)
+        run = await closed_loop(server.address, requests, 3, 0.5)
         await server.manager.wait_idle()
     report = report_of(run, 0.0)
     assert report.num_left <= 3
@@ -71,5 +67,5 @@ async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
 
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
-    with LoadGenerator() as generator, pytest.raises(ConnectionLostError):
-        await generator.closed_loop("127.0.0.1:1", [PlannedRequest("abc", 3, 0.8, 1)], 1, 0.1)
+    with pytest.raises(ConnectionLostError):
+        await closed_loop("127.0.0.1:1", [PlannedRequest("abc", 3, 0.8, 1)], 1, 0.1)
