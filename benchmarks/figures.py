@@ -118,12 +118,7 @@ def _overlap_section(name: str) -> list[str]:
     )
     if measurements[0].device == "cuda":
         words += " Timeline fences and workers under MPS, unless a row or column says something else."
-    return [
-        "## A step over its kernels",
-        _source("overlap", name, measurements[0].host),
-        _text(words),
-        _table(header, rows),
-    ]
+    return _section("A step over its kernels", "overlap", name, measurements[0].host, words, _table(header, rows))
 
 
 def _decode_section() -> list[str]:
@@ -134,7 +129,7 @@ def _decode_section() -> list[str]:
         "is that of each process, and of the *loop*, the thread of the scheduler that decides the steps. Draft and "
         "verify are processes of their own under MPS; *one process* is all of it in one, on one stream."
     )
-    sections = ["## Decode steps", _source("decode", "decode_h200", measurements[0].host), _text(words)]
+    sections = _section("Decode steps", "decode", "decode_h200", measurements[0].host, words)
     times = ("batch", "tokens/s", "step, ms", "draft, ms", "verify, ms", "bubble, ms")
     cpu = ("CPU, ms: loop", "scheduler", "draft", "verify")
     ratios = ("batch", "overlap efficiency", "step / one process", "verify / floor", "draft / floor")
@@ -174,8 +169,8 @@ def _peers_section() -> list[str]:
         "own without MPS; one way is measured after the other."
     )
     header = ("target", "way", "draft", "tokens/s", "accept length", f"{first['way']} is faster by")
-    source = _source("peers", "peers_h200", f"{first['hardware']}, {first['host']}")
-    return ["## One request, against `transformers`", source, _text(words), _table(header, rows)]
+    where = f"{first['hardware']}, {first['host']}"
+    return _section("One request, against `transformers`", "peers", "peers_h200", where, words, _table(header, rows))
 
 
 def _near_ties_section() -> list[str]:
@@ -201,14 +196,10 @@ def _near_ties_section() -> list[str]:
         f"parts, and the gap of the scores there compared with {report['bound']:g}: rows with a larger one: {num_far}."
     )
     header = ("`--deterministic`", "draft", "at once", "outputs", "part", "in 1,000 tokens", "largest gap")
-    return [
-        "## Which outputs differ, in bfloat16",
-        _source("near_ties", "near_ties_h200", report["host"]),
-        _text(words),
-        _table(header, rows),
-        "The price of `--deterministic`, for a model so small that the host bounds many of these steps:",
-        _table(("draft", "at once", "step, ms", "deterministic, ms", "ratio"), prices),
-    ]
+    section = _section("Which outputs differ, in bfloat16", "near_ties", "near_ties_h200", report["host"], words)
+    price = "The price of `--deterministic`, for a model so small that the host bounds many of these steps:"
+    price_header = ("draft", "at once", "step, ms", "deterministic, ms", "ratio")
+    return [*section, _table(header, rows), price, _table(price_header, prices)]
 
 
 def _step_check_section(name: str) -> list[str]:
@@ -227,13 +218,10 @@ def _step_check_section(name: str) -> list[str]:
         f"The sum of `slipstream_step_seconds` over the clock of the host, and {report['delay_us']:g} us put at one "
         "place in turns with nothing: the growth per step of the bubble at its edge, and the largest at another, in us."
     )
-    return [
-        "## Step metrics against the clock, and against delays of a known length",
-        _source("step_check", name, report["host"]),
-        _text(words),
-        _table(("models", "steps", "metrics / clock"), clocks),
-        _table(("models", "edge", "delay at", "shows there", "most elsewhere"), rows),
-    ]
+    title = "Step metrics against the clock, and against delays of a known length"
+    clock_table = _table(("models", "steps", "metrics / clock"), clocks)
+    delay_table = _table(("models", "edge", "delay at", "shows there", "most elsewhere"), rows)
+    return _section(title, "step_check", name, report["host"], words, clock_table, delay_table)
 
 
 def _accept_length_section() -> list[str]:
@@ -253,7 +241,7 @@ def _accept_length_section() -> list[str]:
         "a repeated 5-gram."
     )
     header = ("draft", "T", "tokens", "seeds", "mean accept length", "repeated")
-    return ["## Accept length", _source("accept_length", "accept_length_cpu", ""), _text(words), _table(header, rows)]
+    return _section("Accept length", "accept_length", "accept_length_cpu", "", words, _table(header, rows))
 
 
 def _lossless_section() -> list[str]:
@@ -267,7 +255,7 @@ def _lossless_section() -> list[str]:
         f"{found['run_aheads'][-1]}; prompts whole and in chunks of {min(found['chunk_tokens'])}; drafts off for every "
         "other request."
     )
-    return ["## The same tokens in every way", _source("lossless", "lossless_cpu", ""), _text(words)]
+    return _section("The same tokens in every way", "lossless", "lossless_cpu", "", words)
 
 
 def _serving_section() -> list[str]:
@@ -286,9 +274,9 @@ def _serving_section() -> list[str]:
         "busy cores have none to spare."
     )
     header = ("draft", "requests/s", "tokens/s", "first token, ms", "p99", "between tokens, ms", "p99")
-    source = _source("serving", "serving_cpu", report["host"])
     picture = "![Throughput and latency against offered load](../benchmarks/results/serving_cpu.png)"
-    return ["## Latency against load", source, _text(words), _table(header, rows), picture]
+    loads = _table(header, rows)
+    return _section("Latency against load", "serving", "serving_cpu", report["host"], words, loads, picture)
 
 
 def _robustness_sections() -> list[str]:
@@ -322,16 +310,11 @@ def _robustness_sections() -> list[str]:
         f"afterwards {'not ' if soak['problems'] else ''}as before."
     )
     picture = "![A running stream while a long prompt comes in](../benchmarks/results/long_prompt_cpu.png)"
+    gaps, title = _table(header, rows), "A long prompt beside a stream"
     return [
-        *("## Overload", _source("overload", "overload_cpu", over["host"]), _text(words)),
-        *("## A long prompt beside a stream", _source("long_prompt", "long_prompt_cpu", long["host"]), _text(prompt)),
-        *(
-            _table(header, rows),
-            picture,
-            "## Clients that come and go",
-            _source("soak", "soak_cpu", ""),
-            _text(clients),
-        ),
+        *_section("Overload", "overload", "overload_cpu", over["host"], words),
+        *_section(title, "long_prompt", "long_prompt_cpu", long["host"], prompt, gaps, picture),
+        *_section("Clients that come and go", "soak", "soak_cpu", "", clients),
     ]
 
 
@@ -363,9 +346,9 @@ def _short(host: str, num_parts: int = 1) -> str:
     return ", ".join(host.split(", ")[:num_parts])
 
 
-def _source(script: str, result: str, where: str) -> str:
+def _section(title: str, script: str, result: str, where: str, words: str, *more: str) -> list[str]:
     links = f"[`{script}.py`](../benchmarks/{script}.py), [JSON](../benchmarks/results/{result}.json)"
-    return _text(f"{links}{where and '; '}{where}.")
+    return [f"## {title}", _text(f"{links}{where and '; '}{where}."), _text(words), *more]
 
 
 def _text(paragraph: str) -> str:
