@@ -22,9 +22,10 @@ import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from slipstream.benchmarks import decode_report, overlap_report
+from slipstream.benchmarks.result_files import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -194,29 +195,23 @@ def _save(figure: Figure, path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def _draw_overlap_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    draw_overlap(overlap_report.with_shares([overlap_report.Measurement(**row) for row in rows]), path)
-
-
-def _draw_decode_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    draw_decode([decode_report.Measurement(**row) for row in rows], path)
-
-
-PICTURES: Mapping[str, Callable[[Any, Path], None]] = {
-    "overlap": _draw_overlap_rows,
-    "decode": _draw_decode_rows,
-    "serving": draw_serving,
-    "long_prompt": draw_long_prompt,
-}
-
-
 def main(
     results: Annotated[list[Path], typer.Argument(help="Result files of overlap, decode, serving and so on.")],
 ) -> None:
     """Draws a picture beside each file."""
     for path in results:
-        draw = PICTURES[path.stem.rpartition("_")[0]]
-        draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
+        picture = path.with_suffix(".png")
+        match path.stem.rpartition("_")[0]:
+            case "overlap":
+                draw_overlap(overlap_report.read_measurements(path), picture)
+            case "decode":
+                draw_decode(read_rows(path, decode_report.Measurement), picture)
+            case "serving":
+                draw_serving(json.loads(path.read_text(encoding="utf-8")), picture)
+            case "long_prompt":
+                draw_long_prompt(json.loads(path.read_text(encoding="utf-8")), picture)
+            case name:
+                raise typer.BadParameter(f"there are no pictures of {name}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import typer
 
 from slipstream.benchmarks import decode_report, overlap_report
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
+from slipstream.benchmarks.result_files import read_rows
 from slipstream.benchmarks.transformers_peer import ASSISTED
 from slipstream.common.host import STEP_LOOP
 
@@ -36,8 +37,9 @@ DRAFT_NAMES = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
 
 def table() -> str:
     """The README's table, with the hardware above it."""
-    decode, kernels = _decode("decode_h200"), _overlap("overlap_h200")
-    on_cpu, lossless = _overlap("overlap_cpu"), _load("lossless_cpu")
+    decode = read_rows(RESULTS / "decode_h200.json", decode_report.Measurement)
+    kernels, on_cpu = (overlap_report.read_measurements(RESULTS / f"overlap_{where}.json") for where in ("h200", "cpu"))
+    lossless = _load("lossless_cpu")
     rows = []
     shapes = {m.batch: m for m in decode_report.medians(decode) if m.shape == "llama-3.1-8b"}
     for m in (shapes[min(shapes)], shapes[max(shapes)]):
@@ -96,7 +98,7 @@ def gpu_page() -> str:
 
 
 def _overlap_section(name: str) -> list[str]:
-    measurements = _overlap(name)
+    measurements = overlap_report.read_measurements(RESULTS / f"{name}.json")
     columns = [(pair, mps) for pair in _pairs(measurements) for mps in sorted({m.mps for m in measurements})[::-1]]
     header = ["order of steps"]
     for (draft_ms, verify_ms), mps in columns:
@@ -122,7 +124,7 @@ def _overlap_section(name: str) -> list[str]:
 
 
 def _decode_section() -> list[str]:
-    measurements = _decode("decode_h200")
+    measurements = read_rows(RESULTS / "decode_h200.json", decode_report.Measurement)
     words = (
         "Random weights, an EAGLE-3 head with K = 4, a simulated accept length of 3.5, contexts that grow from 1,024 "
         "tokens to 1,400; medians. *Floor* is the time to read the step's bytes at the bandwidth of a copy. CPU time "
@@ -316,14 +318,6 @@ def _robustness_sections() -> list[str]:
         *_section(title, "long_prompt", "long_prompt_cpu", long["host"], prompt, gaps, picture),
         *_section("Clients that come and go", "soak", "soak_cpu", "", clients),
     ]
-
-
-def _overlap(name: str) -> list[overlap_report.Measurement]:
-    return overlap_report.with_shares([overlap_report.Measurement(**row) for row in _load(name)])
-
-
-def _decode(name: str) -> list[decode_report.Measurement]:
-    return [decode_report.Measurement(**row) for row in _load(name)]
 
 
 def _load(name: str) -> Any:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from slipstream.benchmarks.result_files import read_rows
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 HOST_BLOCKS = "host_blocks"
 """A worker acknowledges a step when its work is done, and every command waits for the acknowledgements it needs."""
@@ -66,3 +69,8 @@ def with_shares(measurements: Sequence[Measurement]) -> list[Measurement]:
         for m in measurements
         if m.policy in (HOST_BLOCKS, RUN_AHEAD) and (m.draft_ms, m.verify_ms, m.mps, m.repeat) in of_host
     ]
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """Reads a result file. Raises ValueError for a file of another kind."""
+    return with_shares(read_rows(path, Measurement))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -144,17 +144,14 @@ class Measurement:
     def _keep(self, peer: Peer) -> None:
         result = Result(
             case=self._case.name,
-            way=peer.way,
             device=self._device.type,
             dtype=str(self._dtype).removeprefix("torch."),
             prompt_tokens=len(self._prompt),
             num_new_tokens=NUM_NEW_TOKENS,
             num_draft_tokens=NUM_DRAFT_TOKENS,
-            tokens_per_second=peer.tokens_per_second,
-            repeats=peer.repeats,
-            mean_accept_length=peer.mean_accept_length,
             host=self._host,
             hardware=self._hardware,
+            **asdict(peer),
         )
         print(f"{result.case}, {result.way}: {result.tokens_per_second:.0f} tokens/s", flush=True)
         self._keep_result(result)

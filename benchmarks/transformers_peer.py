@@ -161,11 +161,6 @@ class TransformersPeer:
             settings["past_key_values"].reset()
         _synchronize(self._target.device)
         started = time.perf_counter()
-        self._generate(prompt, num_new_tokens, settings)
-        _synchronize(self._target.device)
-        return time.perf_counter() - started, self._num_forwards
-
-    def _generate(self, prompt: Sequence[int], num_new_tokens: int, settings: dict[str, Any]) -> None:
         ids = torch.tensor([list(prompt)], device=self._target.device)
         output = self._target.generate(
             ids,
@@ -176,7 +171,10 @@ class TransformersPeer:
             pad_token_id=0,
             **settings,
         )
+        _synchronize(self._target.device)
+        seconds = time.perf_counter() - started
         assert output.shape[1] == len(prompt) + num_new_tokens, "the length is fixed"
+        return seconds, self._num_forwards
 
     def _count(self, *_: object) -> None:
         self._num_forwards += 1
