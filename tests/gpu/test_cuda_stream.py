@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from slipstream.benchmarks.spin_kernel import SpinKernel
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import FenceName
 from tests.harness.other_process import GpuUser, attached
@@ -162,6 +161,9 @@ def test_a_copy_that_waits_for_a_dead_producer_is_closed(device_of_kind: CudaDev
 
 
 def test_stamps_can_be_captured(device: CudaDevice, arena: CudaArena) -> None:
+    # Imported here: cuda-bindings need not be there where these tests are only collected.
+    from slipstream.benchmarks.spin_kernel import SpinKernel
+
     stamps, capturing = arena.tensor("stamps"), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph, kernel = torch.cuda.CUDAGraph(), SpinKernel(device.driver)
     with torch.cuda.graph(graph, stream=capturing):
