@@ -55,7 +55,7 @@ def draw(rng: random.Random, num_prompts: int) -> tuple[list[Way], list[Case]]:
 
 
 def test_every_dimension_meets_every_algorithm() -> None:
-    """What the whole, as a script, goes through."""
+    """Checks the combinations that the complete script covers."""
     for algorithm in {way.algorithm for way in WAYS}:
         own = [way for way in WAYS if way.algorithm == algorithm]
         pairs = {(way.run_ahead, way.concurrency) for way in own}

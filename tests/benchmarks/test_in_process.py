@@ -67,7 +67,7 @@ async def outputs(client: AsyncClient) -> list[list[int]]:
 
 
 async def of_processes() -> list[list[int]]:
-    """What three processes give."""
+    """Returns each request's token IDs from three services in processes of their own."""
     async with Stack(None) as stack:
         await stack.models(Models().with_drafts(STANDALONE))
         async with stack.scheduler(STANDALONE) as served, AsyncClient(served.address) as client:
@@ -78,7 +78,7 @@ async def of_processes() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference() -> list[list[int]]:
-    """What three processes give."""
+    """The token IDs of each request from three services in processes of their own."""
     return asyncio.run(of_processes())
 
 

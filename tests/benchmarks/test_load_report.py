@@ -1,4 +1,4 @@
-"""What a run comes to."""
+"""Tests of the load report: latencies, throughput, failures, and percentiles of a run."""
 
 from __future__ import annotations
 

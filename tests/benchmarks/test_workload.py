@@ -1,4 +1,4 @@
-"""What the load generator asks for, and when."""
+"""Tests of the load generator's workload: its requests and their arrival times."""
 
 from __future__ import annotations
 

@@ -90,6 +90,6 @@ async def check(folder: Path, family: str, *options: str) -> list[list[OutputChu
 
 
 async def generate(client: AsyncClient, prompt: str | list[int]) -> list[OutputChunk]:
-    """All that a greedy request gives."""
+    """Returns all chunks of a greedy request."""
     options: dict[str, Any] = {"max_new_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
     return [chunk async for chunk in client.generate(prompt, **options)]

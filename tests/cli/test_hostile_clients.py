@@ -99,7 +99,7 @@ VALUES = {
 
 @st.composite
 def sent_to(draw: st.DrawFn, method: str) -> bytes:
-    """What a client may send to a method: anything, or what may well be honoured."""
+    """Draws the bytes of a request to a method: arbitrary ones, or a request that may be valid."""
     message: Any = draw(messages(METHODS[method][0], VALUES))
     if "prompt" in message.DESCRIPTOR.oneofs_by_name and draw(st.booleans()):
         message.DiscardUnknownFields()

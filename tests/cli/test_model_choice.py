@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def choose(**given: Any) -> ModelChoice:
-    """What is chosen when these options are given."""
+    """Returns the model choice for these options."""
     return ModelOptions(**given).choose()
 
 

@@ -1,4 +1,4 @@
-"""All that a request can ask for, of the real services with the bundled model."""
+"""Tests of every request option, against the real services with the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `slipstream up` ends: when nobody reads it any more, and while the MPS daemon comes and goes."""
+"""Tests that `slipstream up` ends in order: without a reader, and while the MPS daemon starts or quits."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Full(Basic):
 
 
 def parsed(*words: str) -> tuple[Any, str]:
-    """What a command gets for these words, and its output."""
+    """Returns the settings that a command gets for these words, and its output."""
     got: list[Full] = []
     app = typer.Typer(rich_markup_mode=None)
 

@@ -44,7 +44,7 @@ class FoundQuery:
 
     @property
     def parts(self) -> list[str]:
-        """What it compares, without the comparisons, which hold only when something is wrong."""
+        """The compared expressions, without the comparisons, which hold only when something is wrong."""
         return [_COMPARISON.sub("", part) for part in re.split(r" and on \(instance\) ", self.expr)]
 
 
@@ -80,12 +80,12 @@ def panels_of(board: dict[str, Any]) -> list[FoundPanel]:
 
 
 def panel_queries() -> list[FoundQuery]:
-    """Of all panels of all dashboards."""
+    """Lists the queries of all panels of all dashboards."""
     return [query for board in boards().values() for panel in panels_of(board) for query in panel.queries]
 
 
 def annotation_queries() -> list[FoundQuery]:
-    """Of all annotations, which find something only when something happened."""
+    """Lists the queries of all annotations, which find something only when something happened."""
     return [
         FoundQuery(f"{board['title']}, annotation {annotation['name']}", annotation["expr"])
         for board in boards().values()
@@ -94,7 +94,7 @@ def annotation_queries() -> list[FoundQuery]:
 
 
 def variable_queries() -> list[FoundQuery]:
-    """Of all variables: the series whose label's values are offered."""
+    """Lists queries for all variables: each counts the series whose label's values are offered."""
     found = []
     for board in boards().values():
         for variable in board["templating"]["list"]:
@@ -117,7 +117,7 @@ def alert_rules() -> list[FoundQuery]:
 
 
 def runbooks() -> dict[str, str]:
-    """Where each alert sends its reader."""
+    """Maps each alert to its runbook."""
     return {rule["alert"]: rule["annotations"]["runbook"] for rule in _rules() if "alert" in rule}
 
 

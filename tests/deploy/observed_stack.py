@@ -117,9 +117,9 @@ class Observed:
     """Services with a Prometheus beside them."""
 
     address: str
-    """Of the scheduler."""
+    """The scheduler's address."""
     metrics_ports: Mapping[str, int]
-    """By service."""
+    """The metrics ports, by service."""
     prometheus: Prometheus
 
 

@@ -52,7 +52,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def project(variant: str) -> dict[str, Any]:
-    """What docker-compose makes of its files."""
+    """The project that docker-compose reads from the variant's files."""
     return load(*VARIANTS[variant])
 
 
@@ -275,7 +275,7 @@ def test_the_example_of_settings_names_them_all_with_their_defaults() -> None:
 
 
 def _paths_of(service: dict[str, Any]) -> list[PurePosixPath]:
-    """Where its command line and its environment point to, but for what the image has and its tmpfs."""
+    """Lists the paths in its command line and environment, except the image's own and those in its tmpfs."""
     words = [*(service.get("command") or ()), *(service.get("environment") or {}).values()]
     found = [re.search(r"(?:^|=|unix:)(/[\w/.-]+)$", word) for word in words]
     paths = [PurePosixPath(match[1]) for match in found if match is not None]

@@ -26,7 +26,7 @@ PICTURED = {
 
 
 def found(panel: FoundPanel) -> PanelResult:
-    """What queries may find: buckets for a heat map, else two series each, with a hole in the middle."""
+    """A panel's result: buckets for a heat map, else two series for each query, with a hole in the middle."""
 
     def series(value: float, **labels: str) -> Series:
         return Series({"instance": "a<b", **labels}, ((1000.0, value), (1010.0, math.nan), (1030.0, value)))

@@ -52,7 +52,7 @@ SHOWS = {
         *("slipstream_epoch", "process_start_time_seconds", "process_resident_memory_bytes"),
     },
 }
-"""What somebody who opens a dashboard comes for."""
+"""The metrics that each dashboard must show."""
 BOARDS = [pytest.param(board, id=name) for name, board in boards().items()]
 
 

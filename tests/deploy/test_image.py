@@ -17,12 +17,12 @@ DOCKERFILE = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text(encoding="
 
 
 def arguments() -> dict[str, str]:
-    """Of the build, with their defaults."""
+    """The build arguments with their defaults."""
     return {name: value.strip('"') for name, value in re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, re.MULTILINE)}
 
 
 def is_let_through(path: str) -> bool:
-    """Whether the builder gets a file, by `.dockerignore`: the last pattern that matches it or a folder above wins."""
+    """True if `.dockerignore` lets a file through: the last pattern that matches it or a folder above wins."""
     path_parts = PurePosixPath(path)
     places = [str(place) for place in (path_parts, *path_parts.parents) if str(place) != "."]
     is_let = True
@@ -44,7 +44,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def pyproject() -> dict[str, Any]:
-    """As it is."""
+    """Returns the parsed `pyproject.toml`."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

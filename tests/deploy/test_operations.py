@@ -33,7 +33,7 @@ EMPHASIS = {"Ready"}
 
 
 def options_of(name: str) -> set[str]:
-    """What a command takes: `slipstream up`, `slipstream-draft`."""
+    """Returns the options of a command such as `slipstream up` or `slipstream-draft`."""
     if name in SERVICES:
         service = typer.Typer()
         service.command()(SERVICES[name])

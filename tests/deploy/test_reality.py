@@ -38,7 +38,7 @@ EVERYWHERE = {spec.name for spec in common_metrics.SPECS}
 
 
 def exposed(port: int) -> str:
-    """What an endpoint has now."""
+    """Returns the current text of a metrics endpoint."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text: bytes = response.read()
     return text.decode()
@@ -54,7 +54,7 @@ def names_in(text: str) -> set[str]:
 
 
 async def complaint(prometheus: Prometheus, place: str, expr: str) -> str | None:
-    """What is wrong with the result of a query, if anything is."""
+    """Describes the fault in a query's result: no values, or one that is not finite; None if there is none."""
     values = [value for series in await prometheus.query(expr) for _, value in series.points]
     if values and all(map(math.isfinite, values)):
         return None
@@ -62,7 +62,7 @@ async def complaint(prometheus: Prometheus, place: str, expr: str) -> str | None
 
 
 def expressions() -> list[tuple[str, str]]:
-    """All that must have a result while the server is busy: whole queries, and what alerts and annotations compare."""
+    """Lists what must have a result on a busy server: whole queries, and the parts of alerts and annotations."""
     whole = [*panel_queries(), *variable_queries(), *recording_rules()]
     found = [(query.place, query.filled(RATE_INTERVAL)) for query in whole]
     for query in (*alert_rules(), *annotation_queries()):
@@ -85,7 +85,7 @@ async def until_all_are_there(prometheus: Prometheus) -> None:
 
 
 def check_endpoints(observed: Observed) -> None:
-    """What the services expose is what the code's table says, and promtool has nothing against it."""
+    """Checks that the services expose the metrics in the code's table, and that promtool finds no fault."""
     texts = {service: exposed(observed.metrics_ports[service]) for service in SERVICES}
     documented = {spec.name for section in CATALOGUE for spec in section.metrics}
     assert names_in(texts["scheduler"]) == documented

@@ -48,7 +48,7 @@ class Drafter:
         self._epochs = itertools.count(1)
 
     def attach_request(self, arena: GuardedArena) -> pb.AttachRequest:
-        """Of an epoch that is newer than any before."""
+        """Makes an attach request of a newer epoch than any before."""
         own = self.stub.Describe(pb.DescribeRequest(), timeout=TIMEOUT_S)
         request = attachment_to_pb(
             Attachment(
@@ -88,7 +88,7 @@ def guarded(seed: int = 0) -> Iterator[GuardedArena]:
 
 
 def used_of(manifest: pb.Manifest) -> Manifest:
-    """What a drafter writes; the rest of a manifest is none of its business, whatever it says."""
+    """The parts of a manifest that a drafter uses: the buffers that it writes, and the fences."""
     written = (BufferName.DRAFT_TOKENS, BufferName.DRAFT_STAMPS)
     specs = {spec.name: spec for spec in SHAPE.specs()}
     first = {buffer.name: buffer.offset for buffer in reversed(manifest.buffers)}

@@ -1,4 +1,4 @@
-"""What the NumPy drafter computes by itself, against the project's own."""
+"""Tests of the NumPy drafter's own computations against the project's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_noise_is_that_of_the_target() -> None:
     ],
 )
 def test_a_choice_is_that_of_the_target(sampling: SamplingParams) -> None:
-    """Of the same distribution, over the whole vocabulary."""
+    """Both choose the same token from the same distribution, over the whole vocabulary."""
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
     names = ("temperature", "top_k", "top_p", "min_p")

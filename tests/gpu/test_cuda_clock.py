@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.2
 MOST_DRIFT = 1e-3
-"""Of two clocks, as a part of the time: far more than quartzes differ by, far less than a clock of another rate."""
+"""The most drift between two clocks, as a fraction: far above quartz tolerance, far below another clock rate."""
 
 
 def test_the_two_clocks_run_at_one_rate(device: CudaDevice) -> None:

@@ -110,9 +110,9 @@ def test_a_process_may_release_its_own_stream(arena: CudaArena, pair: Pair) -> N
 def test_who_waits_for_an_event_of_a_killed_producer_can_only_be_killed(
     arena_of_kind: CudaArena, device_of_kind: CudaDevice
 ) -> None:
-    """What `timeline` is for. The owner is not held up, its memory is intact, and another takes the consumer's place.
+    """An event fence leaves the consumer hanging, which a `timeline` fence avoids; owner and successor are unharmed.
 
-    By itself the consumer might not end: what its memory is unmapped with waits for the stream.
+    By itself the consumer might not end, because unmapping its memory waits for the stream.
     """
     with GpuUser.on(arena_of_kind) as producer, GpuUser.on(arena_of_kind) as consumer:
         consumer.do("fill tokens 4")

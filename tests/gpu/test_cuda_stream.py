@@ -24,12 +24,12 @@ DONE = int(FenceName.DRAFT_DONE)
 
 
 class Failures(list[BaseException]):
-    """What streams reported."""
+    """The errors that streams reported."""
 
 
 @pytest.fixture
 def failures() -> Failures:
-    """None yet."""
+    """An empty list of errors."""
     return Failures()
 
 
@@ -85,7 +85,7 @@ def test_synchronize_has_an_end(stream: CudaStream, arena: CudaArena) -> None:
 
 
 def test_a_thread_that_is_bound_works_on_the_stream(stream: CudaStream, arena: CudaArena, device: CudaDevice) -> None:
-    """What it does with tensors stands behind what the stream waits for."""
+    """Its tensor operations are queued behind the stream's waits."""
     fence, tensor = arena.fence(FenceName.DRAFT_DONE), arena.tensor("tokens")
     # CUDA loads a kernel when it is first used, and that waits for every stream: not for one that waits for us.
     tensor.fill_(0)

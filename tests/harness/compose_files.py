@@ -19,7 +19,7 @@ _REPLACED = ("command", "entrypoint", "test")
 
 
 class _Reset:
-    """What `!reset` leaves of a value: nothing."""
+    """A value that `!reset` removes."""
 
 
 class _Loader(yaml.SafeLoader):

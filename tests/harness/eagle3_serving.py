@@ -22,7 +22,7 @@ TEMPERATURES = (0.0, 0.8)
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the server answered, and what it is."""
+    """The server's outputs and its state."""
 
     token_ids: list[tuple[int, ...]]
     """Per job: each prompt greedily, then each at T = 0.8."""

@@ -63,9 +63,9 @@ class FakeCuda(ModuleType):
             "cuIpcGetMemHandle": (Result.CUDA_SUCCESS, SimpleNamespace(reserved=bytes(64))),
             "cuIpcGetEventHandle": (Result.CUDA_SUCCESS, SimpleNamespace(reserved=bytes(64))),
         }
-        """What to answer, by the name of the function."""
+        """The return values, by function name."""
         self.calls: list[str] = []
-        """Their names, in order."""
+        """The names of the called functions, in order."""
         self._numbers = itertools.count(1 << 21, 1 << 21)
 
     def fail(self, name: str, result: Result) -> None:

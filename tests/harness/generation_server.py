@@ -156,7 +156,7 @@ STATE = ServerState(
 
 @dataclass(slots=True, kw_only=True)
 class GenerationServer:
-    """What a test looks at and changes."""
+    """A running generation server, with the parts that a test looks at and changes."""
 
     address: str
     manager: JobManager
@@ -169,7 +169,7 @@ class GenerationServer:
     """Why there is nothing to serve, if so."""
 
     def model_now(self) -> ServedModel:
-        """What a request is checked with. Raises `absence`."""
+        """Returns the model that requests are checked with. Raises `absence`."""
         if self.absence is not None:
             raise self.absence
         return self.model

@@ -24,10 +24,10 @@ _WORD_BYTES = 8
 
 
 class GuardedArena:
-    """What a scheduler would share, in a file that is gone when this is closed."""
+    """An arena as a scheduler would share it, full of noise, in a file that `close` removes."""
 
     def __init__(self, shape: FutureMapShape, *, seed: int) -> None:
-        """`seed`: of the noise."""
+        """Fills the arena with noise from `seed`, and the fence words with 0."""
         words, buffers, offset = [], [], GAP_BYTES
         for fence in FenceName:
             words.append(FenceWord(fence, FENCE_KIND, offset))
@@ -76,7 +76,7 @@ class GuardedArena:
         return self._bytes[placed.offset : placed.end].view(np.int64).reshape(placed.spec.shape)
 
     def changed(self) -> list[str]:
-        """Where something is different that may not be."""
+        """Lists the first five bytes that changed without permission."""
         places = np.flatnonzero((self._bytes != self._before) & ~self._may_change)
         return [f"byte {place}, {self._part_at(int(place))}" for place in places[:5]]
 

@@ -6,7 +6,7 @@ import asyncio
 
 
 class HandClockLoop(asyncio.SelectorEventLoop):
-    """What is due runs when the test says what time it is."""
+    """An event loop whose clock the test sets: due callbacks run when it advances."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class HandClockLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Time goes by, and what is due by then runs."""
+        """Moves the clock on by `seconds` and runs the callbacks that are due by then."""
         self.now += seconds
         for _ in range(3):
             self.call_soon(self.stop)

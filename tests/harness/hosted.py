@@ -63,12 +63,12 @@ class Hosted:
         return self.worker.description.role is Role.DRAFT
 
     def shape(self) -> FutureMapShape:
-        """Of the arena that it is attached to."""
+        """The shape of the arena that this worker is attached to."""
         width = self.worker.description.hidden_width
         return FutureMapShape(num_slots=NUM_SLOTS, run_ahead=1, num_draft_tokens=2, chunk_tokens=8, hidden_width=width)
 
     def attach_request(self, arena: GuardedArena, shape: FutureMapShape | None = None) -> pb.AttachRequest:
-        """As a scheduler would send it; `shape` is the arena's, if it is not this worker's."""
+        """Makes an attach request as a scheduler would; `shape` is the arena's, if it is not this worker's."""
         own = self.worker.description
         attachment = Attachment(
             epoch=next(EPOCHS),
@@ -119,7 +119,7 @@ def no_arena_left() -> Iterator[None]:
 
 
 def error_of(call: Callable[[], Any]) -> SlipstreamError | None:
-    """What the call ends with; a refusal says why, and is not that something broke."""
+    """Returns the error that the call ends with, if any; asserts that it is a refusal and no internal error."""
     try:
         call()
     except grpc.RpcError as raised:
@@ -144,7 +144,7 @@ def decode(step: int, is_draft: bool, *slots: int) -> StepCommand:
 
 
 def allow(arena: GuardedArena, command: StepCommand | pb.StepCommand, *, is_draft: bool) -> None:
-    """What a step may write: its own slots' rows, and the padding row."""
+    """Allows what a step may write: its own slots' rows, and the padding row."""
     rows, row = [0, *command.slots], command.step % 3
     if is_draft:
         arena.allow(BufferName.DRAFT_STAMPS, row)

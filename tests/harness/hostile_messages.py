@@ -70,7 +70,7 @@ def messages(draw: st.DrawFn, kind: type[Message], values: Values | None = None)
 
 @st.composite
 def wire(draw: st.DrawFn, kind: type[Message], values: Values | None = None) -> bytes:
-    """What goes over the wire: most of it messages of the kind, the rest nearly so."""
+    """Draws bytes to send: mostly messages of the kind, else nearly so."""
     return mangled(draw, draw(messages(kind, values)).SerializeToString())
 
 
@@ -97,7 +97,7 @@ def mangled(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 def decodes(kind: type[Message], data: bytes) -> bool:
-    """Whether the bytes are a message of the kind; what gRPC cannot decode never reaches a handler."""
+    """True if the bytes are a message of the kind; what gRPC cannot decode never reaches a handler."""
     try:
         kind.FromString(data)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""What a test must not leave behind: threads, file descriptors, files in /dev/shm, and mappings of them."""
+"""Finds what a test leaves behind: threads, file descriptors, files in /dev/shm, and mappings of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this process holds at a moment."""
+    """The resources that this process holds at a moment."""
 
     threads: frozenset[threading.Thread]
     descriptors: frozenset[tuple[str, str]]

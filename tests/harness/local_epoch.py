@@ -128,12 +128,12 @@ class Models:
     twin: RoleEngine
     """A draft that is the target itself."""
     path: Path | None = None
-    """Where the target was written."""
+    """The path of the written target, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How jobs are served."""
+    """The settings that jobs are served with."""
 
     num_draft_tokens: int = 0
     """0 is without a draft."""

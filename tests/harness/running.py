@@ -40,7 +40,7 @@ class Running:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over."""
+        """True if the process has ended."""
         return self._process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
@@ -52,11 +52,11 @@ class Running:
         return self._process.wait(timeout_s)
 
     def output(self) -> str:
-        """What it wrote to standard output until now."""
+        """Returns its standard output until now."""
         return self._read(0)
 
     def errors(self) -> str:
-        """What it wrote to standard error until now."""
+        """Returns its standard error until now."""
         return self._read(1)
 
     def children(self) -> list[psutil.Process]:
@@ -95,7 +95,7 @@ def until(is_so: Callable[[], bool], command: Running) -> None:
 
 
 def status(state_dir: Path) -> dict[str, Any]:
-    """What `slipstream status --json` says."""
+    """Returns the parsed output of `slipstream status --json`."""
     found: dict[str, Any] = json.loads(slipstream("status", "--state-dir", str(state_dir), "--json").stdout)
     return found
 
@@ -109,5 +109,5 @@ def running_up(state_dir: Path, *options: str) -> Iterator[Running]:
 
 
 def leftovers(state_dir: Path) -> list[Path]:
-    """What only a running service may have there."""
+    """Lists the files that may be there only while a service runs: sockets and `server`."""
     return [path for path in state_dir.rglob("*") if path.is_socket() or path.name == "server"]

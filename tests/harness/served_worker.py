@@ -38,12 +38,12 @@ class ServedWorker:
 
     @property
     def description(self) -> WorkerDescription:
-        """What it says of itself."""
+        """The worker's description of itself."""
         return self._worker.describe()
 
     @property
     def failures(self) -> list[BaseException]:
-        """What broke its stream: its process would have ended."""
+        """The errors that broke its stream; a real worker's process would have ended."""
         return self._worker.failures
 
     @property

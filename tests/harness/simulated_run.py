@@ -54,7 +54,7 @@ def make_job(
 
 
 def reference(job: Sequence) -> tuple[list[int], FinishReason]:
-    """All that a job gets, and why it ends."""
+    """Returns a job's complete output and its finish reason."""
     output = []
     for index in range(job.spec.max_new_tokens):
         output.append(token_of(job.spec.prompt, index))
@@ -65,7 +65,7 @@ def reference(job: Sequence) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class Slot:
-    """What the device keeps of a slot."""
+    """A slot's state on the device."""
 
     pages: tuple[int, ...] = ()
     limit_tokens: int = 0
@@ -84,7 +84,7 @@ class Device:
     last_step: int = 0
 
     def run(self, step: Step) -> StepResult:
-        """What the step brings."""
+        """Runs a step and returns its result."""
         assert step.number == self.last_step + 1
         self.last_step = step.number
         for update in step.updates:
@@ -137,7 +137,7 @@ class Run:
         self.device = Device(sizes, random)
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
         self.num_accepted: list[int] = []
-        """Of each draft."""
+        """The number of accepted tokens of each draft."""
         self.outputs: dict[Sequence, list[int]] = {}
         self.ends: dict[Sequence, FinishReason | None] = {}
 
@@ -159,7 +159,7 @@ class Run:
         return step is not None or bool(self.in_flight)
 
     def take(self, outputs: Outputs) -> None:
-        """What the clients' side would get."""
+        """Records and checks the outputs that the clients' side would get."""
         for job, progress in outputs:
             assert job not in self.ends, "nothing comes after the end"
             assert 0 <= progress.num_draft <= len(progress.token_ids)

@@ -19,7 +19,7 @@ def _never(*_: object) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody hears of it."""
+    """Does nothing: a release that nobody sees."""
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ _PIECE_DECODERS: dict[str, Any] = {
 }
 KINDS = ("byte level", *_PIECE_DECODERS)
 EXACT_KINDS = tuple(kind for kind in KINDS if kind not in ("suffix", "strip"))
-"""Those whose text is known token by token; the others are decoded in a window."""
+"""Kinds whose text is known token by token; the others are decoded in a window."""
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""What `transformers` generates: the reference for models of every family."""
+"""Reference outputs by `transformers`, for models of every family."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class WorkerProcesses:
         self.kill()
 
     def address(self, role: Role) -> str:
-        """Where the role is served."""
+        """Returns the address of the role's worker."""
         return f"unix:{self._folder}/{role.value}.sock"
 
     def start(self, *roles: Role) -> None:

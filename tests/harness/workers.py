@@ -64,7 +64,7 @@ class LocalWorker:
         self.role = role_engine.describe().role
         self.failure: SlipstreamError | None = None
         self.failures: list[BaseException] = []
-        """What broke the stream."""
+        """The errors that broke the stream."""
         device = device or HostDevice()
         self.stream = device.create_stream(self.role.value, self.failures.append)
         self.engine = Engine(role_engine, device, self.stream, log or NullAccessLog())

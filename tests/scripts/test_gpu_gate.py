@@ -1,4 +1,4 @@
-"""Who gets the GPU tests: the gate against an API that says what the test wants, and the workflow around it."""
+"""Tests of the gate for GPU runs, against a fake API, and of the workflow around it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ exec jq --raw-output "$4" {folder}/answer
         program.chmod(0o700)
 
     def say(self, *labels: str, state: str = "open", head: str = HEAD) -> None:
-        """What the pull request is like from now on."""
+        """Sets the state of the pull request from now on."""
         answer = {"state": state, "head": {"sha": head}, "labels": [{"name": label} for label in labels]}
         (self._folder / "answer").write_text(json.dumps(answer))
 

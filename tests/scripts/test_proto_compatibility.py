@@ -1,4 +1,4 @@
-"""What breaks the contract of a release is found, and what only adds to it passes."""
+"""Tests that changes that break a release's contract are found, and that additions pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load() -> Any:
 
 
 def current() -> FileDescriptorSet:
-    """What the stubs were made from."""
+    """Returns the descriptors that the stubs were made from."""
     files = FileDescriptorSet()
     for stubs in (generation_pb2, worker_pb2):
         stubs.DESCRIPTOR.CopyToProto(files.file.add())

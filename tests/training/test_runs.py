@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, Any]:
-    """What is in the log of each model; each is in a folder of the same name."""
+    """The log of each trained model, by the name of the model's folder."""
     own: dict[str, Any] = {"batch": BATCH, "minutes": 60.0, "device": "cpu", "seed": 3}
     num_batches = (4 * PERIOD * CONTEXT_TOKENS - 2 * CONTEXT_TOKENS) // CONTEXT_TOKENS // BATCH
     with pytest.MonkeyPatch.context() as patch:

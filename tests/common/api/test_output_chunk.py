@@ -1,4 +1,4 @@
-"""What a job sends and took, there and back, and what several samples took together."""
+"""Tests that chunks, usage and jobs survive the wire format, and that usage adds up over samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job took in all, of what its samples took."""
+"""Tests of a job's total usage, added up from its samples'."""
 
 from __future__ import annotations
 

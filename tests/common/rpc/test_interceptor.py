@@ -1,4 +1,4 @@
-"""How calls end, for all four kinds of them, over a real connection."""
+"""Tests of how the four kinds of calls end, over a real connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may serve where: claims against claims, against strangers, and against what the dead leave behind."""
+"""Tests of claims on addresses: against other claims, against strangers, and against a dead owner's leftovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def open_descriptors() -> list[str]:
-    """What this process has open."""
+    """Lists this process's open file descriptors."""
     return sorted(os.listdir("/proc/self/fd"))
 
 

@@ -1,4 +1,4 @@
-"""What a service writes to stderr."""
+"""Tests of a service's log output on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
 
 
 def logged(*lines: str, log_format: str, level: str = "info") -> str:
-    """What these lines of code, with `log` as the logger `a.b`, write to stderr in a process of their own."""
+    """Returns what these lines of code, with `log` as the logger `a.b`, write to stderr in a process of their own."""
     source = [
         "import logging; from slipstream.common.rpc.logs import configure_logging",
         f"configure_logging('draft', {level!r}, {log_format!r}); log = logging.getLogger('a.b')",

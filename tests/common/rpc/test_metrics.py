@@ -17,7 +17,7 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metri
 
 
 def scrape(port: int) -> str:
-    """What the endpoint has."""
+    """Returns the text of the metrics endpoint."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
         text: bytes = response.read()
     return text.decode()

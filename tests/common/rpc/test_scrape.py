@@ -1,4 +1,4 @@
-"""What is read from a real endpoint, and what was added between two readings."""
+"""Tests of readings of a real metrics endpoint, and of the differences between two readings."""
 
 from __future__ import annotations
 

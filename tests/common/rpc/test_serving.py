@@ -1,4 +1,4 @@
-"""What every server has: health, reflection, limits, and an orderly end."""
+"""Tests of the parts that every server has: health, reflection, limits, and an orderly end."""
 
 from __future__ import annotations
 

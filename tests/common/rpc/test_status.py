@@ -37,7 +37,7 @@ EXAMPLES: list[errors.SlipstreamError] = [
 
 
 def failed_call(status: status_pb2.Status, metadata: Any = None) -> grpc.aio.AioRpcError:
-    """What a client's call raises for a status."""
+    """Returns the error that a client's call raises for a status."""
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     trailing = grpc.aio.Metadata((DETAILS_KEY, status.SerializeToString())) if metadata is None else metadata
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=status.message)

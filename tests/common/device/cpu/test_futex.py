@@ -85,7 +85,7 @@ def test_two_processes_take_turns(word: HostFence, path: Path) -> None:
 
 
 def test_sees_what_was_written_before_the_signal(arena: HostArena) -> None:
-    """What one process wrote is there when another one's wait for its signal is over."""
+    """A process that waited for another's signal sees everything that the other wrote before it."""
     word, cell = arena.manifest.fences[0], arena.manifest.buffers[0].offset
     counter, tensor = arena.fence(word.fence), arena.tensor("lengths")
     with FenceUser.at(arena.manifest.path, word.offset) as other:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 AHEAD_NS = 1_700_000_000_000_000_000
-"""What the GPU's clock shows more than the host's."""
+"""The GPU clock's lead over the host's, in nanoseconds."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Gpu:
     """Stands in for the kernels: a stamp is written when it may be, by another thread or never."""
 
     delays_s: list[float | None] = field(default_factory=list)
-    """Of the stamps, in order; then there is none. None: never."""
+    """Delays of the stamps, in order, and no delay after the last; None: never written."""
     threads: list[threading.Thread] = field(default_factory=list)
 
     def stamp(self, stream: int, target: int) -> None:
@@ -56,7 +56,7 @@ def side_module() -> Iterator[Any]:
 
 
 def sample(side_module: Any, gpu: Gpu) -> Any:
-    """What a look at the clock gives."""
+    """Returns the result of one `sample_clock` call."""
     stream = SimpleNamespace(create_stream=lambda: 7, is_idle=lambda handle: True)
     found = side_module.SideStream(stream, gpu).sample_clock()
     for thread in gpu.threads:

@@ -1,4 +1,4 @@
-"""How rows of several buffers come to the host: in few copies, each to its own mirror, whatever the sizes."""
+"""Tests that rows of several buffers reach their host mirrors in few copies, whatever the sizes."""
 
 from __future__ import annotations
 

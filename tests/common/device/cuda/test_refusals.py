@@ -1,4 +1,4 @@
-"""What is said where a GPU or its driver cannot do what is needed: by a driver that answers as it is told."""
+"""Tests of the errors for a GPU or driver that lacks a feature or fails, with a fake driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cuda() -> Iterator[FakeCuda]:
 
 
 class Side:
-    """A `SideStream` for nobody's memory."""
+    """A fake `SideStream` that touches no memory."""
 
     handle = 7
 
@@ -39,23 +39,23 @@ class Side:
         self.word = word
 
     def zero(self, address: int, size: int) -> None:
-        """Nothing is there."""
+        """Does nothing."""
 
     def finish(self) -> None:
-        """It is done."""
+        """Returns at once."""
 
     def read_word(self, address: int) -> int:
-        """What was given."""
+        """Returns the word that was given."""
         return self.word
 
 
 def gpu(*, has_timelines: bool = True) -> Any:
-    """What an arena needs of its device."""
+    """A fake device with the attributes that an arena needs."""
     return SimpleNamespace(driver=fake_cuda.driver(), kernels=None, side=Side(), has_timelines=has_timelines)
 
 
 def manifest(kind: str, **events: Any) -> Manifest:
-    """Of an arena of another process."""
+    """A manifest of another process's arena."""
     buffers, words, size = lay_out(SPECS, list(FenceName), kind)
     words = tuple(FenceWord(word.fence, word.kind, word.offset, **events) for word in words)
     return Manifest("cuda_ipc", "", size, buffers, words, bytes(64))
@@ -150,7 +150,7 @@ def test_whether_streams_wait_for_words_is_tried(cuda: FakeCuda, missing: str | 
 
 
 def test_a_stream_on_a_gpu_that_failed_is_at_its_end(cuda: FakeCuda) -> None:
-    """Nobody waits for it any more, and the error is the driver's."""
+    """`synchronize` raises the driver's error at once, and `close` does not wait."""
     failures: list[BaseException] = []
     made = fake_cuda.module("cuda.stream")
     made.torch = SimpleNamespace(cuda=SimpleNamespace(ExternalStream=lambda handle, device: handle))
