@@ -114,7 +114,7 @@ class StepBytes:
 
     verify_weights: int
     draft_weights: int
-    """Of all forwards of a step, as below."""
+    """Weight bytes that all the draft's forwards of a step read together; `draft_kv_per_token` counts likewise."""
     verify_kv_per_token: int
     draft_kv_per_token: int
 

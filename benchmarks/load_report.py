@@ -63,13 +63,13 @@ class LoadReport:
     message_gap_ms: Percentiles
     """Between messages of completed requests."""
     end_to_end_ms: Percentiles
-    """Of completed requests."""
+    """From the due time to the end of completed requests."""
     rejection_ms: Percentiles
     """To the answer, of rejected requests."""
     lateness_ms: Percentiles
     """From a request's due time to the time at which it was made: the generator's own delay, part of the latencies."""
     generator_cpu_share: float
-    """Of one core."""
+    """CPU time of the load generator, as a share of one core."""
 
 
 def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:

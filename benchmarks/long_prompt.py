@@ -50,11 +50,11 @@ class ChunkSize:
     message_gap_ms: Percentiles
     """The same while the long prompt comes in."""
     first_token_s: list[float]
-    """Of the long prompt, beside the stream, in each repeat."""
+    """Time to the first token of the long prompt beside the stream, in each repeat."""
     first_token_alone_s: float
-    """Of the long prompt when nothing else runs."""
+    """Time to the first token of the long prompt when nothing else runs."""
     messages: list[tuple[float, int]]
-    """Of the first repeat's stream: seconds since the long prompt was sent, and tokens."""
+    """Messages of the first repeat's stream: seconds since the long prompt was sent, and number of tokens."""
 
 
 class Reader:

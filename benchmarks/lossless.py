@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How requests are served."""
+    """One configuration in which requests are served."""
 
     algorithm: str
     run_ahead: int

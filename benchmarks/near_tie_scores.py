@@ -32,7 +32,7 @@ class Parting:
     """The first difference between two outputs."""
 
     index: int
-    """Of the token in the output."""
+    """Index in the output of the first token that differs."""
     gap: float
     """From the best score to the worse of both tokens', in units of the noise."""
 
@@ -59,7 +59,7 @@ class Scores:
     def parting(
         self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int], sampling: SamplingParams
     ) -> Parting | None:
-        """Where two outputs part; None where they do not."""
+        """Returns the first difference between two outputs; None if they are equal."""
         for index, pair in enumerate(zip(one, other, strict=True)):
             if pair[0] != pair[1]:
                 scores = self.at_end([*prompt, *one[:index]], sampling)

@@ -1,4 +1,4 @@
-"""How often the outputs of two ways of serving part in bfloat16, how near a tie that is, and the price of avoiding it.
+"""Measures how often two ways of serving part in bfloat16, how near a tie that is, and the price of avoiding it.
 
 Held-out prompts, each greedy and at T = 0.8 with two seeds; without a draft and with the bundled ones; alone and eight
 at a time. Each output is compared with that of plain decoding, alone. Where the two part, the target's scores in
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from slipstream.client.requests import RequestOptions
 
     Way = tuple[bool, str, int]
-    """Whether it is deterministic, the draft, and the number of concurrent requests."""
+    """One configuration: True if deterministic, the draft, and the number of concurrent requests."""
 
 DRAFTS = (NONE, STANDALONE, EAGLE3)
 SAMPLINGS = {

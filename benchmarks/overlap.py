@@ -38,7 +38,7 @@ WARM_UP_TOKENS = 100
 KERNELS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}
 MEASURE_S = {"cpu": 4.0, "cuda": 1.5}
 REPEATS = {"cpu": 5, "cuda": 1}
-"""How often the orders take turns."""
+"""Number of repeats, by device; in each, all orders are measured in turn."""
 WINDOWS = {"cpu": 1, "cuda": 2}
 """Windows of an order at its turn: starting a scheduler on a GPU takes longer than measuring it."""
 PROMPT = "def main():\n"
@@ -46,7 +46,7 @@ PROMPT = "def main():\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How steps are ordered."""
+    """One order of steps to measure: its run-ahead, and the fences and the GPU sharing it runs with."""
 
     name: str
     run_ahead: int

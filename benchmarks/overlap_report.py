@@ -46,7 +46,7 @@ class Measurement:
     num_clients: int
     tokens_per_second: float
     tokens_sha256: str = ""
-    """Of the first tokens of all clients: the same in every order."""
+    """Hash of the first tokens of all clients: the same in every order."""
     host: str
 
     @property

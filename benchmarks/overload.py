@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.server_watch import Footprint, ResourceSnapshot
 
 LEAST_GOODPUT = 0.9
-"""Of the capacity."""
+"""Lowest goodput that passes, as a fraction of the capacity."""
 MOST_REJECTION_MS = 50.0
 MOST_GROWTH = {"scheduler": 0.02, "draft": 0.05, "verify": 0.05}
 """Growth of resident memory from the first third of the time to the last. A worker keeps the room of its largest step,
@@ -77,7 +77,7 @@ class OverloadReport:
     health_statuses: list[str]
     """Seen in the minute; an RPC error by its code."""
     footprints: dict[str, Footprint]
-    """Of the services, in the minute."""
+    """Resident memory of each service during the overload, by service name."""
     before: ResourceSnapshot
     after: ResourceSnapshot
     failures: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class OverloadReport:
 
     @property
     def goodput(self) -> float:
-        """Of the capacity."""
+        """Tokens per second of completed requests, as a fraction of the capacity."""
         return self.load.completed_tokens_per_second / self.capacity
 
     def faults(self) -> list[str]:

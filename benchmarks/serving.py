@@ -45,7 +45,7 @@ class Plan:
 
     algorithms: tuple[str, ...] = (NONE, STANDALONE)
     fractions: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25)
-    """Of the highest capacity."""
+    """Offered rates, as fractions of the highest capacity."""
     seconds: float = 20.0
     """Length of the arrivals, at each rate."""
     warm_up_s: float = 3.0
@@ -65,7 +65,7 @@ class ServingRun:
     fraction: float
     offered_requests_per_second: float
     offered_tokens_per_second: float
-    """Of output, by the lengths that were drawn."""
+    """Output tokens offered per second, by the lengths that were drawn."""
     report: LoadReport
     failures: list[str]
     """There should be none."""

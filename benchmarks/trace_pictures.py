@@ -64,7 +64,7 @@ LEGEND = {
 ARROWS = {"fence": ("#202020", 0.9), "command": ("#b07a1e", 0.5)}
 HEIGHT = 0.74
 CHARACTER_WIDTH = 0.006
-"""Of the panel's width."""
+"""Width of a character, as a fraction of the panel's width."""
 
 
 def main(

@@ -24,13 +24,13 @@ class ModelChoice:
     draft: Path | None
     """Directory of the draft model; None when nothing drafts."""
     draft_algorithm: str = STANDALONE
-    """How the draft model drafts; unused when nothing drafts."""
+    """Draft algorithm of the draft model; unused when nothing drafts."""
     num_draft_tokens: int = SchedulerConfig.num_draft_tokens
     """Tokens drafted in a step; unused when nothing drafts."""
 
     @property
     def algorithm(self) -> str:
-        """How drafts are made."""
+        """The draft algorithm; "none" when nothing drafts."""
         return "none" if self.draft is None else self.draft_algorithm
 
 

@@ -24,7 +24,7 @@ FENCES = {
 }
 """The worker that signals a fence, and the fence's name."""
 MAX_DRIFT = 1e-4
-"""How fast two clocks of a host drift apart at most; quartzes differ by less."""
+"""Highest relative drift between two clocks of a host; quartzes differ by less."""
 CLOCK_SLACK_NS = 1_000_000
 LONGEST_STEP_NS = 600 * 10**9
 
@@ -113,7 +113,7 @@ class StampClock:
             first = last = min(first, last, key=lambda sample: sample.uncertainty_ns)
         self._first, self._last = first, last
         self.uncertainty_ns = max(first.uncertainty_ns, last.uncertainty_ns)
-        """How far a mapped time may be off."""
+        """Largest error of a mapped time, in nanoseconds."""
 
     def host_ns(self, device_ns: int) -> int:
         """The time on the host's clock."""

@@ -55,7 +55,7 @@ class RequestOptions(TypedDict, total=False):
     logprobs: bool
     top_logprobs: int | None
     speculation: bool | None
-    """Whether drafts may be used."""
+    """False turns drafts off for the request."""
     max_draft_tokens: int | None
     """Most draft tokens that are accepted in a step."""
 
@@ -121,7 +121,7 @@ class OutputReader:
         """`from_token`: number of tokens that the caller has, of the first sample or, in order, of each."""
         offsets = [from_token] if isinstance(from_token, int) else from_token
         self.is_over = False
-        """Whether the job's last message has come."""
+        """True if the job's last message has come."""
         self._offsets = dict(enumerate(offsets))
         self._finished: set[int] = set()
 

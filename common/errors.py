@@ -100,7 +100,7 @@ class DeviceError(FailedPreconditionError):
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the process's context is lost, so that all its other calls will fail as well."""
+        """True if the process's context is lost, so that all its other calls will fail as well."""
         return self.code in _LASTING or "_MPS_" in self.code
 
 

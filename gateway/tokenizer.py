@@ -142,21 +142,21 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_unusual(path: Path, config: dict[str, Any]) -> bool:
-    """Whether the directory has files or settings that change what transformers makes of `tokenizer.json`."""
+    """True if the directory has files or settings that change what transformers makes of `tokenizer.json`."""
     if any(config.get(name) for name in _UNUSUAL_SETTINGS) or (path / "tekken.json").exists():
         return True
     return (path / "added_tokens.json").exists() and "added_tokens_decoder" not in config
 
 
 def _is_taken_as_it_is(backend: Backend, model_type: object, tokenizer_class: object) -> bool:
-    """Whether transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
+    """True if transformers takes `tokenizer.json` as it is, or builds the same from its vocabulary."""
     if model_type == "qwen2" or tokenizer_class in _QWEN2_CLASSES:
         return _is_qwen2(backend)
     return tokenizer_class in _PLAIN_CLASSES
 
 
 def _is_qwen2(backend: Backend) -> bool:
-    """Whether the tokenizer is what transformers' `Qwen2Tokenizer` builds of its vocabulary and merges."""
+    """True if the tokenizer is what transformers' `Qwen2Tokenizer` builds of its vocabulary and merges."""
     model = backend.model
     if not isinstance(model, models.BPE) or not isinstance(backend.decoder, decoders.ByteLevel):
         return False
@@ -177,7 +177,7 @@ def _state(part: Any) -> Any:
 
 
 def _has_all_tokens(backend: Backend, config: dict[str, Any]) -> bool:
-    """Whether `tokenizer.json` has all the added tokens of `config` as transformers would add them."""
+    """True if `tokenizer.json` has all the added tokens of `config` as transformers would add them."""
     present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for number, fields in config.get("added_tokens_decoder", {}).items():
         token = present.get(fields["content"])

@@ -43,7 +43,7 @@ class JobPath:
     files: dict[str, list[str]]
     """By path within the repository: the services that enter it."""
     text: str
-    """What the job answered."""
+    """The text that the job generated."""
 
     @property
     def num_lines(self) -> int:

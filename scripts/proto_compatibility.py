@@ -1,4 +1,4 @@
-"""What a client of the last release would miss: `proto_compatibility.py RELEASED CURRENT`, two descriptor sets.
+"""Lists what breaks a client of the last release: `proto_compatibility.py RELEASED CURRENT`, two descriptor sets.
 
 Additions pass. What is gone, has another number or another type is named, and the exit status is 1.
 """
@@ -46,7 +46,7 @@ class Contract:
 
 
 def breaks(released: FileDescriptorSet, current: FileDescriptorSet) -> list[str]:
-    """What the current contract takes from the released one, a line each; empty when they are compatible."""
+    """Lists what the current contract changes or drops of the released one, a line each; empty if compatible."""
     old, new = Contract(released), Contract(current)
     return [*_service_breaks(old, new), *_message_breaks(old, new), *_enum_breaks(old, new)]
 

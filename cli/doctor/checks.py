@@ -50,7 +50,7 @@ _MPS_REMEDY = "without MPS a hand-over costs about 0.14 ms; start with --mps off
 
 
 class Verdict(enum.StrEnum):
-    """How serious a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"

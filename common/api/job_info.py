@@ -73,7 +73,7 @@ class JobInfo:
 
     @property
     def is_over(self) -> bool:
-        """Whether there will be no more tokens."""
+        """True if there will be no more tokens."""
         return self.state is JobState.ENDED
 
     def to_pb(self) -> generation_pb2.Job:

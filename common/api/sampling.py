@@ -93,23 +93,23 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """True if the tokens so far change the logits."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether the logits are changed before temperature and filters."""
+        """True if the logits are changed before temperature and filters."""
         return self.has_penalty or bool(self.logit_bias) or (self.masked_before > 0 and bool(self.masked_token_ids))
 
     @property
     def is_plain(self) -> bool:
-        """Whether neither filters (top-k, top-p, min-p) nor adjustments apply."""
+        """True if neither filters (top-k, top-p, min-p) nor adjustments apply."""
         has_filter = not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return not has_filter and not self.adjusts_logits
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no noise is drawn."""
+        """True if no noise is drawn."""
         return self.temperature == 0.0
 
 

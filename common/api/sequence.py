@@ -33,7 +33,7 @@ class SequenceSpec:
     stop_token_ids: frozenset[int]
     """Every token that ends the output: the request's own and, unless ignored, the model's."""
     top_logprobs: int | None = None
-    """How many of the most likely tokens come with each output token's own logprob; None: no logprobs at all."""
+    """Number of most likely tokens that come with each output token's own logprob; None: no logprobs at all."""
     max_draft_tokens: int | None = None
     """Draft tokens that may be accepted in a step; None: as many as are drafted, 0: no speculation."""
 
@@ -50,7 +50,7 @@ class SequenceOutput(NamedTuple):
 
     token_ids: Sequence[int] = ()
     num_draft: int = 0
-    """How many of the tokens, from the first on, the draft proposed."""
+    """Number of the tokens, from the first on, that the draft proposed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """For each token; empty if the sequence asked for none."""
     finish_reason: FinishReason | None = None

@@ -61,7 +61,7 @@ class ServerState:
     fence: str
     """ "host" on a CPU; "timeline" or "event" on a GPU."""
     under_mps: bool = False
-    """Whether the workers share the GPU under NVIDIA MPS."""
+    """True if the workers share the GPU under NVIDIA MPS."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)

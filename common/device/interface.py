@@ -50,7 +50,7 @@ class Fence(Protocol):
     """A counter in shared memory that only grows; one stream signals it, others wait for a value."""
 
     is_releasable: bool
-    """Whether `release` ends waits of streams; else a stream that waits for a dead producer is lost."""
+    """True if `release` ends waits of streams; else a stream that waits for a dead producer is lost."""
 
     def signal(self, stream: Stream, value: int) -> None:
         """Sets the counter when the stream gets there."""
@@ -113,11 +113,11 @@ class Device(Protocol):
     fence_kind: str
     """ "host", "timeline" or "event"."""
     has_stream_threads: bool
-    """Whether streams work on threads of their own, so that to enqueue is no more than to hand over a closure."""
+    """True if streams work on threads of their own, so that to enqueue is no more than to hand over a closure."""
 
     @property
     def under_mps(self) -> bool:
-        """Whether this process shares a GPU under NVIDIA MPS."""
+        """True if this process shares a GPU under NVIDIA MPS."""
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> Stream:
         """Makes a stream. `on_failure` is called once, from the stream's thread, when work raises."""

@@ -86,7 +86,7 @@ class FenceWord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that another process needs to map an arena."""
+    """The description of an arena that another process needs to map it."""
 
     kind: str
     """"file" on a CPU, "cuda_ipc" on a GPU."""

@@ -39,7 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class MetricKind(enum.Enum):
-    """How Prometheus reads a metric."""
+    """The Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings(Settings):
-    """What is logged, and how."""
+    """The level and the format of a service's log."""
 
     log_level: str = setting("INFO", help="What is logged.", choices=LEVELS)
     log_format: str = setting(CONSOLE, help="Lines for people, or a JSON object each.", choices=FORMATS)
@@ -29,7 +29,7 @@ class LogSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions(LogSettings):
-    """Where a service serves, and what it logs."""
+    """The address and the metrics port of a service, and its log settings."""
 
     listen: str = setting(help="unix:PATH, in a directory that only this user opens.", unit="ADDRESS")
     metrics_port: int = setting(0, help="Prometheus port on loopback; 0 is any free one.", unit="PORT")

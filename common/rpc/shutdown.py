@@ -40,7 +40,7 @@ class ShutdownSignals:
 
     @property
     def is_requested(self) -> bool:
-        """Whether the process is to end."""
+        """True if the process is to end."""
         return self._requested.is_set()
 
     def request(self) -> None:

@@ -57,7 +57,7 @@ class WorkerDescription:
     eos_token_ids: tuple[int, ...] = ()
     tokenizer_path: str = ""
     under_mps: bool = False
-    """Whether it shares the GPU under NVIDIA MPS."""
+    """True if it shares the GPU under NVIDIA MPS."""
     last_epoch: int = 0
     """The largest epoch that it was attached to."""
     memory: DeviceMemory = DeviceMemory()
@@ -66,7 +66,7 @@ class WorkerDescription:
     shm_device: int = 0
     """Number of the device at /dev/shm; 0 if unknown."""
     has_scheduler: bool = False
-    """Whether a scheduler has its stream of commands."""
+    """True if a scheduler has its stream of commands."""
 
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises a MismatchError that names all differences that must not be."""

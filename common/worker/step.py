@@ -62,7 +62,7 @@ class PrefillChunk:
     """Position of the first token of the chunk."""
     tokens: tuple[int, ...]
     is_last: bool
-    """Whether the prompt ends here: verify samples the first token after it."""
+    """True if the prompt ends here: verify samples the first token after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,6 @@ class StepCommand:
     chunks: tuple[PrefillChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
     wants_acknowledgement: bool = False
-    """Whether the worker is to say when the step is enqueued."""
+    """True if the worker is to say when the step is enqueued."""
     top_logprobs: int | None = None
     """Number of most likely tokens that verify publishes with each token's own logprob; None publishes no logprobs."""

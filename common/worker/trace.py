@@ -26,9 +26,9 @@ class TraceRequest:
     """A request for a trace. Raises InvalidArgumentError."""
 
     steps: int
-    """How many further steps."""
+    """Number of further steps to trace."""
     wait_ms: int = DEFAULT_WAIT_MS
-    """How long to wait for each."""
+    """Longest wait for a further step to complete, in milliseconds."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MAX_STEPS:

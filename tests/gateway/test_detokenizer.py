@@ -27,13 +27,13 @@ MAX_ID = 370
 
 
 def parts(vocabulary: Vocabulary, ids: Sequence[int]) -> list[str]:
-    """What is sent token by token, and at the end."""
+    """Returns the text sent after each token, and at the end."""
     detokenizer = vocabulary.new_detokenizer()
     return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
 
 
 def whole(tokenizer: Any, ids: Sequence[int]) -> str:
-    """What the tokenizer makes of all tokens at once."""
+    """Decodes all tokens at once with the tokenizer itself."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
 

@@ -1,4 +1,4 @@
-"""What steps bring together is what they bring one by one, in any bundles and read at any time."""
+"""Tests that a sample's output does not depend on how its steps are bundled or when it is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = (*FinishReason, None)
 
 
 def output_of(kind: str, stop: tuple[str, ...]) -> SampleOutput:
-    """Of a job with logprobs."""
+    """The output of a sample of a job with logprobs."""
     spec = SequenceSpec(
         job_id="a",
         prompt=(5,),
@@ -39,7 +39,7 @@ def output_of(kind: str, stop: tuple[str, ...]) -> SampleOutput:
 
 
 def steps_of(tokens: list[list[int]], end: FinishReason | None, *, ends_with_token: bool) -> list[SequenceOutput]:
-    """What steps bring one after the other, the last with the end of all, or with an error."""
+    """Outputs of consecutive steps; the last carries the finish reason, or an error if `end` is None."""
     ending = SequenceOutput(finish_reason=end, error=None if end is not None else UnavailableError("verify is gone"))
     steps = [SequenceOutput(token_ids=ids, logprobs=tuple(TokenLogprobs(-token) for token in ids)) for ids in tokens]
     if ends_with_token and end is not None:
@@ -56,7 +56,7 @@ def read_all(output: SampleOutput, chunks: list[OutputChunk]) -> None:
 
 
 def seen_in(chunks: list[OutputChunk]) -> tuple[object, ...]:
-    """What a client has of a sample, however it came in chunks."""
+    """Joins the chunks of a sample: its tokens, text, text lengths, logprobs and ends."""
     return (
         [token for chunk in chunks for token in chunk.token_ids],
         "".join(chunk.text for chunk in chunks),

@@ -43,7 +43,7 @@ MAX_ID = 345
 
 
 def pieces(kind: str, ids: Sequence[int]) -> list[str]:
-    """What becomes certain with each token, the last one's with the rest."""
+    """Returns the text that becomes certain with each token; the last token's includes the rest."""
     detokenizer = Vocabulary(make_tokenizer(kind)).new_detokenizer()
     texts = [detokenizer.push(token) for token in ids]
     return [*texts[:-1], texts[-1] + detokenizer.finish()] if texts else []
@@ -111,7 +111,7 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
 
 
 def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> SampleOutput:
-    """Of a job with stop strings."""
+    """The output of a sample of a job with stop strings."""
     spec = SequenceSpec(
         job_id="a",
         prompt=(5,),
@@ -125,7 +125,7 @@ def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> Sample
 
 
 def progress(ids: list[int], reason: FinishReason | None) -> SequenceOutput:
-    """What a step brought."""
+    """The output of one step, with a logprob for each token."""
     return SequenceOutput(
         token_ids=tuple(ids),
         logprobs=tuple(TokenLogprobs(-token) for token in ids),

@@ -1,4 +1,4 @@
-"""What the loop's thread hands over, and when: on a clock of the test's own."""
+"""Tests which outputs the throttle hands over to the event loop, and when, on a clock that the test advances."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class WordTokenizer:
 
 
 def parse_all(request: generation_pb2.GenerateRequest, limits: RequestLimits = LIMITS) -> CheckedRequest:
-    """What a request becomes."""
+    """Validates a request, with all of its samples."""
     return parse_request(request, limits, WordTokenizer())
 
 

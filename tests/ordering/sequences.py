@@ -78,7 +78,7 @@ def moves(num_slots: int, ready: int, *, has_draft: bool) -> tuple[Move, ...]:
 
 
 def num_consumable(step: int, consumed: int, run_ahead: int) -> range:
-    """How many steps the scheduler may consume before it sends `step`: as few as it must, up to all."""
+    """Numbers of steps that the scheduler may consume before it sends `step`: from as few as it must to all."""
     return range(max(0, last_consumed(step, run_ahead) - consumed), step - consumed)
 
 

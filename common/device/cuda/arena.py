@@ -124,7 +124,7 @@ class Gpu(Protocol):
 
     @property
     def has_timelines(self) -> bool:
-        """Whether streams can wait for words."""
+        """True if streams can wait for the value of a word in memory."""
 
 
 class CudaArena:

@@ -56,7 +56,7 @@ class CudaDevice:
 
     @cached_property
     def has_timelines(self) -> bool:
-        """Whether streams can wait for words."""
+        """True if streams can wait for the value of a word in memory."""
         return has_timelines(self.driver, self.side)
 
     def create_stream(self, name: str, on_failure: Callable[[BaseException], None]) -> CudaStream:

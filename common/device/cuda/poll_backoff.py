@@ -23,8 +23,8 @@ INTERVALS = 4
 """Intervals that a prediction is made from."""
 MARGIN = 0.04
 MIN_MARGIN_S = 0.00006
-"""How long before a predicted end the looks begin: this part of the interval, and at least this long. Each look takes
-the interpreter from the thread that has it."""
+"""Time from the first look to the predicted end: this part of the interval, and at least this many seconds. Each look
+takes the interpreter from the thread that has it."""
 MIN_SLEEP_PART = 0.01
 """The first sleep between looks at a predicted end, as a part of the interval."""
 

@@ -299,7 +299,7 @@ def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
 
 
 def test_too_many_tokens_for_one_request_end_no_other() -> None:
-    """Whoever came to an end with such a step would never hear of it."""
+    """A request that ended with such a step would be missing from the ends that `fail` returns."""
     run = _run()
     short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
     run.queue.add(short, bounded)

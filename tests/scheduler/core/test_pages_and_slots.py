@@ -1,4 +1,4 @@
-"""What requests take and give back."""
+"""Tests the allocation and release of pages and slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step brought, on the scheduler's side: behind its fence, once, and only what was published."""
+"""Tests that the scheduler reads a step's result behind its fence, once, and only the rows that were published."""
 
 from __future__ import annotations
 

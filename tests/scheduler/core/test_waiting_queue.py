@@ -1,4 +1,4 @@
-"""Where two threads meet: jobs go in on one side and are taken out on the other."""
+"""Tests the queue of waiting jobs, which one thread fills and another empties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a worker is there, as the scheduler's endpoint says it, with real gRPC between them."""
+"""Tests the scheduler's metrics of whether a worker is up, with real gRPC between the two."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_one_that_never_was_there_is_as_old_as_the_scheduler(tmp_path: Pat
 
 
 async def test_closing_does_not_wait_for_an_answer(tmp_path: Path) -> None:
-    """Somebody listens there and never says a word."""
+    """The socket accepts connections, but nothing answers on it."""
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"{tmp_path}/draft.sock")
         silent.listen()

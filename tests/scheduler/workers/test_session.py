@@ -67,7 +67,7 @@ def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Sequence]:
 
 
 def settings(log_dir: Path | None = None, **changes: object) -> dict[str, Any]:
-    """Of the scheduler: small, and with everything checked."""
+    """Settings of a small scheduler with all checks on."""
     return {
         "num_draft_tokens": 3,
         "slots": 3,
