@@ -24,7 +24,7 @@ def reference(text: str, stops: list[str], first_end: int = 0) -> tuple[str, str
 
 
 def sent(parts: list[str], stops: list[str], num_ignored: int = 0) -> tuple[list[str], str | None]:
-    """Returns the texts for each part and at the end, and the match; one that ends in the ignored parts does not count."""
+    """Returns the texts for each part and at the end, and the match; one that ends in the ignored parts is skipped."""
     matcher = StopMatcher(stops)
     texts = [matcher.push(part, counts=number >= num_ignored) for number, part in enumerate(parts)]
     return [*texts, matcher.finish()], matcher.matched
