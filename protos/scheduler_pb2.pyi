@@ -1,0 +1,125 @@
+from slipstream.protos import generation_pb2 as _generation_pb2
+from slipstream.protos import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeSchedulerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SchedulerDescription(_message.Message):
+    __slots__ = ("server", "tokenizer_path", "eos_token_ids", "max_sequences")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_PATH_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    server: _generation_pb2.GetServerInfoResponse
+    tokenizer_path: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_sequences: int
+    def __init__(self, server: _Optional[_Union[_generation_pb2.GetServerInfoResponse, _Mapping]] = ..., tokenizer_path: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("sequences", "cancelled")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[NewSequence]
+    cancelled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NewSequence(_message.Message):
+    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_NS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    epoch: int
+    job_id: str
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    output: _containers.RepeatedScalarFieldContainer[int]
+    max_new_tokens: int
+    sampling: _worker_pb2.SlotSampling
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: int
+    max_draft_tokens: int
+    priority: int
+    arrived_ns: int
+    deadline_ns: int
+    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ...) -> None: ...
+
+class RunResponse(_message.Message):
+    __slots__ = ("state", "output", "refusals")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    state: SchedulerState
+    output: StepOutput
+    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
+    def __init__(self, state: _Optional[_Union[SchedulerState, _Mapping]] = ..., output: _Optional[_Union[StepOutput, _Mapping]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class SchedulerState(_message.Message):
+    __slots__ = ("serving", "paused", "is_final")
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    IS_FINAL_FIELD_NUMBER: _ClassVar[int]
+    serving: SchedulerDescription
+    paused: str
+    is_final: bool
+    def __init__(self, serving: _Optional[_Union[SchedulerDescription, _Mapping]] = ..., paused: _Optional[str] = ..., is_final: _Optional[bool] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("sequences", "num_tokens", "num_accepted", "finish_reasons", "tokens", "num_draft_tokens", "published_ns", "admitted", "admitted_ns", "logprobs")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_NS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_NS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_accepted: _containers.RepeatedScalarFieldContainer[int]
+    finish_reasons: _containers.RepeatedScalarFieldContainer[_generation_pb2.FinishReason]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    num_draft_tokens: int
+    published_ns: int
+    admitted: _containers.RepeatedScalarFieldContainer[int]
+    admitted_ns: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[_Union[_generation_pb2.FinishReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., published_ns: _Optional[int] = ..., admitted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ...) -> None: ...
+
+class SequenceLogprobs(_message.Message):
+    __slots__ = ("sequence", "tokens")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    tokens: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
+    def __init__(self, sequence: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("sequence", "code", "message")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    code: int
+    message: str
+    def __init__(self, sequence: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
