@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.messages import decode, encode
+from slipstream.protos import worker_pb2
 
 MAX_SEED = 2**64 - 1
 LEAST_TEMPERATURE = 2.0**-16
@@ -90,6 +92,15 @@ class SamplingParams:
                 raise InvalidArgumentError(f"sampling_params.{field}", ids[-1], f"token ids of 0 to {vocab_size - 1}")
         if len(self.masked_token_ids) >= vocab_size:
             raise InvalidArgumentError("sampling_params.masked_token_ids", "every token", "fewer than there are")
+
+    def to_pb(self) -> worker_pb2.SlotSampling:
+        bias = [worker_pb2.TokenBias(token_id=token, bias=bias) for token, bias in self.logit_bias]
+        return encode(worker_pb2.SlotSampling, self, logit_bias=bias)
+
+    @classmethod
+    def from_pb(cls, message: worker_pb2.SlotSampling) -> SamplingParams:
+        """Decodes and checks it. Raises InvalidArgumentError."""
+        return decode(cls, message, {"logit_bias": lambda bias: (bias.token_id, bias.bias)})
 
     @property
     def has_penalty(self) -> bool:

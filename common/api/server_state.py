@@ -1,4 +1,4 @@
-"""The configuration and load of a server, as `GetServerInfo` answers."""
+"""The configuration and load of a server, as `GetServerInfo` answers, and as a scheduler tells its gateways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from slipstream.common.messages import decode, encode
-from slipstream.protos import generation_pb2
+from slipstream.protos import generation_pb2, scheduler_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +69,43 @@ class ServerState:
     @classmethod
     def from_pb(cls, message: generation_pb2.GetServerInfoResponse) -> ServerState:
         return decode(cls, message, {"services": partial(decode, ServiceState)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerDescription:
+    """What a scheduler serves."""
+
+    server: ServerState
+    """Its `services` are the processes from the scheduler on."""
+    tokenizer_path: str
+    """Directory with the model's tokenizer, on this host."""
+    eos_token_ids: tuple[int, ...]
+    """Token ids with which the model ends a sequence."""
+    max_sequences: int
+    """Sequences that it holds at most, waiting and running, of all gateways together."""
+
+    def to_pb(self) -> scheduler_pb2.SchedulerDescription:
+        return encode(scheduler_pb2.SchedulerDescription, self)
+
+    @classmethod
+    def from_pb(cls, message: scheduler_pb2.SchedulerDescription) -> SchedulerDescription:
+        return decode(cls, message, {"server": ServerState.from_pb})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerState:
+    """Whether a scheduler can run sequences. A change ends all that were submitted before."""
+
+    serving: SchedulerDescription | None = None
+    """Set while sequences can run."""
+    paused: str = ""
+    """Otherwise why not, for people."""
+    is_final: bool = False
+    """True if it will never serve again."""
+
+    def to_pb(self) -> scheduler_pb2.SchedulerState:
+        return encode(scheduler_pb2.SchedulerState, self)
+
+    @classmethod
+    def from_pb(cls, message: scheduler_pb2.SchedulerState) -> SchedulerState:
+        return decode(cls, message, {"serving": SchedulerDescription.from_pb})

@@ -73,6 +73,14 @@ def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
     return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, status)
 
 
+def error_from_code(number: int, message: str) -> errors.SlipstreamError:
+    """Returns the nearest exception to a code of google.rpc.Code that came without details."""
+    code = _CODES_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
+    kind = _FROM_CODE.get(code)
+    empty = status_pb2.Status()
+    return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, empty)
+
+
 def _details(error: errors.SlipstreamError) -> list[Message]:
     match error:
         case errors.InvalidArgumentError():
@@ -163,3 +171,4 @@ _FROM_CODE: Mapping[grpc.StatusCode, type[errors.SlipstreamError]] = {
     grpc.StatusCode.ABORTED: errors.FailedPreconditionError,
     grpc.StatusCode.UNIMPLEMENTED: errors.FailedPreconditionError,
 }
+_CODES_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}

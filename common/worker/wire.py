@@ -121,7 +121,7 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
         waits=_points_to_pb(command.ops.waits),
         signals=_points_to_pb(command.ops.signals),
         chunks=[encode(pb.PromptChunk, chunk) for chunk in command.chunks],
-        updates=[_update_to_pb(update) for update in command.updates],
+        updates=[encode(pb.SlotUpdate, update) for update in command.updates],
         acknowledge=command.wants_acknowledgement,
         top_logprobs=command.top_logprobs,
     )
@@ -141,20 +141,8 @@ def command_from_pb(message: pb.StepCommand) -> StepCommand:
     )
 
 
-def _update_to_pb(update: SlotUpdate) -> pb.SlotUpdate:
-    sampling = None
-    if update.sampling is not None:
-        bias = [pb.TokenBias(token_id=token, bias=bias) for token, bias in update.sampling.logit_bias]
-        sampling = encode(pb.SlotSampling, update.sampling, logit_bias=bias)
-    return encode(pb.SlotUpdate, update, sampling=sampling)
-
-
 def _update_from_pb(message: pb.SlotUpdate) -> SlotUpdate:
-    return decode(SlotUpdate, message, {"sampling": _sampling_from_pb})
-
-
-def _sampling_from_pb(message: pb.SlotSampling) -> SamplingParams:
-    return decode(SamplingParams, message, {"logit_bias": lambda bias: (bias.token_id, bias.bias)})
+    return decode(SlotUpdate, message, {"sampling": SamplingParams.from_pb})
 
 
 def _points_to_pb(points: Iterable[FencePoint]) -> list[pb.FencePoint]:

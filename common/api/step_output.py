@@ -1,0 +1,94 @@
+"""The output of a step, as the scheduler sends it to a gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
+from slipstream.common.rpc.status import code_of, error_from_code
+from slipstream.protos import generation_pb2, scheduler_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from slipstream.common.errors import SlipstreamError
+
+_GOES_ON = generation_pb2.FINISH_REASON_UNSPECIFIED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """The output of a step. The first four have an item for each sequence that got tokens or ended."""
+
+    sequences: Sequence[int] = ()
+    """Their ids."""
+    num_tokens: Sequence[int] = ()
+    """New tokens of each, 0 or more."""
+    num_accepted: Sequence[int] = ()
+    """Drafted tokens that the target accepted in the step, before the output was cut where it ends."""
+    finish_reasons: Sequence[FinishReason | None] = ()
+    """None while a sequence goes on."""
+    tokens: Sequence[int] = ()
+    """Token ids of all, one sequence behind the other."""
+    num_draft_tokens: int = 0
+    """Tokens that were drafted for each sequence with speculation enabled; 0 if nothing was drafted in the step."""
+    published_ns: int = 0
+    """When the result of the step was on the host, by `time.monotonic_ns`."""
+    admitted: Sequence[int] = ()
+    """Sequences that got a slot since the last output."""
+    admitted_ns: Sequence[int] = ()
+    """When, by the same clock."""
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """By sequence id, for each new token, of the sequences that asked for logprobs."""
+
+    def to_pb(self) -> scheduler_pb2.StepOutput:
+        # By hand: this is done for each gateway in each step.
+        return scheduler_pb2.StepOutput(
+            sequences=self.sequences,
+            num_tokens=self.num_tokens,
+            num_accepted=self.num_accepted,
+            finish_reasons=[_GOES_ON if reason is None else reason.to_pb() for reason in self.finish_reasons],
+            tokens=self.tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            published_ns=self.published_ns,
+            admitted=self.admitted,
+            admitted_ns=self.admitted_ns,
+            logprobs=[
+                scheduler_pb2.SequenceLogprobs(sequence=sequence, tokens=[token.to_pb() for token in tokens])
+                for sequence, tokens in self.logprobs.items()
+            ],
+        )
+
+    @classmethod
+    def from_pb(cls, message: scheduler_pb2.StepOutput) -> StepOutput:
+        """Decodes it. The arrays are lists."""
+        return cls(
+            sequences=list(message.sequences),
+            num_tokens=list(message.num_tokens),
+            num_accepted=list(message.num_accepted),
+            finish_reasons=[FinishReason.from_pb(reason) for reason in message.finish_reasons],
+            tokens=list(message.tokens),
+            num_draft_tokens=message.num_draft_tokens,
+            published_ns=message.published_ns,
+            admitted=list(message.admitted),
+            admitted_ns=list(message.admitted_ns),
+            logprobs={
+                item.sequence: tuple(TokenLogprobs.from_pb(token) for token in item.tokens) for item in message.logprobs
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A sequence that is over without a finish reason."""
+
+    sequence: int
+    error: SlipstreamError
+
+    def to_pb(self) -> scheduler_pb2.Refusal:
+        return scheduler_pb2.Refusal(sequence=self.sequence, code=code_of(self.error).value[0], message=str(self.error))
+
+    @classmethod
+    def from_pb(cls, message: scheduler_pb2.Refusal) -> Refusal:
+        return cls(message.sequence, error_from_code(message.code, message.message))

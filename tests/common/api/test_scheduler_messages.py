@@ -1,0 +1,127 @@
+"""Messages between a gateway and the scheduler: everything that is sent comes out the same on the other side."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.common.api.server_state import SchedulerDescription, SchedulerState, ServerState, ServiceState
+from slipstream.common.api.step_output import Refusal, StepOutput
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SlipstreamError,
+)
+from slipstream.protos import scheduler_pb2
+
+SPEC = SequenceSpec(
+    job_id="job",
+    prompt=(1, 2, 3),
+    output=(4, 5),
+    max_new_tokens=9,
+    sampling=SamplingParams(temperature=0.5, seed=2**64 - 1, logit_bias=((3, -1.0), (7, 2.0)), masked_before=4),
+    stop_token_ids=frozenset({9, 2}),
+    top_logprobs=0,
+    max_draft_tokens=0,
+    priority=-3,
+    arrived_ns=12,
+    deadline_ns=2**63,
+)
+SERVER = ServerState(
+    version="1",
+    model="m",
+    vocab_size=10,
+    context_tokens=20,
+    algorithm="none",
+    num_draft_tokens=0,
+    run_ahead=1,
+    num_slots=4,
+    page_tokens=16,
+    num_pages=9,
+    num_free_pages=8,
+    queue_capacity=5,
+    num_waiting=1,
+    num_running=2,
+    epoch=7,
+    services=(ServiceState(name="scheduler", address="unix:/s", pid=1),),
+    fence="host",
+)
+
+
+def test_a_sequence_comes_out_the_same() -> None:
+    message = scheduler_pb2.NewSequence.FromString(SPEC.to_pb(5, 7).SerializeToString())
+    assert (message.id, message.epoch) == (5, 7)
+    assert SequenceSpec.from_pb(message) == SPEC
+
+
+def test_what_is_not_set_stays_unset() -> None:
+    spec = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=1, sampling=SamplingParams(), stop_token_ids=frozenset())
+    assert SequenceSpec.from_pb(spec.to_pb(1, 1)) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"max_new_tokens": 2}, "max_new_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_a_sequence_that_makes_no_sense_is_refused_by_field(change: dict[str, object], field: str) -> None:
+    message = SPEC.to_pb(1, 1)
+    for name in change:
+        message.ClearField(name)  # type: ignore[arg-type]
+    message.MergeFrom(scheduler_pb2.NewSequence(**change))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError) as refused:
+        SequenceSpec.from_pb(message)
+    assert refused.value.field.endswith(field)
+
+
+def test_an_output_comes_out_the_same() -> None:
+    output = StepOutput(
+        sequences=[3, 4, 2**63],
+        num_tokens=[2, 0, 1],
+        num_accepted=[1, 0, 4],
+        finish_reasons=[None, FinishReason.ABORT, FinishReason.STOP],
+        tokens=[7, 8, 9],
+        num_draft_tokens=4,
+        published_ns=123,
+        admitted=[3],
+        admitted_ns=[100],
+        logprobs={3: (TokenLogprobs(-1.5, ((7, -1.5), (1, -2.0))), TokenLogprobs(-0.25, ()))},
+    )
+    assert StepOutput.from_pb(scheduler_pb2.StepOutput.FromString(output.to_pb().SerializeToString())) == output
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        SchedulerState(
+            serving=SchedulerDescription(server=SERVER, tokenizer_path="/m", eos_token_ids=(2, 3), max_sequences=8)
+        ),
+        SchedulerState(paused="the draft service is lost"),
+        SchedulerState(paused="the models do not fit", is_final=True),
+    ],
+)
+def test_a_state_comes_out_the_same(state: SchedulerState) -> None:
+    assert SchedulerState.from_pb(state.to_pb()) == state
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgumentError("prompt", "()", "token ids"),
+        ResourceExhaustedError("full", retry_after_ms=500),
+        DeadlineExceededError("late"),
+        InternalError("it failed"),
+    ],
+)
+def test_a_refusal_keeps_its_code_and_message(error: SlipstreamError) -> None:
+    refusal = Refusal.from_pb(Refusal(6, error).to_pb())
+    assert refusal.sequence == 6
+    assert type(refusal.error) is type(error)
+    assert str(error) in str(refusal.error)
