@@ -8,7 +8,6 @@ import errno
 import os
 import sys
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TextIO, cast
 
 from rich.console import Console
@@ -85,8 +84,8 @@ class LogFollower:
     def __init__(self, output: BinaryIO) -> None:
         """Copies nothing until `start`."""
         self._output = output
-        self._files = ExitStack()
-        self._logs: dict[BinaryIO, bytes] = {}
+        self._logs: dict[Path, tuple[BinaryIO, bytes]] = {}
+        """By path: the file that is open, and the beginning of a line that was read."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.ensure_future(self._follow())
@@ -97,13 +96,14 @@ class LogFollower:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._copy()
-        self._output.write(b"".join(rest + b"\n" for rest in self._logs.values() if rest))
+        for file, rest in self._logs.values():
+            self._output.write(rest + b"\n" if rest else b"")
+            file.close()
         self._output.flush()
-        self._files.close()
 
     def start(self, paths: Iterable[Path]) -> None:
-        """Follows these files, which are there, from their beginnings."""
-        self._logs = {self._files.enter_context(path.open("rb")): b"" for path in paths}
+        """Follows these files, which are there, from their beginnings; one that is replaced in its place, too."""
+        self._logs = {path: (path.open("rb"), b"") for path in paths}
 
     async def _follow(self) -> None:
         while True:
@@ -111,10 +111,22 @@ class LogFollower:
             await asyncio.sleep(_LOG_INTERVAL_S)
 
     def _copy(self) -> None:
-        for log, rest in self._logs.items():
-            lines, newline, self._logs[log] = (rest + log.read()).rpartition(b"\n")
+        for path, (file, rest) in self._logs.items():
+            # Asked before the rest is read: a file that was replaced gets no more.
+            is_replaced = _is_replaced(path, file)
+            lines, newline, rest = (rest + file.read()).rpartition(b"\n")
             self._output.write(lines + newline)
+            if is_replaced:
+                self._output.write(rest + b"\n" if rest else b"")
+                file.close()
+                file, rest = path.open("rb"), b""
+            self._logs[path] = file, rest
         self._output.flush()
+
+
+def _is_replaced(path: Path, file: BinaryIO) -> bool:
+    """True if the path leads to another file than this one."""
+    return path.exists() and not os.path.samestat(path.stat(), os.fstat(file.fileno()))
 
 
 def nonfailing_console() -> Console:

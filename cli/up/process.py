@@ -28,7 +28,7 @@ class ServiceCommand:
     """One service to start."""
 
     name: str
-    """Its name in messages and of its log: "draft", "verify", "scheduler"."""
+    """Its name in messages and of its log: "draft", "verify", "scheduler", "gateway"."""
     argv: tuple[str, ...]
     """The command line, beginning with an absolute path."""
     address: str
@@ -37,6 +37,8 @@ class ServiceCommand:
     """Takes its standard output and error."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that it has beside this process's own, or in their place."""
+    restarts: bool = False
+    """Whether it is started again when it dies after it was ready."""
 
 
 def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Starts services on this machine, waits until they serve, notices when one dies, and ends them in order."""
+"""Starts services on this machine, waits until they serve, restarts some that die, and ends all in order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import enum
 import logging
 import signal
+import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from slipstream.cli.cancellation import shielded
@@ -23,6 +25,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 0.5
+MAX_DEATHS, DEATHS_WITHIN_S = 5, 60.0
+"""A service that dies so many times within this time is not started again."""
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
 
 
 class ServiceState(enum.Enum):
@@ -66,6 +71,8 @@ class Supervisor:
         self._before_kill = before_kill
         self._batches: list[list[ServiceProcess]] = []
         self._ready: set[ServiceProcess] = set()
+        self._restarts: defaultdict[str, list[float]] = defaultdict(list)
+        """By service: when it was started again, since it last ran for `DEATHS_WITHIN_S`."""
         self._hurry = asyncio.Event() if hurry is None else hurry
 
     async def __aenter__(self) -> Supervisor:
@@ -96,20 +103,18 @@ class Supervisor:
         await self.while_alive(self._wait_ready(waiting))
 
     async def watch(self) -> NoReturn:
-        """Returns never: raises UnavailableError, with the end of its log, when a service dies."""
-        processes = self._processes()
-        waits = [asyncio.ensure_future(process.ended.wait()) for process in processes]
+        """Returns never: raises UnavailableError, with the end of its log, when a service dies for good.
+
+        A service whose command says `restarts` is started again instead, unless it dies before it was ever ready, or
+        too often. Raises DeadlineExceededError when it then does not become ready in time.
+        """
+        keeping = [asyncio.ensure_future(self._keep(process)) for process in self._processes()]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(*waits)
-        dead = next(process for process in processes if process.ended.is_set())
-        self._on_change(dead.name, ServiceState.DIED)
-        doing = "" if dead in self._ready else " before it was ready"
-        raise UnavailableError(
-            f"{dead.name} {dead.describe_end()}{doing}; the end of its log ({dead.command.log_path}):\n"
-            + dead.last_log_lines()
-        )
+            await _cancel(*keeping)
+        await next(keeper for keeper in keeping if keeper in ended)
+        raise AssertionError("a service is kept until an error")
 
     async def while_alive(self, work: Coroutine[object, object, T]) -> T:
         """Does the work; when a service dies, drops it and raises as `watch` does."""
@@ -143,6 +148,47 @@ class Supervisor:
 
     def _processes(self) -> list[ServiceProcess]:
         return [process for batch in self._batches for process in batch]
+
+    async def _keep(self, process: ServiceProcess) -> NoReturn:
+        while True:
+            await process.ended.wait()
+            self._on_change(process.name, ServiceState.DIED)
+            end = f"{process.name} {process.describe_end()}{'' if process in self._ready else ' before it was ready'}"
+            restarts, now = self._restarts[process.name], time.monotonic()
+            if restarts and now - restarts[-1] >= DEATHS_WITHIN_S:
+                restarts.clear()
+            num_deaths = 1 + sum(now - at < DEATHS_WITHIN_S for at in restarts)
+            was_ever_ready = process in self._ready or bool(restarts)
+            if not (process.command.restarts and was_ever_ready) or num_deaths >= MAX_DEATHS:
+                often = f", the last of {num_deaths} ends within {DEATHS_WITHIN_S:g} s" if restarts else ""
+                log = f"the end of its log ({process.command.log_path}):\n{process.last_log_lines()}"
+                raise UnavailableError(f"{end}{often}; {log}")
+            logger.warning("%s and is started again; its log is now %s.1", end, process.command.log_path)
+            if restarts:
+                await asyncio.sleep(min(_FIRST_BACKOFF_S * 2 ** (len(restarts) - 1), _MAX_BACKOFF_S))
+            process = self._start_again(process)
+            await self._ready_or_ended(process)
+
+    def _start_again(self, dead: ServiceProcess) -> ServiceProcess:
+        dead.remove_socket()
+        process = ServiceProcess(self._place(dead.command))
+        for batch in self._batches:
+            batch[:] = [process if one is dead else one for one in batch]
+        self._restarts[dead.name].append(time.monotonic())
+        self._on_change(process.name, ServiceState.LOADING)
+        return process
+
+    async def _ready_or_ended(self, process: ServiceProcess) -> None:
+        becoming, ending = (
+            asyncio.ensure_future(self._wait_ready([process])),
+            asyncio.ensure_future(process.ended.wait()),
+        )
+        try:
+            await asyncio.wait((becoming, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                await becoming
+        finally:
+            await _cancel(becoming, ending)
 
     async def _wait_ready(self, waiting: list[ServiceProcess]) -> None:
         try:

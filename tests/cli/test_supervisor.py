@@ -18,6 +18,7 @@ import pytest
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import check
+from slipstream.cli.up import supervisor as supervisor_module
 from slipstream.cli.up.supervisor import ServiceState, Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.waiting import until
@@ -109,6 +110,76 @@ async def test_a_death_explains_the_error_that_it_caused(fake_service: MakeComma
         await supervisor.wait_ready()
         with pytest.raises(UnavailableError, match="verify was killed"):
             await supervisor.while_alive(lose())
+
+
+async def test_a_service_that_may_restart_is_started_again(
+    fake_service: MakeCommand, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes: list[tuple[str, ServiceState]] = []
+    async with _supervisor(on_change=lambda name, state: changes.append((name, state))) as supervisor:
+        supervisor.start(fake_service("verify"))
+        supervisor.start(replace(fake_service("gateway"), restarts=True))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        pids = [supervisor.pid("gateway")]
+        for number in (1, 2):
+            os.kill(pids[-1], signal.SIGKILL)
+            await until(lambda: changes.count(("gateway", ServiceState.READY)) == number + 1)  # noqa: B023
+            assert await check(f"unix:{tmp_path}/gateway.sock") == "SERVING"
+            pids.append(supervisor.pid("gateway"))
+        assert len(set(pids)) == 3
+        assert "gateway was killed by SIGKILL and is started again" in caplog.text
+        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL;"):
+            await watching
+    assert not sockets_in(tmp_path)
+
+
+async def test_a_service_that_dies_too_often_is_not_started_again(
+    fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 0.01)
+    command = fake_service("gateway")
+    dying = replace(command, argv=(*command.argv, "--die-when", str(tmp_path / "broken")), restarts=True)
+    changes: list[ServiceState] = []
+    async with _supervisor(on_change=lambda _name, state: changes.append(state)) as supervisor:
+        supervisor.start(dying)
+        await supervisor.wait_ready()
+        (tmp_path / "broken").touch()
+        with pytest.raises(UnavailableError, match="before it was ready, the last of 5 ends within 60 s; ") as caught:
+            await supervisor.watch()
+    assert "fake service cannot load its model" in str(caught.value)
+    assert changes.count(ServiceState.LOADING) == changes.count(ServiceState.DIED) == supervisor_module.MAX_DEATHS
+
+
+async def test_a_service_that_was_never_ready_is_not_started_again(fake_service: MakeCommand) -> None:
+    async with _supervisor() as supervisor:
+        supervisor.start(replace(fake_service("gateway", "--die-at-once"), restarts=True))
+        with pytest.raises(UnavailableError, match="gateway ended with exit status 1 before it was ready; "):
+            await supervisor.wait_ready()
+
+
+async def test_a_death_during_a_wait_to_start_again_is_noticed_at_once(
+    fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 60.0)
+    monkeypatch.setattr(supervisor_module, "_MAX_BACKOFF_S", 60.0)
+    dying = fake_service("gateway", "--die-when", str(tmp_path / "broken"))
+    deaths: list[str] = []
+
+    def on_change(name: str, state: ServiceState) -> None:
+        if state is ServiceState.DIED:
+            deaths.append(name)
+
+    async with _supervisor(on_change=on_change) as supervisor:
+        supervisor.start(fake_service("verify"), replace(dying, restarts=True))
+        await supervisor.wait_ready()
+        (tmp_path / "broken").touch()
+        watching = asyncio.ensure_future(supervisor.watch())
+        await until(lambda: deaths == ["gateway", "gateway"])
+        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed"):
+            await watching
 
 
 async def test_says_which_service_is_late(fake_service: MakeCommand, tmp_path: Path) -> None:

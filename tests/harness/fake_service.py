@@ -22,11 +22,16 @@ def main() -> None:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--ready-when", type=Path, help="SERVING once this file exists")
     parser.add_argument("--die-at-once", action="store_true")
+    parser.add_argument("--die-when", type=Path, help="dies once this file exists, at the start at once")
     parser.add_argument("--deaf", type=int, default=0, help="ignore this many SIGTERM")
     parser.add_argument("--journal", type=Path, help="gets a line for each SIGTERM")
     options = parser.parse_args()
     print("fake service speaking", flush=True)
-    if options.die_at_once:
+
+    def must_die() -> bool:
+        return options.die_at_once or (options.die_when is not None and options.die_when.exists())
+
+    if must_die():
         sys.exit("fake service cannot load its model")
 
     num_terms = 0
@@ -53,6 +58,8 @@ def main() -> None:
     # Not an Event: its lock may be held by the very code that a signal's handler interrupts.
     while num_terms <= options.deaf:
         time.sleep(0.01)
+        if must_die():
+            sys.exit(7)
         if not is_ready and (options.ready_when is None or options.ready_when.exists()):
             servicer.set("", health_pb2.HealthCheckResponse.SERVING)
             is_ready = True
