@@ -43,27 +43,6 @@ class ServingSettings(Settings):
     )
     page_tokens: int = setting(16, help="Tokens in a KV page.", unit="N", low=1, high=4096)
     chunk_tokens: int = setting(512, help="Prompt tokens in one prefill step at most.", unit="N", low=1, high=2**16)
-    queue: int = setting(
-        256, help="Requests that may wait for a slot; one more is refused.", unit="N", low=1, high=2**20
-    )
-    stream_interval_ms: float = setting(
-        5.0,
-        help="A client gets a message at most this often, and all together one a millisecond.",
-        unit="MS",
-        low=0,
-        high=10_000,
-    )
-    kept_jobs: int = setting(
-        1000, help="Jobs that are kept after their end, to be watched and asked after.", unit="N", low=0, high=2**20
-    )
-    job_ttl_s: float = setting(600.0, help="How long they are kept.", unit="SECONDS", above=0, high=_DAY_S)
-    read_timeout_s: float = setting(
-        30.0,
-        help="A stream whose client reads nothing for so long is cut off.",
-        unit="SECONDS",
-        above=0,
-        high=_DAY_S,
-    )
     device: str = setting("auto", help="What computes; the same for all services.", choices=DEVICES)
     fence: str = setting(
         "auto",

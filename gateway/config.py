@@ -1,0 +1,67 @@
+"""The settings of a gateway process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.address import UnixAddress, parse_address
+from slipstream.common.settings import Settings, setting
+
+LISTEN = "127.0.0.1:50051"
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewaySettings(Settings):
+    """The gateway's settings that `slipstream up` has, too, and passes on."""
+
+    queue: int = setting(
+        256, help="Requests that may wait for a slot; one more is refused.", unit="N", low=1, high=2**20
+    )
+    stream_interval_ms: float | None = setting(
+        None,
+        help="A client gets a message at most this often.",
+        unit="MS",
+        low=0,
+        high=10_000,
+        unset="0 on a GPU, 5 on a CPU",
+    )
+    kept_jobs: int = setting(
+        1000, help="Jobs that are kept after their end, to be watched and asked after.", unit="N", low=0, high=2**20
+    )
+    job_ttl_s: float = setting(600.0, help="How long they are kept.", unit="SECONDS", above=0, high=_DAY_S)
+    read_timeout_s: float = setting(
+        30.0,
+        help="A stream whose client reads nothing for so long is cut off.",
+        unit="SECONDS",
+        above=0,
+        high=_DAY_S,
+    )
+    outage_timeout_s: float = setting(
+        60.0,
+        help="A request that has had no scheduler for so long ends with UNAVAILABLE.",
+        unit="SECONDS",
+        above=0,
+        high=_DAY_S,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(GatewaySettings):
+    """Checked when it is built; the command line takes its options from here."""
+
+    scheduler: str = setting(help="Address of the scheduler, unix:PATH.", unit="ADDRESS")
+    grace_s: float = setting(
+        30.0,
+        help="After the first SIGTERM, running jobs may take this long.",
+        unit="SECONDS",
+        above=0,
+        high=_DAY_S,
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError naming the field."""
+        super().__post_init__()
+        if not isinstance(parse_address(self.scheduler, field="scheduler"), UnixAddress):
+            raise ConfigError("scheduler", self.scheduler, "unix:PATH")
