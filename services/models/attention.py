@@ -52,14 +52,8 @@ class PagedKV:
         self.page_size = page_size
         self.num_bytes = num_pages * page_size * config.kv_bytes_per_token(dtype)
         shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
-        by_layer = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
-        self.rows = by_layer
+        self.rows = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
         """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
-        paged = [layer.view(num_pages, page_size, 2, config.num_kv_heads, config.head_dim) for layer in by_layer]
-        self.keys = tuple(layer[:, :, 0] for layer in paged)
-        """Per layer [num_pages, page_size, kv_heads, head_dim], a view."""
-        self.values = tuple(layer[:, :, 1] for layer in paged)
-        """Per layer [num_pages, page_size, kv_heads, head_dim], a view."""
 
 
 class LayerAttention(Protocol):
@@ -70,7 +64,6 @@ class LayerAttention(Protocol):
 
         `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size].
         """
-        ...
 
 
 class Attention(Protocol):
@@ -78,7 +71,6 @@ class Attention(Protocol):
 
     def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
         """Prepares what all layers of one forward share. Reads nothing back from the device."""
-        ...
 
 
 class TorchAttention:

@@ -32,7 +32,6 @@ class FusedDecoder(Decoder):
         self._norms = [query_key_norms(layer, config) for layer in self._stack]
 
     def enable_batch_invariance(self) -> None:
-        """See `Decoder.enable_batch_invariance`."""
         self._paged.is_invariant = True
 
     def _run_layers(
@@ -121,22 +120,15 @@ class FusedEagle3Head(Eagle3Head):
     def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
         self._paged = PagedAttention(config.layer)
         super().__init__(config, attention=self._paged, device=device, dtype=dtype)
-        self._has_ordered_ids = False
         self._norms = query_key_norms(self.layer, config.layer)
 
-    @property
-    def samples_own_ids(self) -> bool:
-        """See `Eagle3Head.samples_own_ids`. Equals go to the lower of the target's ids, so that their order counts."""
-        return self._has_ordered_ids
-
     def pack(self) -> None:
-        """See `Eagle3Head.pack`."""
         super().pack()
-        self._has_ordered_ids = bool((self.token_ids[1:] > self.token_ids[:-1]).all())
+        # Of equals the sampler takes the lower column, which has to be the lower of the target's ids.
+        self.samples_own_ids = bool((self.token_ids[1:] > self.token_ids[:-1]).all())
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
-        """See `Eagle3Head.forward`."""
         layer, eps = self.config.layer, self.config.layer.rms_norm_eps
         rotation = rotation_of(batch.positions, self._inverse_frequencies, layer.max_position_embeddings)
         attend = self._paged.prepare(batch, cache)
@@ -152,11 +144,9 @@ class FusedEagle3Head(Eagle3Head):
 
     @torch.inference_mode()
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Eagle3Head.fuse`."""
         return linear(hidden, self.fc)
 
     @torch.inference_mode()
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `Eagle3Head.own_logits`."""
         normed = rms_norm(states.reshape(-1, states.shape[-1]), self.norm.weight, self.norm.eps)
         return linear(normed, self.head).view(*states.shape[:-1], -1)

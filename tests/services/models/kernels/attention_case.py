@@ -95,10 +95,14 @@ class AttentionCase:
         """Other tensors in the batch."""
         return AttentionCase(self.config, self.cache, replace(self.batch, **changes), self.qkv)
 
+    def pages(self, layer: int) -> torch.Tensor:
+        """A view of all pages: [num_pages, page_size, 2, kv_heads, head_dim], keys first."""
+        shape = (self.cache.num_pages, self.cache.page_size, 2, self.config.num_kv_heads, self.config.head_dim)
+        return self.cache.rows[layer].view(shape)
+
     def kept_pages(self, layer: int = 0) -> torch.Tensor:
         """A copy of all pages but the padding page: [num_pages - 1, page_size, 2, kv_heads, head_dim] float64."""
-        pages = torch.stack((self.cache.keys[layer], self.cache.values[layer]), dim=2)
-        return pages[PADDING_PAGE + 1 :].to(torch.float64).cpu()
+        return self.pages(layer)[PADDING_PAGE + 1 :].to(torch.float64).cpu()
 
     def expected(self, layer: int = 0, *, qkv: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of valid queries over pages that hold the batch's keys: [B, W, q_size] float64; zeros elsewhere."""
@@ -129,7 +133,7 @@ class AttentionCase:
         pages, offsets = zip(*at, strict=True)
         keys, values = (
             half[list(pages), list(offsets)].to(torch.float64).cpu().repeat_interleave(group, dim=1)
-            for half in (self.cache.keys[layer], self.cache.values[layer])
+            for half in self.pages(layer).unbind(dim=2)
         )
         return keys, values
 

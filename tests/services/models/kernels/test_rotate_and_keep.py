@@ -61,6 +61,7 @@ def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: tor
     torch.testing.assert_close(queries, expected_queries, atol=tolerance, rtol=tolerance)
     place = case.batch.positions[0]
     at = (case.batch.page_table[0, place // 16], place % 16)
-    torch.testing.assert_close(case.cache.keys[0][at].to(torch.float64), expected_keys, atol=tolerance, rtol=tolerance)
-    assert torch.equal(case.cache.values[0][at], heads[:, 3:])
+    keys, values = case.pages(0)[at].unbind(dim=1)
+    torch.testing.assert_close(keys.to(torch.float64), expected_keys, atol=tolerance, rtol=tolerance)
+    assert torch.equal(values, heads[:, 3:])
     case.assert_close(output, case.expected(qkv=qkv))
