@@ -29,7 +29,7 @@ from slipstream.services.models.decoder import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import Attention, ForwardBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, PagedKV
 
 
 NUM_FUSED = 3
@@ -120,14 +120,11 @@ class Eagle3Head(nn.Module):
     samples_own_ids = False
     """True if tokens may be sampled from `own_logits`, over the draft's own vocabulary."""
 
-    def __init__(
-        self, config: Eagle3Config, *, attention: Attention | None = None, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """`attention` is PyTorch's unless given."""
+    def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         layer = config.layer
-        self._attention = attention if attention is not None else TorchAttention(layer)
+        self._attention = TorchAttention(layer)
         hidden = layer.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:

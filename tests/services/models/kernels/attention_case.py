@@ -10,6 +10,7 @@ import torch
 
 from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV
 from slipstream.services.models.config import ModelConfig, RopeConfig
+from slipstream.services.models.kernels.paged_attention import PagedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,6 +91,13 @@ class AttentionCase:
         )
         qkv = torch.randn(num_rows * width, config.q_size + 2 * config.kv_size, generator=generator)
         return cls(config, cache, batch, qkv.to(device, dtype))
+
+    def attend(self, layer: int = 0, *, is_invariant: bool = False) -> torch.Tensor:
+        """`PagedAttention` with queries and keys that are not rotated: [B * W, q_size]."""
+        rotation = torch.zeros(len(self.qkv), 2, self.config.head_dim // 2, device=self.qkv.device)
+        rotation[:, 0] = 1.0
+        attend = PagedAttention(self.config, is_invariant=is_invariant).prepare(self.batch, self.cache)
+        return attend(layer, self.qkv.clone(), rotation)
 
     def change(self, **changes: torch.Tensor) -> AttentionCase:
         """Other tensors in the batch."""
