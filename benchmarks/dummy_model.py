@@ -116,12 +116,8 @@ class _DummyModel:
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
         """`device`: None is the CPU."""
-        self._description = without_context_cost(description)
+        self.description = without_context_cost(description)
         self._kernel = make_kernel(length_ms, device)
-
-    def describe(self) -> WorkerDescription:
-        """See `RoleEngine.describe`."""
-        return self._description
 
 
 class DummyVerify(_DummyModel):

@@ -180,7 +180,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
 
 
 def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Engine]:
-    from slipstream.common.worker.access_log import NullAccessLog
+    from slipstream.common.worker.access_log import AccessLog
     from slipstream.services.worker.engine import Engine
     from slipstream.services.worker.factory import make_draft, make_verify
     from slipstream.services.worker.server import end_at_once
@@ -189,7 +189,7 @@ def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Eng
     if config.draft is not None:
         roles.append(make_draft(config.draft, device, 0))
     make_engine = partial(Engine, refuses_waits=config.verify.debug_sync, on_stuck=end_at_once)
-    return [make_engine(role, device, stream, NullAccessLog()) for role in roles]
+    return [make_engine(role, device, stream, AccessLog()) for role in roles]
 
 
 def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DR
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.device.interface import ClockSample
     from slipstream.common.worker.trace import Trace, TracedStep
 
 FENCES = {

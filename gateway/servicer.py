@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.validation import check_job_id, check_num_messages, digest_of, parse_request
+from slipstream.gateway.tokenizer import longest_token
+from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
-    from concurrent.futures import Executor
     from types import TracebackType
 
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.api.server_state import ServerState
+    from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
     from slipstream.gateway.manager import JobManager
     from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
@@ -35,7 +43,8 @@ class ServedModel:
     def __init__(self, tokenizer: Any, limits: RequestLimits) -> None:
         """`tokenizer`: as `load_tokenizer` returns it."""
         self.tokenizer = tokenizer
-        self.limits = limits
+        longest = longest_token(tokenizer)
+        self.limits = replace(limits, max_characters=longest and longest * limits.context_tokens)
         self.vocabulary = Vocabulary(tokenizer)
 
 
@@ -48,22 +57,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         *,
         model: Callable[[], ServedModel],
         state: Callable[[], ServerState],
-        executor: Executor,
+        turns: FairTurns,
         read_timeout_s: float,
     ) -> None:
-        """`model` and `state` return the present ones, or raise UnavailableError; `executor` tokenises long texts.
+        """`model` and `state` return the present ones, or raise UnavailableError; long texts are tokenised in `turns`.
 
         A stream is cut off when its client reads nothing for `read_timeout_s`.
         """
         self._jobs = jobs
         self._model = model
         self._state = state
-        self._executor = executor
+        self._turns = turns
         self._read_timeout_s = read_timeout_s
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
-        job = await self._admit(request)
+        job = await self._admit(request, context.peer())
         self._jobs.enter(job)
         try:
             await self._send(context, self._jobs.watch(job, timeout_s=context.time_remaining()))
@@ -74,7 +83,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.CreateJobRequest, context: Any
     ) -> generation_pb2.CreateJobResponse:
         """See generation.proto."""
-        job = await self._admit(request)
+        job = await self._admit(request, context.peer())
         job.is_detached = True
         return generation_pb2.CreateJobResponse(job=job.info().to_pb())
 
@@ -119,10 +128,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         check_job_id(request.job_id)
         return self._jobs.get(request.job_id)
 
-    async def _admit(self, request: JobRequest) -> Job:
-        # A request that comes again needs no model, nor room in the queue.
+    async def _admit(self, request: JobRequest, client: str) -> Job:
         check_num_messages(request)
+        with suppress(UnavailableError, FailedPreconditionError):
+            check_size(request, self._model().limits)
         reject_unknown_fields(request)
+        # A request that comes again needs no model, nor room in the queue.
         job = self._jobs.find(request.job_id, digest_of(request)) if request.job_id else None
         if job is not None:
             return job
@@ -130,7 +141,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             model = self._present_model()
             # Before the text is tokenised: under overload most requests come no further.
             self._jobs.check_room()
-            checked = await self._parse(request, model)
+            checked = await self._parse(request, model, client)
             # Other workers may have come meanwhile, with another context length or vocabulary.
             if self._present_model() is model:
                 return self._jobs.create(checked, model.vocabulary.new_detokenizer)
@@ -139,12 +150,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         with self._jobs.counting_refusals():
             return self._model()
 
-    async def _parse(self, request: JobRequest, model: ServedModel) -> CheckedRequest:
+    async def _parse(self, request: JobRequest, model: ServedModel, client: str) -> CheckedRequest:
+        parse = partial(parse_request, request, model.limits, model.tokenizer)
         # The time that a chat template takes is unbounded.
         if len(request.text) <= LONG_TEXT_CHARACTERS and not request.HasField("messages"):
-            return parse_request(request, model.limits, model.tokenizer)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, parse_request, request, model.limits, model.tokenizer)
+            return parse()
+        return await self._turns.run(client, request.ByteSize(), parse)
 
     async def _send(self, context: Any, chunks: AsyncGenerator[OutputChunk, None]) -> None:
         """Sends a stream. Gives up on a client that reads nothing: by then gRPC holds a few MiB of it."""

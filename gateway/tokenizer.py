@@ -31,6 +31,10 @@ _SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _UNUSUAL_SETTINGS = ("auto_map", "fast_tokenizer_files", "fix_mistral_regex", "split_special_tokens")
 """Fields of `tokenizer_config.json` that make transformers treat `tokenizer.json` in another way."""
 
+_WHOLE_PRE_TOKENIZERS = ("ByteLevel", "Split", "Digits", "Metaspace")
+_NFC_CHARACTERS = 4
+"""Characters that NFC makes one of, at most."""
+
 _import_lock = threading.Lock()
 """The lazy import of transformers breaks when two threads begin it."""
 
@@ -97,6 +101,25 @@ def load_tokenizer(path: str | Path) -> Any:
     except Exception as error:  # the backend raises nothing more specific
         raise _cannot_load(path, error) from error
     return tokenizer or _load_with_transformers(path)
+
+
+def longest_token(tokenizer: Any) -> int | None:
+    """The most characters of a text that one token stands for; None if there may be any number, or it is not known."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(backend.model, models.BPE) or not _leaves_no_text_out(backend):
+        return None
+    num_characters = {None: 1, "NFC": _NFC_CHARACTERS}.get((_state(backend.normalizer) or {"type": None})["type"])
+    return num_characters and num_characters * max(map(len, backend.get_vocab()))
+
+
+def _leaves_no_text_out(backend: Backend) -> bool:
+    """True if a token for a long text has a long name: nothing is unknown, and no white space is dropped."""
+    state = _state(backend.pre_tokenizer) or {"type": "none"}
+    steps = state["pretokenizers"] if state["type"] == "Sequence" else [state]
+    is_whole = all(step["type"] in _WHOLE_PRE_TOKENIZERS and step.get("behavior") != "Removed" for step in steps)
+    has_all_bytes = backend.model.byte_fallback or any(step["type"] == "ByteLevel" for step in steps)
+    added = backend.get_added_tokens_decoder().values()
+    return is_whole and has_all_bytes and not any(token.lstrip or token.rstrip for token in added)
 
 
 def _read_directly(path: Path) -> Tokenizer | None:

@@ -52,6 +52,8 @@ class RequestLimits:
     """Samples of one request; fewer if the queue has no room for as many."""
     default_max_new_tokens: int = 256
     """For a request that names no number; fewer if the context has no room for as many."""
+    max_characters: int | None = None
+    """A longer text has too many tokens for the context in any case; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokeniz
     top_logprobs = _top_logprobs(params, limits)
     max_draft_tokens = _max_draft_tokens(request.speculation, limits)
     job_id = _job_id(request.job_id)
-    prompt = read_prompt(request, tokenizer, vocab_size=limits.vocab_size, context_tokens=limits.context_tokens)
+    prompt = read_prompt(request, tokenizer, limits)
     max_new_tokens = _max_new_tokens(params, len(prompt), limits)
     min_new_tokens = _min_new_tokens(params, max_new_tokens, stop_token_ids, limits)
     if min_new_tokens and stop_token_ids:
@@ -256,11 +258,31 @@ class Tokenizer(Protocol):
         ...
 
 
-def read_prompt(request: JobRequest, tokenizer: Tokenizer, *, vocab_size: int, context_tokens: int) -> tuple[int, ...]:
+def check_num_messages(request: JobRequest) -> None:
+    """Raises InvalidArgumentError for too many messages."""
+    given = len(request.messages.items)
+    if given > MAX_MESSAGES:
+        raise InvalidArgumentError("messages.items", f"{given} messages", f"at most {MAX_MESSAGES}")
+
+
+def check_size(request: JobRequest, limits: RequestLimits) -> None:
+    """Raises InvalidArgumentError for a prompt that is too long, before any work that grows with its length."""
+    check_num_messages(request)
+    _check_most(len(request.input_ids.ids), limits.context_tokens, "input_ids.ids")
+    num_characters = len(request.text) + sum(len(message.content) for message in request.messages.items)
+    if limits.max_characters is not None and num_characters > limits.max_characters:
+        accepted = f"at most {limits.max_characters}, which may fit into the context of {limits.context_tokens} tokens"
+        field = "text" if request.text else "messages"
+        raise InvalidArgumentError(field, f"{num_characters} characters", accepted)
+
+
+def read_prompt(request: JobRequest, tokenizer: Tokenizer, limits: RequestLimits) -> tuple[int, ...]:
     """The prompt's token ids. Raises InvalidArgumentError naming the field that cannot be honoured."""
+    vocab_size, context_tokens = limits.vocab_size, limits.context_tokens
     field = request.WhichOneof("prompt")
     if field is None:
         raise InvalidArgumentError("prompt", None, "one of text, input_ids and messages")
+    check_size(request, limits)
     if field == "input_ids":
         prompt = tuple(request.input_ids.ids)
         _check_length(prompt, context_tokens, "input_ids.ids")
@@ -278,13 +300,6 @@ def read_prompt(request: JobRequest, tokenizer: Tokenizer, *, vocab_size: int, c
         accepted = f"{field} that the tokenizer turns into token ids of 0 to {vocab_size - 1}"
         raise InvalidArgumentError(field, f"token id {max(prompt)}", accepted)
     return prompt
-
-
-def check_num_messages(request: JobRequest) -> None:
-    """Raises InvalidArgumentError for too many messages."""
-    given = len(request.messages.items)
-    if given > MAX_MESSAGES:
-        raise InvalidArgumentError("messages.items", f"{given} messages", f"at most {MAX_MESSAGES}")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
@@ -317,6 +332,10 @@ def _render(messages: generation_pb2.ChatMessages, tokenizer: Tokenizer) -> str:
 def _check_length(prompt: Sequence[int], context_tokens: int, field: str) -> None:
     if not prompt:
         raise InvalidArgumentError(field, "no tokens", "at least one token")
-    if len(prompt) >= context_tokens:
+    _check_most(len(prompt), context_tokens, field)
+
+
+def _check_most(num_tokens: int, context_tokens: int, field: str) -> None:
+    if num_tokens >= context_tokens:
         accepted = f"at most {context_tokens - 1}, which leaves one of the context's for the output"
-        raise InvalidArgumentError(field, f"{len(prompt)} tokens", accepted)
+        raise InvalidArgumentError(field, f"{num_tokens} tokens", accepted)

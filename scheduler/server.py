@@ -25,6 +25,7 @@ from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
 from slipstream.gateway.manager import JobManager, JobStore
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer, ServedModel
@@ -80,7 +81,7 @@ async def run_scheduler(
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
-        executor = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="tokenizer"))
+        executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
         server = GrpcServer(listener, metrics=RpcMetrics(registry))
         serving = _Serving(config, server, queue, signals, metrics_port=port)
         ServerMetrics(registry, epoch=serving.epoch, queue=queue)
@@ -93,7 +94,7 @@ async def run_scheduler(
             jobs,
             model=serving.model,
             state=serving.state,
-            executor=executor,
+            turns=FairTurns(executor),
             read_timeout_s=config.read_timeout_s,
         )
         server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)

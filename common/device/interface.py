@@ -7,6 +7,7 @@ host, and must hold everything it needs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.worker.step import FenceName
 
@@ -103,6 +103,16 @@ class HostCopy(Protocol):
         """Ends the stream and releases what it still waits for: no other stream may wait for that any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClockSample:
+    """One moment on both clocks, in nanoseconds."""
+
+    device_ns: int
+    host_ns: int
+    uncertainty_ns: int = 0
+    """The largest error of one against the other."""
+
+
 class Device(Protocol):
     """Factory for streams, fences and arenas on one device."""
 
@@ -149,3 +159,27 @@ class Device(Protocol):
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
         """Makes a private copy stream behind `fence`. `sources`: for each buffer of one arena its rows."""
+
+
+class ClockBounds:
+    """Bounds the distance of the two clocks by several readings.
+
+    Each reading says that the device's clock was read between two moments of the host's, which bounds the distance
+    from both sides. The two tightest bounds need not come from the same reading.
+    """
+
+    def __init__(self) -> None:
+        self._least_ns: list[int] = []
+        self._most_ns: list[int] = []
+        self._device_ns = 0
+
+    def add(self, before_ns: int, device_ns: int, after_ns: int) -> None:
+        """The device's clock was `device_ns` at some time between two of the host's."""
+        self._least_ns.append(before_ns - device_ns)
+        self._most_ns.append(after_ns - device_ns)
+        self._device_ns = device_ns
+
+    def sample(self) -> ClockSample:
+        """Returns both clocks at the last reading. If the clocks drifted meanwhile, the bounds may cross."""
+        least, most = max(self._least_ns), min(self._most_ns)
+        return ClockSample(self._device_ns, self._device_ns + (least + most) // 2, (abs(most - least) + 1) // 2)

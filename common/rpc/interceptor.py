@@ -150,19 +150,41 @@ def _forget_frames(abort: BaseException) -> None:
     abort.__traceback__ = abort.__context__ = abort.__cause__ = None
 
 
+MAX_NAMED_BYTES = 2**14
+"""Unknown fields of a message that are longer together are refused by the message's name: listing them takes long."""
+
+
 def reject_unknown_fields(message: Message, path: str = "") -> None:
     """Raises an InvalidArgumentError that names the path and number of an unknown field, also in nested messages."""
-    unknown_fields: Any = UnknownFieldSet(message)
-    for unknown in unknown_fields:
-        number = unknown.field_number
-        name = f"{path}.{number}" if path else str(number)
-        accepted = f"fields of {message.DESCRIPTOR.full_name} that this server knows"
-        raise InvalidArgumentError(name, f"unknown field number {number}", accepted)
+    num_bytes = _num_unknown_bytes(message)
+    if not num_bytes:
+        return
+    nested: list[tuple[str, Message]] = []
     for field, value in message.ListFields():
         if field.message_type is not None:
             name = f"{path}.{field.name}" if path else field.name
             for key, child in _messages(field, value):
-                reject_unknown_fields(child, name + key)
+                if num_of_child := _num_unknown_bytes(child):
+                    num_bytes -= num_of_child
+                    nested.append((name + key, child))
+    accepted = f"fields of {message.DESCRIPTOR.full_name} that this server knows"
+    if num_bytes > MAX_NAMED_BYTES:
+        raise InvalidArgumentError(path or "request", f"{num_bytes} bytes of unknown fields", accepted)
+    unknown_fields: Any = UnknownFieldSet(message)
+    for unknown in unknown_fields:
+        number = unknown.field_number
+        name = f"{path}.{number}" if path else str(number)
+        raise InvalidArgumentError(name, f"unknown field number {number}", accepted)
+    for name, child in nested:
+        reject_unknown_fields(child, name)
+
+
+def _num_unknown_bytes(message: Message) -> int:
+    """The bytes of unknown fields in a message and those in it, as they are on the wire; counted without a loop."""
+    known = message.__class__()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    return message.ByteSize() - known.ByteSize()
 
 
 def _messages(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:

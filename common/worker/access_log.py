@@ -52,7 +52,7 @@ FenceLogOp = Literal[LogOp.SIGNAL, LogOp.WAIT, LogOp.POLL]
 class AccessLog:
     """The log of one stream. Accesses and fence operations belong to the epoch of the last send or recv.
 
-    This base class keeps nothing.
+    This base class keeps nothing: it is the log of a process that is not debugged.
     """
 
     is_enabled = False
@@ -75,10 +75,6 @@ class AccessLog:
 
     def close(self) -> None:
         """Writes out what is buffered. Nothing may be logged after it."""
-
-
-class NullAccessLog(AccessLog):
-    """Keeps nothing."""
 
 
 class JsonLinesAccessLog(AccessLog):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.clock import ClockSample
+from slipstream.common.device.interface import ClockSample
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.messages import Readers, decode, encode
 from slipstream.common.worker.recorder import Record, Site

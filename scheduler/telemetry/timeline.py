@@ -15,7 +15,7 @@ from slipstream.protos import trace_pb2, trace_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from slipstream.common.device.clock import ClockSample
+    from slipstream.common.device.interface import ClockSample
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.recorder import Record
     from slipstream.common.worker.trace import HostRecords, TracedStep

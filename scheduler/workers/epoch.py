@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import DTYPES, EVENT
 from slipstream.common.errors import FailedPreconditionError
-from slipstream.common.worker.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
 from slipstream.common.worker.contract import Attachment
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import FenceName, Role
@@ -23,9 +23,7 @@ from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchToge
 
 if TYPE_CHECKING:
     from slipstream.common.api.sequence import OutputSink
-    from slipstream.common.device.clock import ClockSample
-    from slipstream.common.device.interface import Arena, Device
-    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.device.interface import Arena, ClockSample, Device
     from slipstream.common.worker.trace import HostRecords
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -173,7 +171,7 @@ class Epoch:
     def _access_log(self) -> AccessLog:
         directory = self._config.access_log_dir
         if directory is None:
-            return NullAccessLog()
+            return AccessLog()
         log = JsonLinesAccessLog(directory / f"scheduler-{self.number}-{time.time_ns()}.jsonl", StreamName.SCHEDULER)
         self._held.callback(log.close)
         return log

@@ -31,11 +31,9 @@ class StandaloneDrafter:
         self._model = model
 
     def open(self, state: EpochState) -> None:
-        """See `Drafter.open`."""
         self._model.open(state)
 
     def close(self) -> None:
-        """See `Drafter.close`."""
         self._model.slots.close()
 
     def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
@@ -93,7 +91,6 @@ class Eagle3Drafter:
             self._sample(slots, states[:, -1:], positions[:, -1:] + 2, SamplingMode.FILTERS)
 
     def close(self) -> None:
-        """See `Drafter.close`."""
         self._slots.close()
         self._last_states = torch.empty(0)
 

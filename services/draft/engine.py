@@ -32,18 +32,15 @@ class Drafter(Protocol):
 
     def open(self, state: EpochState) -> None:
         """Allocates what an epoch needs and warms up."""
-        ...
 
     def close(self) -> None:
         """Frees it."""
-        ...
 
     def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
         """Takes in parts of prompts.
 
         `hidden`: [tokens, width], chunk after chunk: the target's states of their tokens, if the draft reads them.
         """
-        ...
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """Guesses the `num_tokens` tokens behind each slot's bonus token: [B, num_tokens] int64.
@@ -51,7 +48,6 @@ class Drafter(Protocol):
         `rows`: [B] int64 slots; `mode`: how to sample as verify does. Called once for each stash of a slot that
         drafts. The kernels that it launches depend on shapes and `mode` alone.
         """
-        ...
 
 
 class DraftEngine:
@@ -59,21 +55,15 @@ class DraftEngine:
 
     def __init__(self, drafter: Drafter, description: WorkerDescription) -> None:
         self._drafter = drafter
-        self._description = description
+        self.description = description
         self._graphs: DraftGraphs | None = None
 
-    def describe(self) -> WorkerDescription:
-        """See `RoleEngine.describe`."""
-        return self._description
-
     def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
         self._drafter.open(state)
         if state.graphs is not None:
             self._graphs = DraftGraphs(self._drafter, state, state.graphs)
 
     def close(self) -> None:
-        """See `RoleEngine.close`."""
         self._graphs = None
         self._drafter.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -52,33 +52,8 @@ class PagedKV:
         self.page_size = page_size
         self.num_bytes = num_pages * page_size * config.kv_bytes_per_token(dtype)
         shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
-        by_layer = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
-        self.rows = by_layer
+        self.rows = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
         """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
-        paged = [layer.view(num_pages, page_size, 2, config.num_kv_heads, config.head_dim) for layer in by_layer]
-        self.keys = tuple(layer[:, :, 0] for layer in paged)
-        """Per layer [num_pages, page_size, kv_heads, head_dim], a view."""
-        self.values = tuple(layer[:, :, 1] for layer in paged)
-        """Per layer [num_pages, page_size, kv_heads, head_dim], a view."""
-
-
-class LayerAttention(Protocol):
-    """Attention of one forward, called once for each layer."""
-
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
-
-        `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size].
-        """
-        ...
-
-
-class Attention(Protocol):
-    """An implementation of attention, chosen once for a model. It honours each layer's sliding window."""
-
-    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
-        """Prepares what all layers of one forward share. Reads nothing back from the device."""
-        ...
 
 
 class TorchAttention:
@@ -92,7 +67,7 @@ class TorchAttention:
         self._config = config
         self._windows = set(config.sliding_windows) or {None}
 
-    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> LayerAttention:
+    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> GatheredAttention:
         """Computes where keys and values go, which ones each row gathers, and a mask for each size of window."""
         page_size = cache.page_size
         capacity = batch.page_table.shape[1] * page_size
@@ -114,7 +89,7 @@ class TorchAttention:
         read_rows = torch.where(keys <= row_last, table[:, :num_keys], table[:, :1])
         last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
         masks = {window: _mask(keys, last_seen, window, cache.rows[0].dtype) for window in self._windows}
-        return _GatheredAttention(self._config, cache, write_rows, read_rows, masks)
+        return GatheredAttention(self._config, cache, write_rows, read_rows, masks)
 
 
 def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -125,7 +100,9 @@ def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype
     return torch.zeros(1, dtype=dtype, device=keys.device).masked_fill(is_hidden, float("-inf"))
 
 
-class _GatheredAttention:
+class GatheredAttention:
+    """Attention of one forward, called once for each layer."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -151,6 +128,10 @@ class _GatheredAttention:
         self._gathered = cache.rows[0].new_empty(read_rows.numel(), 2 * config.kv_size)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
+
+        `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size].
+        """
         rows = self._cache.rows[layer]
         rows.index_copy_(0, self._write_rows, qkv[:, self._q_size :])
         torch.index_select(rows, 0, self._read_rows, out=self._gathered)

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.attention import Attention, LayerAttention, TorchAttention
+from slipstream.services.models.attention import TorchAttention
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, GatheredAttention, PagedKV
     from slipstream.services.models.config import ModelConfig, RopeConfig
 
 
@@ -165,7 +165,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """`input_size`: width of attention's input, where that is not the hidden size (see `mix`)."""
         super().__init__()
-        self._index = index
+        self.index = index
         self._head_dim = config.head_dim
         self._num_heads = (config.num_heads, config.num_kv_heads)
         self._rotated_size = config.q_size + config.kv_size
@@ -188,22 +188,26 @@ class DecoderLayer(nn.Module):
         self.gate_up = linear(hidden, 2 * mlp_size, config.has_mlp_bias)
         self.down = linear(mlp_size, hidden, config.has_mlp_bias)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, attend: LayerAttention) -> torch.Tensor:
+    @property
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """The norms of each head's queries and keys, before they are rotated; None if the model has none."""
+        return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation, attend: GatheredAttention) -> torch.Tensor:
         """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
         return self.mix(x, self.attention_norm(x), rotation, attend)
 
     def mix(
-        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: LayerAttention
+        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: GatheredAttention
     ) -> torch.Tensor:
         """Adds both branches to `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed."""
         qkv = self.qkv(attention_input)
         heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = heads.split(self._num_heads, dim=1)
-            queries.copy_(self.query_norm(queries))
-            keys.copy_(self.key_norm(keys))
+        if self.head_norms is not None:
+            for part, norm in zip(heads.split(self._num_heads, dim=1), self.head_norms, strict=True):
+                part.copy_(norm(part))
         rotation.apply_(heads)
-        x = x + self.output(attend(self._index, qkv))
+        x = x + self.output(attend(self.index, qkv))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         output: torch.Tensor = self.down(F.silu(gate).mul_(up))
         return x + output
@@ -217,13 +221,10 @@ class Decoder(nn.Module):
 
     _inverse_frequencies: torch.Tensor
 
-    def __init__(
-        self, config: ModelConfig, *, attention: Attention | None = None, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """`attention` is PyTorch's unless given."""
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self._attention = attention if attention is not None else TorchAttention(config)
+        self._attention = TorchAttention(config)
         vocab_shape = (config.vocab_size, config.hidden_size)
         self.embedding = empty_parameter(*vocab_shape, device=device, dtype=dtype)
         self.layers = nn.ModuleList(

@@ -29,7 +29,7 @@ from slipstream.services.models.decoder import (
 )
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import Attention, ForwardBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, PagedKV
 
 
 NUM_FUSED = 3
@@ -83,10 +83,6 @@ class Eagle3Config:
         """Width of what the head reads of the target at each position."""
         return NUM_FUSED * self.target_hidden_size
 
-    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes."""
-        return self.layer.kv_bytes_per_token(dtype)
-
 
 def _check_layout(fields: ConfigFields, *, is_speculators: bool) -> None:
     if is_speculators:
@@ -121,15 +117,14 @@ class Eagle3Head(nn.Module):
     _inverse_frequencies: torch.Tensor
     token_ids: torch.Tensor
     """[draft_vocab_size] int64: the target's id of each token of the draft's vocabulary."""
+    samples_own_ids = False
+    """True if tokens may be sampled from `own_logits`, over the draft's own vocabulary."""
 
-    def __init__(
-        self, config: Eagle3Config, *, attention: Attention | None = None, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """`attention` is PyTorch's unless given."""
+    def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
         layer = config.layer
-        self._attention = attention if attention is not None else TorchAttention(layer)
+        self._attention = TorchAttention(layer)
         hidden = layer.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -144,11 +139,6 @@ class Eagle3Head(nn.Module):
         frequencies = inverse_frequencies(layer.rope, layer.head_dim).to(device)
         self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size, device=device), persistent=False)
-
-    @property
-    def samples_own_ids(self) -> bool:
-        """True if tokens may be sampled from `own_logits`, over the draft's own vocabulary."""
-        return False
 
     @torch.inference_mode()
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:

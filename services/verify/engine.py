@@ -41,18 +41,13 @@ class VerifyEngine:
         `deterministic_width`: where steps are graphs, one size for all of them, with rows of so many tokens.
         """
         self._model = model
-        self._description = description
+        self.description = description
         self._simulate_accept_length = simulate_accept_length
         self._deterministic_width = deterministic_width
         self._target: Target | None = None
         self._graphs: VerifyGraphs | None = None
 
-    def describe(self) -> WorkerDescription:
-        """See `RoleEngine.describe`."""
-        return self._description
-
     def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
         num_draft_tokens = state.attachment.shape.num_draft_tokens
         width = None if state.graphs is None else self._width(num_draft_tokens)
         fused, simulated = self._layers_to_fuse(state.attachment), self._acceptance(num_draft_tokens)
@@ -64,7 +59,6 @@ class VerifyEngine:
             self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
 
     def close(self) -> None:
-        """See `RoleEngine.close`."""
         self._graphs = self._target = None
         self._model.slots.close()
 

@@ -76,7 +76,6 @@ class HostStalls:
         registry.register(self)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """See `Collector.collect`."""
         family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
         for site, seconds in self.seconds().items():
             family.add_metric((*self._labels, site), seconds)
@@ -100,21 +99,17 @@ class Phase:
 class RoleEngine(Protocol):
     """The device work of a draft or a verify service."""
 
-    def describe(self) -> WorkerDescription:
-        """Returns what this worker is."""
-        ...
+    description: WorkerDescription
+    """What this worker is."""
 
     def open(self, state: EpochState) -> None:
         """Allocates what an epoch needs and warms up. Raises MismatchError, FailedPreconditionError."""
-        ...
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """Returns the step's work in order; each part is stream work and holds all it needs."""
-        ...
 
     def close(self) -> None:
         """Frees what `open` allocated."""
-        ...
 
 
 class Engine:
@@ -153,7 +148,7 @@ class Engine:
         # Held while a command is enqueued: an epoch does not end in the middle of one.
         self._enqueueing = threading.Lock()
         self._is_ending = False
-        self.description = role.describe()
+        self.description = role.description
         self._weights = allocated_bytes(device.torch_device)
         self.enqueues_at_once = device.has_stream_threads
         """True if `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""

@@ -19,7 +19,6 @@ class FusedFutureMap(FutureMap):
     """A FutureMap with kernels for captured steps; other steps, and results with logprobs, go the base class's way."""
 
     def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
-        """See `FutureMap.publish`."""
         if not isinstance(step, CapturedStep) or result.logprobs is not None:
             super().publish(step, rows, result)
             return
@@ -41,7 +40,6 @@ class FusedFutureMap(FutureMap):
         )
 
     def stash(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
-        """See `FutureMap.stash`."""
         if not isinstance(step, CapturedStep):
             super().stash(step, rows, result)
             return
@@ -66,14 +64,12 @@ class FusedFutureMap(FutureMap):
     def gather_ends(
         self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FutureMap.gather_ends`."""
         if not isinstance(step, CapturedStep):
             return super().gather_ends(step, rows, limits)
         seq_lens, bonus_tokens, _, _ = self._gather(step, rows, limits, has_last=False)
         return seq_lens, bonus_tokens
 
     def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
-        """See `FutureMap.gather`."""
         if not isinstance(step, CapturedStep):
             return super().gather(step, rows, limits)
         seq_lens, bonus_tokens, num_new, last_tokens = self._gather(step, rows, limits, has_last=True)

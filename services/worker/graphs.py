@@ -43,14 +43,12 @@ class Capture(Protocol):
 
         Raises NoRoomForGraphError where the work has room and the graph has none.
         """
-        ...
 
 
 class HostCapture:
     """Implements `Capture` where there are no graphs."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture.capture`."""
         return work
 
 

@@ -21,7 +21,7 @@ from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
-from slipstream.common.worker.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
-    from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.step import Role
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import RoleEngine
@@ -133,7 +132,7 @@ def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException]
 
 def _access_log(role: Role, config: WorkerConfig, held: ExitStack) -> AccessLog:
     if config.access_log_dir is None:
-        return NullAccessLog()
+        return AccessLog()
     # In a container the process id is always the same.
     path = config.access_log_dir / f"{role.value}-{os.getpid()}-{time.time_ns()}.jsonl"
     log = JsonLinesAccessLog(path, StreamName(role.value))

@@ -33,15 +33,12 @@ class Staging(Protocol):
 
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
         """Begins a step: its row of the ring, and its slots."""
-        ...
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """Stages values (on the host, contiguous); returns their place in the step's work, good for that step only."""
-        ...
 
     def flush(self) -> None:
         """Stream work: brings the staged values to the device."""
-        ...
 
 
 def put_integers(staging: Staging, values: Sequence[int]) -> torch.Tensor:
@@ -53,14 +50,13 @@ class HostStaging:
     """Implements `Staging` where the device is the host: values stay where they are."""
 
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
-        """See `Staging.begin`."""
+        """Does nothing: there is no ring."""
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Staging.put`."""
         return values
 
     def flush(self) -> None:
-        """See `Staging.flush`."""
+        """Does nothing: the values are there."""
 
 
 class PinnedStaging:
@@ -119,7 +115,6 @@ class PinnedStaging:
         self._spilled.clear()
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
-        """See `Staging.put`."""
         assert values.is_contiguous(), "a host tensor is packed as it lies in memory"
         end = self._used + values.nbytes
         if end > len(self._device):
@@ -130,7 +125,6 @@ class PinnedStaging:
         return place
 
     def flush(self) -> None:
-        """See `Staging.flush`."""
         self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
         for source, target in self._spilled:
             target.copy_(source, non_blocking=True)

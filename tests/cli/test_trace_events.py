@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.cli.trace import trace_json
 from slipstream.cli.trace_timeline import StampClock
-from slipstream.common.device.clock import ClockBounds, ClockSample
+from slipstream.common.device.interface import ClockBounds, ClockSample
 from slipstream.common.worker.recorder import Record, Site
 from slipstream.common.worker.step import FenceName, FencePoint, StepKind
 from slipstream.common.worker.trace import Trace, TracedProcess, TracedStep

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from slipstream.bundled import target_dir
 from slipstream.common.errors import CheckpointError
-from slipstream.gateway.tokenizer import _QWEN2_PATTERN, Tokenizer, load_tokenizer
+from slipstream.gateway.tokenizer import _QWEN2_PATTERN, Tokenizer, load_tokenizer, longest_token
 from tests.harness.checkpoints import FAMILIES, write_json, write_tokenizer
 from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import KINDS, TEXT, make_tokenizer
@@ -205,3 +205,37 @@ def test_plain_text_does_not_import_transformers() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output == "None set()\n"
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_no_text_has_more_characters_than_its_tokens_may(normalizer: Any) -> None:
+    backend = backend_of("byte level")
+    backend.normalizer = normalizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    longest = longest_token(tokenizer)
+    assert longest is not None
+    texts = st.one_of(st.sampled_from(WORDS), st.text(max_size=60), st.text("aeu\u0301\u0308 \n", max_size=60))
+
+    @settings(max_examples=examples(200), deadline=None)
+    @given(texts)
+    def check(text: str) -> None:
+        assert len(text) <= longest * len(tokenizer.encode(text))
+
+    check()
+
+
+def test_a_bound_is_not_known_where_text_can_be_left_out() -> None:
+    for change in (
+        {"normalizer": normalizers.Strip()},
+        {"normalizer": normalizers.NFKC()},
+        {"pre_tokenizer": pre_tokenizers.Whitespace()},
+        {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
+    ):
+        backend = backend_of("byte level")
+        for name, value in change.items():
+            setattr(backend, name, value)
+        assert longest_token(PreTrainedTokenizerFast(tokenizer_object=backend)) is None
+    backend = backend_of("byte level")
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    assert longest_token(PreTrainedTokenizerFast(tokenizer_object=backend)) is None
+    assert longest_token(object()) is None

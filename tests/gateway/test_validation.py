@@ -164,6 +164,22 @@ def test_a_text_of_tokens_that_the_model_does_not_have() -> None:
     assert refusal(generation_pb2.GenerateRequest(text="3 1000")) == "text"
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    class Unused(WordTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            raise AssertionError("tokenised")
+
+    limits = replace(LIMITS, max_characters=100)
+    messages = [{"role": "user", "content": "x" * 60}, {"role": "user", "content": "x" * 41}]
+    for field, request in (
+        ("text", generation_pb2.GenerateRequest(text="x" * 101)),
+        ("messages", generation_pb2.GenerateRequest(messages={"items": messages})),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"101 characters.*at most 100") as caught:
+            parse_request(request, limits, Unused())
+        assert caught.value.field == field
+
+
 def test_a_prompt_that_fills_the_context() -> None:
     assert refusal(request_of([5] * 512)) == "input_ids.ids"
     assert refusal(generation_pb2.GenerateRequest(text="5 " * 511)) == "text"

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sequence import SequenceOutput
 from slipstream.common.api.server_state import ServerState, ServiceState
+from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.manager import JobManager, JobStore
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer, ServedModel
@@ -209,7 +210,7 @@ async def generation_server(
             manager,
             model=lambda: served.model_now(),
             state=lambda: STATE,
-            executor=executor,
+            turns=FairTurns(executor),
             read_timeout_s=read_timeout_s,
         )
         add = generation_pb2_grpc.add_GenerationServicer_to_server

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from slipstream.common.device.cpu.arena import HostArena
-    from slipstream.common.worker.contract import WorkerDescription
     from slipstream.services.worker.epoch import EpochState
 
 PUBLISH, STASH, DONE = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_DONE
@@ -26,11 +25,7 @@ class Recorder:
         self.done: list[str] = []
         self.has_room = True
         self.is_open = False
-        self._description = describe(role)
-
-    def describe(self) -> WorkerDescription:
-        """See `RoleEngine.describe`."""
-        return self._description
+        self.description = describe(role)
 
     def open(self, state: EpochState) -> None:
         """See `RoleEngine.open`."""
@@ -44,7 +39,7 @@ class Recorder:
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`."""
-        names = (PUBLISH, STASH) if self._description.role is Role.VERIFY else (DONE,)
+        names = (PUBLISH, STASH) if self.description.role is Role.VERIFY else (DONE,)
         return [Phase(self._does(f"{command.step} {name.name}"), name) for name in names]
 
     def _does(self, what: str) -> Callable[[], None]:

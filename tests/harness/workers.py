@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.access_log import JsonLinesAccessLog, NullAccessLog, StreamName
+from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
 from slipstream.common.worker.contract import Attachment, WorkerDescription
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand, StepKind
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from slipstream.common.device.cpu.arena import HostArena
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
-    from slipstream.common.worker.access_log import AccessLog
     from slipstream.services.worker.engine import RoleEngine
 
     ChangeCommand = Callable[[StepCommand], StepCommand]
@@ -61,13 +60,13 @@ class LocalWorker:
 
         `device`: the role engine's; None is the CPU.
         """
-        self.role = role_engine.describe().role
+        self.role = role_engine.description.role
         self.failure: SlipstreamError | None = None
         self.failures: list[BaseException] = []
         """The errors that broke the stream."""
         device = device or HostDevice()
         self.stream = device.create_stream(self.role.value, self.failures.append)
-        self.engine = Engine(role_engine, device, self.stream, log or NullAccessLog())
+        self.engine = Engine(role_engine, device, self.stream, log or AccessLog())
         self._epoch = 0
         self._before_send = before_send
 
@@ -133,7 +132,7 @@ def local_workers(
     with ExitStack() as logs:
         workers = []
         for role in roles:
-            name, log = role.describe().role.value, None
+            name, log = role.description.role.value, None
             if log_dir is not None:
                 log = JsonLinesAccessLog(log_dir / f"{name}.jsonl", StreamName(name))
                 logs.callback(log.close)

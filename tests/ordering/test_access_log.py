@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.worker.access_log import JsonLinesAccessLog, LogOp, NullAccessLog, StreamName
+from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, Role
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from slipstream.common.worker.access_log import AccessLog
 
 
 def use(log: AccessLog) -> None:
@@ -64,6 +62,6 @@ def test_two_incarnations_do_not_share_a_file(tmp_path: Path) -> None:
 
 
 def test_nothing_is_kept_where_nothing_is_logged() -> None:
-    log = NullAccessLog()
+    log = AccessLog()
     assert not log.is_enabled
     use(log)

@@ -116,6 +116,6 @@ def test_speculation_that_is_bounded_or_off_changes_no_token(
 
 
 def test_roles_are_what_they_say(models: Models) -> None:
-    assert models.verify.describe().role is Role.VERIFY
-    assert models.draft.describe().role is Role.DRAFT
-    models.draft.describe().check_fits(models.verify.describe())
+    assert models.verify.description.role is Role.VERIFY
+    assert models.draft.description.role is Role.DRAFT
+    models.draft.description.check_fits(models.verify.description)

@@ -56,9 +56,9 @@ class HiddenDrafter:
 def test_a_draft_that_reads_hidden_states(
     models: Models, reference: list[list[int]], tmp_path: Path, run_ahead: int
 ) -> None:
-    verify = models.verify.describe()
+    verify = models.verify.description
     drafter = HiddenDrafter(verify.vocab_size)
-    head = DraftEngine(drafter, replace(models.draft.describe(), hidden_width=verify.hidden_width))
+    head = DraftEngine(drafter, replace(models.draft.description, hidden_width=verify.hidden_width))
     served = Served(
         Models(models.verify, head, head), Way(num_draft_tokens=2, run_ahead=run_ahead, slots=2), log_dir=tmp_path
     )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.device.clock import ClockSample
 from slipstream.common.device.cpu.arena import FENCE_KIND, HostArena
+from slipstream.common.device.interface import ClockSample
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.host import work_as_stream
 

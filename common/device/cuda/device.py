@@ -22,9 +22,8 @@ from slipstream.common.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.cuda.arena import CudaMemory
-    from slipstream.common.device.interface import Fence, HostCopy, Stream
+    from slipstream.common.device.interface import ClockSample, Fence, HostCopy, Stream
     from slipstream.common.device.manifest import BufferSpec, Manifest
     from slipstream.common.worker.step import FenceName
 

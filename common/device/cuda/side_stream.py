@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from cuda.bindings import driver as cu
 
-from slipstream.common.device.clock import ClockBounds
 from slipstream.common.device.cuda.poll_backoff import PollBackoff
+from slipstream.common.device.interface import ClockBounds
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from slipstream.common.device.clock import ClockSample
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
+    from slipstream.common.device.interface import ClockSample
 
 TIMEOUT_S = 10.0
 """Far more than a copy takes; only a lost GPU needs longer."""

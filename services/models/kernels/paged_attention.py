@@ -15,21 +15,11 @@ from slipstream.services.models.kernels.rotation import keep_kernel
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
+    from slipstream.services.models.decoder import RMSNorm
 
 _MOST_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that share the keys: fewer leave multiprocessors idle, more only add to the reduction."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryKeyNorms:
-    """Weights of the norms that Qwen3 applies to each head's queries and keys before they are rotated."""
-
-    query: torch.Tensor
-    """[head_dim]."""
-    key: torch.Tensor
-    """[head_dim]."""
-    eps: float
 
 
 class PagedAttention:
@@ -51,7 +41,7 @@ class PagedAttention:
 
 
 class PagedLayerAttention:
-    """Attention of one forward; see `LayerAttention`."""
+    """Attention of one forward, called once for each layer."""
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, *, splits_keys: bool = True) -> None:
         """`splits_keys`: the splits depend on the batch and on how many keys a row's last query sees."""
@@ -72,28 +62,23 @@ class PagedLayerAttention:
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See `LayerAttention`: `qkv` holds queries and keys that are already rotated."""
-        self._keep(layer, qkv, None, None)
-        return self.attend(layer, qkv)
-
-    def rotate_and_attend(
-        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: QueryKeyNorms | None = None
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None = None
     ) -> torch.Tensor:
         """Normalises, rotates and keeps in one kernel, then attends.
 
         `qkv`: [B * W, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
-        [B * W, 2, head_dim / 2] float32, of `rotation_of`. Returns [B * W, q_size].
+        [B * W, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. Returns
+        [B * W, q_size].
         """
-        self._keep(layer, qkv, rotation, norms)
-        return self.attend(layer, qkv)
+        output = qkv.new_empty(len(qkv), self._config.q_size)
+        if self._num_rows:
+            self._keep(layer, qkv, rotation, norms)
+            self._attend(layer, qkv, output)
+        return output
 
-    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Attends with rotated queries over pages that are written: the last part of the two methods above."""
+    def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
         config = self._config
-        output = qkv.new_empty(len(qkv), config.q_size)
-        if not self._num_rows:
-            return output
         window = config.sliding_window(layer)
         grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, self._num_rows)
         attend_kernel[grid](
@@ -129,7 +114,6 @@ class PagedLayerAttention:
         )
         if self._num_splits > 1:
             self._combine(output)
-        return output
 
     def _choose_splits(self) -> int:
         if not self._num_rows or self._num_query_blocks > 1 or not self._splits_keys:
@@ -139,20 +123,19 @@ class PagedLayerAttention:
         splits = wanted // (self._num_rows * self._config.num_kv_heads)
         return max(1, min(splits, _MOST_SPLITS, -(-capacity // self._tile.block_n)))
 
-    def _keep(self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor | None, norms: QueryKeyNorms | None) -> None:
-        if not self._num_rows:
-            return
+    def _keep(
+        self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None
+    ) -> None:
         config = self._config
         assert qkv.is_contiguous(), "a kernel reads the rows of qkv side by side"
-        first_head = config.num_heads if rotation is None else 0
-        num_heads = config.num_heads + 2 * config.num_kv_heads - first_head
+        num_heads = config.num_heads + 2 * config.num_kv_heads
         block_heads = 8 if len(qkv) >= 256 else 2
         keep_kernel[len(qkv), -(-num_heads // block_heads)](
             qkv,
             self._cache.rows[layer],
-            rotation if rotation is not None else qkv,
-            norms.query if norms is not None else qkv,
-            norms.key if norms is not None else qkv,
+            rotation,
+            norms[0].weight if norms is not None else qkv,
+            norms[1].weight if norms is not None else qkv,
             self._page_table,
             self._positions,
             self._is_valid,
@@ -160,15 +143,13 @@ class PagedLayerAttention:
             self._cache.num_pages,
             self._page_table.shape[1],
             self._width,
-            norms.eps if norms is not None else 0.0,
+            norms[0].eps if norms is not None else 0.0,
             PAGE_SIZE=self._cache.page_size,
             Q_HEADS=config.num_heads,
             KV_HEADS=config.num_kv_heads,
             HEAD_DIM=config.head_dim,
             BLOCK_HALF=power_of_two(config.head_dim // 2),
             BLOCK_HEADS=block_heads,
-            FIRST_HEAD=first_head,
-            HAS_ROTATION=rotation is not None,
             HAS_NORMS=norms is not None,
             **overlapping(qkv.device),
             num_warps=4 if block_heads == 8 else 1,

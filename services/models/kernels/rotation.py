@@ -41,9 +41,9 @@ def rotation_kernel(
 
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width"])
 def keep_kernel(
-    qkv: tl.tensor,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place if HAS_ROTATION
+    qkv: tl.tensor,  # [B * width, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM]; queries are rotated in place
     kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM], written
-    rotation: tl.tensor,  # [B * width, 2, HEAD_DIM / 2] float32, read if HAS_ROTATION
+    rotation: tl.tensor,  # [B * width, 2, HEAD_DIM / 2] float32
     query_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
     key_norm: tl.tensor,  # [HEAD_DIM], read if HAS_NORMS
     page_table: tl.tensor,  # [B, table_width] int64
@@ -60,20 +60,18 @@ def keep_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    FIRST_HEAD: tl.constexpr,
-    HAS_ROTATION: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Rotates and keeps BLOCK_HEADS heads of one token.
 
-    Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS - FIRST_HEAD, BLOCK_HEADS)). Heads are
-    numbered through queries, keys and values. A token that is not kept goes to the padding page, page 0.
+    Grid: (B * width, cdiv(Q_HEADS + 2 * KV_HEADS, BLOCK_HEADS)). Heads are numbered through queries, keys and values.
+    A token that is not kept goes to the padding page, page 0.
     """
     wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     row = index // width
-    head = FIRST_HEAD + tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     h = tl.arange(0, BLOCK_HALF)
     half: tl.constexpr = HEAD_DIM // 2
     is_there = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (h < half)[None, :]
@@ -91,30 +89,29 @@ def keep_kernel(
     first = tl.load(at, mask=is_there, other=0.0)
     second = tl.load(at + half, mask=is_there, other=0.0)
     is_rotated = (head < Q_HEADS + KV_HEADS)[:, None]
-    if HAS_ROTATION:
-        x = first.to(tl.float32)
-        y = second.to(tl.float32)
-        if HAS_NORMS:
-            squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-            scale = tl.where(is_rotated, tl.rsqrt(squares / HEAD_DIM + eps)[:, None], 1.0)
-            is_query = (head < Q_HEADS)[:, None]
-            norm_at = tl.zeros_like(head)[:, None] + h[None, :]
-            for part in tl.static_range(2):
-                at_half = norm_at + part * half
-                of_query = tl.load(query_norm + at_half, mask=is_there & is_query, other=1.0)
-                of_key = tl.load(key_norm + at_half, mask=is_there & is_rotated & (is_query == 0), other=1.0)
-                weight = tl.where(is_query, of_query, of_key).to(tl.float32)
-                if part == 0:
-                    x = x * scale * weight
-                else:
-                    y = y * scale * weight
-        cosine = tl.load(rotation + index * HEAD_DIM + h, mask=h < half, other=0.0)[None, :]
-        sine = tl.load(rotation + index * HEAD_DIM + half + h, mask=h < half, other=0.0)[None, :]
-        first = tl.where(is_rotated, (x * cosine - y * sine).to(first.dtype), first)
-        second = tl.where(is_rotated, (y * cosine + x * sine).to(second.dtype), second)
-        is_own = is_there & (head < Q_HEADS)[:, None]
-        tl.store(at, first, mask=is_own)
-        tl.store(at + half, second, mask=is_own)
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    if HAS_NORMS:
+        squares = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+        scale = tl.where(is_rotated, tl.rsqrt(squares / HEAD_DIM + eps)[:, None], 1.0)
+        is_query = (head < Q_HEADS)[:, None]
+        norm_at = tl.zeros_like(head)[:, None] + h[None, :]
+        for part in tl.static_range(2):
+            at_half = norm_at + part * half
+            of_query = tl.load(query_norm + at_half, mask=is_there & is_query, other=1.0)
+            of_key = tl.load(key_norm + at_half, mask=is_there & is_rotated & (is_query == 0), other=1.0)
+            weight = tl.where(is_query, of_query, of_key).to(tl.float32)
+            if part == 0:
+                x = x * scale * weight
+            else:
+                y = y * scale * weight
+    cosine = tl.load(rotation + index * HEAD_DIM + h, mask=h < half, other=0.0)[None, :]
+    sine = tl.load(rotation + index * HEAD_DIM + half + h, mask=h < half, other=0.0)[None, :]
+    first = tl.where(is_rotated, (x * cosine - y * sine).to(first.dtype), first)
+    second = tl.where(is_rotated, (y * cosine + x * sine).to(second.dtype), second)
+    is_own = is_there & (head < Q_HEADS)[:, None]
+    tl.store(at, first, mask=is_own)
+    tl.store(at + half, second, mask=is_own)
     is_stored = is_there & (head >= Q_HEADS)[:, None]
     kv_at = kv + kv_row * (2 * KV_HEADS * HEAD_DIM) + ((head - Q_HEADS) * HEAD_DIM)[:, None] + h[None, :]
     tl.store(kv_at, first, mask=is_stored)

@@ -54,3 +54,14 @@ def test_an_unknown_number_of_an_oneof_is_not_lost() -> None:
     request = generation_pb2.GenerateRequest.FromString(b"\x7a\x01a")
     with pytest.raises(InvalidArgumentError, match="unknown field number 15"):
         reject_unknown_fields(request)
+
+
+def test_a_message_full_of_unknown_fields_is_refused_without_listing_them() -> None:
+    request = generation_pb2.GenerateRequest.FromString(b"\xf8\x07\x01" * 100_000)
+    with pytest.raises(InvalidArgumentError, match="300000 bytes of unknown fields") as caught:
+        reject_unknown_fields(request)
+    assert caught.value.field == "request"
+    params = generation_pb2.SamplingParams.FromString(b"\xf8\x07\x01" * 100_000)
+    with pytest.raises(InvalidArgumentError) as caught:
+        reject_unknown_fields(generation_pb2.GenerateRequest(text="a", sampling_params=params))
+    assert caught.value.field == "sampling_params"

@@ -11,7 +11,7 @@ import torch
 from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.core.allocators import SlotLease
@@ -30,8 +30,8 @@ class Shared:
     def __init__(self) -> None:
         device = HostDevice()
         self.arena = device.create_arena(SHAPE.specs(), list(FenceName))
-        self.verify = FutureMap(SHAPE, self.arena, Role.VERIFY, 100, NullAccessLog(), is_debug=True)
-        self.reader = ResultReader(device, self.arena, SHAPE, NullAccessLog())
+        self.verify = FutureMap(SHAPE, self.arena, Role.VERIFY, 100, AccessLog(), is_debug=True)
+        self.reader = ResultReader(device, self.arena, SHAPE, AccessLog())
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
         """As verify's stream does."""

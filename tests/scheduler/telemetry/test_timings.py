@@ -15,7 +15,7 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
@@ -91,9 +91,7 @@ class Stamps:
     def __init__(self) -> None:
         self._timings: list[StepTiming] = []
         self.arena = HostArena.create(SHAPE.specs(), list(FenceName))
-        self.collector = StepTimings(
-            HostDevice(), self.arena, SHAPE, NullAccessLog(), self._timings.append, StepRecorder()
-        )
+        self.collector = StepTimings(HostDevice(), self.arena, SHAPE, AccessLog(), self._timings.append, StepRecorder())
 
     @property
     def timings(self) -> list[StepTiming]:

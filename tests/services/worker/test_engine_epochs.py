@@ -21,7 +21,7 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     StaleEpochError,
 )
-from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import PROTOCOL_VERSION
 from slipstream.common.worker.step import Role, StepCommand
 from slipstream.services.worker import epoch
@@ -163,7 +163,7 @@ def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
 
     closed: list[HostArena] = []
     arena, worker = make_arena(), LocalWorker(draft)
-    worker.engine = Engine(draft, HostDevice(), worker.stream, NullAccessLog(), on_stuck=end)
+    worker.engine = Engine(draft, HostDevice(), worker.stream, AccessLog(), on_stuck=end)
     worker.attach(attachment_to(arena, 3))
     worker.send(decode(7, 1, epoch=3, waits=1))
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.services.worker.future_map import POISON, FutureMap, Logprobs, VerifyResult
@@ -34,7 +34,7 @@ OUTCOME = VerifyResult(
 INT64 = st.one_of(st.sampled_from([-(2**63), -1, 0, 1, VOCAB_SIZE - 1, VOCAB_SIZE, 2**63 - 1]), st.integers(-9, 120))
 
 
-class RecordingLog(NullAccessLog):
+class RecordingLog(AccessLog):
     """Keeps the accesses."""
 
     is_enabled = True
@@ -197,7 +197,7 @@ class TestDebugMode:
 
     def test_a_draft_poisons_nothing(self) -> None:
         arena = HostArena.create(SHAPE.specs(), list(FenceName))
-        FutureMap(SHAPE, arena, Role.DRAFT, VOCAB_SIZE, NullAccessLog(), is_debug=True)
+        FutureMap(SHAPE, arena, Role.DRAFT, VOCAB_SIZE, AccessLog(), is_debug=True)
         assert not any(arena.tensor(spec.name).any() for spec in SHAPE.specs())
         arena.close()
 

@@ -10,6 +10,7 @@ import torch
 
 from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV
 from slipstream.services.models.config import ModelConfig, RopeConfig
+from slipstream.services.models.kernels.paged_attention import PagedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,14 +92,25 @@ class AttentionCase:
         qkv = torch.randn(num_rows * width, config.q_size + 2 * config.kv_size, generator=generator)
         return cls(config, cache, batch, qkv.to(device, dtype))
 
+    def attend(self, layer: int = 0, *, is_invariant: bool = False) -> torch.Tensor:
+        """`PagedAttention` with queries and keys that are not rotated: [B * W, q_size]."""
+        rotation = torch.zeros(len(self.qkv), 2, self.config.head_dim // 2, device=self.qkv.device)
+        rotation[:, 0] = 1.0
+        attend = PagedAttention(self.config, is_invariant=is_invariant).prepare(self.batch, self.cache)
+        return attend(layer, self.qkv.clone(), rotation)
+
     def change(self, **changes: torch.Tensor) -> AttentionCase:
         """Other tensors in the batch."""
         return AttentionCase(self.config, self.cache, replace(self.batch, **changes), self.qkv)
 
+    def pages(self, layer: int) -> torch.Tensor:
+        """A view of all pages: [num_pages, page_size, 2, kv_heads, head_dim], keys first."""
+        shape = (self.cache.num_pages, self.cache.page_size, 2, self.config.num_kv_heads, self.config.head_dim)
+        return self.cache.rows[layer].view(shape)
+
     def kept_pages(self, layer: int = 0) -> torch.Tensor:
         """A copy of all pages but the padding page: [num_pages - 1, page_size, 2, kv_heads, head_dim] float64."""
-        pages = torch.stack((self.cache.keys[layer], self.cache.values[layer]), dim=2)
-        return pages[PADDING_PAGE + 1 :].to(torch.float64).cpu()
+        return self.pages(layer)[PADDING_PAGE + 1 :].to(torch.float64).cpu()
 
     def expected(self, layer: int = 0, *, qkv: torch.Tensor | None = None) -> torch.Tensor:
         """Attention of valid queries over pages that hold the batch's keys: [B, W, q_size] float64; zeros elsewhere."""
@@ -129,7 +141,7 @@ class AttentionCase:
         pages, offsets = zip(*at, strict=True)
         keys, values = (
             half[list(pages), list(offsets)].to(torch.float64).cpu().repeat_interleave(group, dim=1)
-            for half in (self.cache.keys[layer], self.cache.values[layer])
+            for half in self.pages(layer).unbind(dim=2)
         )
         return keys, values
 

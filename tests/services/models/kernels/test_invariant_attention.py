@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from slipstream.services.models.kernels.paged_attention import PagedAttention
 from tests.services.models.kernels.attention_case import AttentionCase, some_config
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ WIDTH = 5
 
 def attend(case: AttentionCase, qkv: torch.Tensor) -> torch.Tensor:
     """[B, W, q_size]."""
-    attention = PagedAttention(case.config, is_invariant=True)
-    output = attention.prepare(case.batch, case.cache)(0, qkv.clone())
+    output = replace(case, qkv=qkv).attend(is_invariant=True)
     return output.view(*case.batch.tokens.shape, -1)
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from slipstream.services.models.attention import TorchAttention
-from slipstream.services.models.kernels.paged_attention import PagedAttention
 from tests.services.models.kernels.attention_case import AttentionCase, some_config
 
 FAR = 2**62
-
-
-def run(case: AttentionCase, layer: int = 0) -> torch.Tensor:
-    return PagedAttention(case.config).prepare(case.batch, case.cache)(layer, case.qkv.clone())
 
 
 @pytest.mark.parametrize(
@@ -37,7 +34,7 @@ def test_chain(
 ) -> None:
     config = some_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     case = AttentionCase.random(config, lengths, width, device=device, dtype=dtype, seed=1)
-    case.assert_close(run(case), case.expected())
+    case.assert_close(case.attend(), case.expected())
 
 
 @pytest.mark.sampled(1)
@@ -47,7 +44,7 @@ def test_prompts(device: torch.device, dtype: torch.dtype) -> None:
     is_valid = case.batch.is_valid.clone()
     is_valid[1, 20:] = False
     case = case.change(is_valid=is_valid)
-    case.assert_close(run(case), case.expected())
+    case.assert_close(case.attend(), case.expected())
 
 
 @pytest.mark.sampled(1)
@@ -56,7 +53,7 @@ def test_sliding_windows(width: int, device: torch.device, dtype: torch.dtype) -
     config = some_config(num_layers=3, sliding_windows=(7, None, 40))
     case = AttentionCase.random(config, (100, 2), width, device=device, dtype=dtype, seed=3)
     for layer in range(3):
-        case.assert_close(run(case, layer), case.expected(layer))
+        case.assert_close(case.attend(layer), case.expected(layer))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -93,7 +90,7 @@ def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> 
     expected = TorchAttention(config).prepare(case.batch, case.cache)(0, case.qkv.clone())
     pages = case.kept_pages()
     case.cache.rows[0].copy_(before)
-    output = run(case)
+    output = case.attend()
     is_valid = is_valid.flatten()
     torch.testing.assert_close(output[is_valid], expected[is_valid], atol=1e-5, rtol=0)
     assert (output[~is_valid] == 0).all(), "padding sees nothing"
@@ -104,7 +101,7 @@ def test_positions_past_the_limit_go_to_the_padding_page(device: torch.device) -
     case = AttentionCase.random(some_config(), (10,), 5, device=device, dtype=torch.float32, seed=6)
     before = case.kept_pages()
     case = case.change(limits=torch.tensor([12], device=device))
-    output = run(case)
+    output = case.attend()
     case.assert_close(output, case.expected())
     is_new = (case.kept_pages().isfinite() & ~before.isfinite()).any(dim=-1).any(dim=-1).any(dim=-1)
     assert is_new.sum() == 2
@@ -118,7 +115,7 @@ def test_rows_without_a_valid_query_are_left_alone(device: torch.device) -> None
     page_table[1] = FAR
     case = case.change(is_valid=is_valid, page_table=page_table)
     before = case.kept_pages()
-    output = run(case)
+    output = case.attend()
     assert (output.view(2, -1)[1] == 0).all()
     case.assert_close(output, case.expected())
     changed = (case.kept_pages().nan_to_num(nan=9.0) != before.nan_to_num(nan=9.0)).any(dim=-1).any(dim=-1).any(dim=-1)
@@ -129,6 +126,5 @@ def test_rows_without_a_valid_query_are_left_alone(device: torch.device) -> None
 def test_a_batch_may_be_empty(device: torch.device) -> None:
     case = AttentionCase.random(some_config(), (10,), 5, device=device, dtype=torch.float32, seed=8)
     names = ("tokens", "positions", "is_valid", "page_table", "limits")
-    empty = case.change(**{name: getattr(case.batch, name)[:0] for name in names})
-    attend = PagedAttention(case.config).prepare(empty.batch, empty.cache)
-    assert attend(0, case.qkv[:0]).shape == (0, case.config.q_size)
+    empty = replace(case.change(**{name: getattr(case.batch, name)[:0] for name in names}), qkv=case.qkv[:0])
+    assert empty.attend().shape == (0, case.config.q_size)

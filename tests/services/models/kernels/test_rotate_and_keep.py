@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slipstream.services.models.config import RopeConfig
-from slipstream.services.models.decoder import inverse_frequencies
-from slipstream.services.models.kernels.paged_attention import PagedAttention, QueryKeyNorms
+from slipstream.services.models.decoder import RMSNorm, inverse_frequencies
+from slipstream.services.models.kernels.paged_attention import PagedAttention
 from slipstream.services.models.kernels.rotation import rotation_of
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
@@ -46,7 +46,7 @@ def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: tor
     case = AttentionCase.random(config, (12,), width, device=device, dtype=dtype, seed=1, page_size=16)
     generator = torch.Generator().manual_seed(2)
     weights = [(1 + 0.3 * torch.randn(head_dim, generator=generator)).to(device, dtype) for _ in range(2)]
-    norms = QueryKeyNorms(query=weights[0], key=weights[1], eps=1e-5) if has_norms else None
+    norms = [RMSNorm(torch.nn.Parameter(weight, requires_grad=False), 1e-5) for weight in weights]
     frequencies = inverse_frequencies(config.rope, head_dim).to(device)
     rotation = rotation_of(case.batch.positions, frequencies, config.max_position_embeddings)
 
@@ -54,13 +54,15 @@ def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: tor
     expected_queries = rotated(heads[:, :2], rotation, weights[0] if has_norms else None)
     expected_keys = rotated(heads[:, 2:3], rotation, weights[1] if has_norms else None)
     qkv = case.qkv.clone()
-    output = PagedAttention(config).prepare(case.batch, case.cache).rotate_and_attend(0, qkv, rotation, norms)
+    attend = PagedAttention(config).prepare(case.batch, case.cache)
+    output = attend(0, qkv, rotation, (norms[0], norms[1]) if has_norms else None)
 
     tolerance = 2 * TOLERANCES[dtype]
     queries = qkv.view(width, 4, head_dim)[:, :2].to(torch.float64)
     torch.testing.assert_close(queries, expected_queries, atol=tolerance, rtol=tolerance)
     place = case.batch.positions[0]
     at = (case.batch.page_table[0, place // 16], place % 16)
-    torch.testing.assert_close(case.cache.keys[0][at].to(torch.float64), expected_keys, atol=tolerance, rtol=tolerance)
-    assert torch.equal(case.cache.values[0][at], heads[:, 3:])
+    keys, values = case.pages(0)[at].unbind(dim=1)
+    torch.testing.assert_close(keys.to(torch.float64), expected_keys, atol=tolerance, rtol=tolerance)
+    assert torch.equal(values, heads[:, 3:])
     case.assert_close(output, case.expected(qkv=qkv))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.common.api.sampling import SamplingParams
-from slipstream.common.worker.access_log import NullAccessLog
+from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import FutureMapShape
 from slipstream.common.worker.step import Role
 from slipstream.services.models import sampler
@@ -116,7 +116,7 @@ def test_rows_of_a_captured_step(ring_row: int, hidden_width: int, device: torch
     for kind in (FutureMap, FusedFutureMap):
         arena = PlainArena(shape, device)
         step = CapturedStep(torch.tensor([ring_row], device=device))
-        future_map = kind(shape, arena, Role.VERIFY, VOCAB_SIZE, NullAccessLog())  # type: ignore[arg-type]
+        future_map = kind(shape, arena, Role.VERIFY, VOCAB_SIZE, AccessLog())  # type: ignore[arg-type]
         ends, stash = future_map.gather_ends(step, rows, limits), future_map.gather(step, rows, limits)
         future_map.publish(step, rows, outcome)
         future_map.stash(step, rows, outcome)
