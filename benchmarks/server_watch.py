@@ -15,6 +15,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.benchmarks.stack import background
+from slipstream.common.rpc.address import proxy_options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -38,7 +39,7 @@ class HealthWatch:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watches for as long as the context."""
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=proxy_options(self._address)) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             async with background(self._watch(stub), self._check(stub)):
                 yield

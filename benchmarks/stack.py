@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.models import NGRAM
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -29,16 +30,23 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 NUMPY_DRAFTER = Path(__file__).resolve().parent.parent / "examples" / "numpy_drafter" / "main.py"
 
+_GATEWAY_OPTIONS = {member.name for member in fields(GatewayConfig)}
+
 Option = str | int | float | Path | None
 """A value of the command line; True is a flag, None and False leave the option out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A scheduler that serves."""
+    """A scheduler that serves, with the gateway in front of it."""
 
     address: str
+    """The gateway's, for clients."""
     metrics_port: int
+    """The scheduler's."""
+    gateway_metrics_port: int
+    scheduler: str
+    """The scheduler's own address."""
 
 
 class Stack:
@@ -110,17 +118,41 @@ class Stack:
 
     @asynccontextmanager
     async def scheduler(
-        self, draft: str | None = None, *, verify: str = "verify", metrics_port: int | None = None, **options: Option
+        self,
+        draft: str | None = None,
+        *,
+        verify: str = "verify",
+        metrics_port: int | None = None,
+        gateway_metrics_port: int | None = None,
+        **options: Option,
     ) -> AsyncIterator[Served]:
-        """Runs a scheduler over the workers with these names; without a draft it decodes plainly."""
-        port, free_port = free_ports(2)
-        served = Served(f"127.0.0.1:{port}", metrics_port or free_port)
-        command = (
-            str(SCRIPTS / "slipstream-scheduler"),
-            *words(listen=served.address, metrics_port=served.metrics_port, verify=self.socket(verify)),
+        """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.
+
+        `options` are those of either.
+        """
+        port, free_port, other_free_port = free_ports(3)
+        served = Served(
+            f"127.0.0.1:{port}",
+            metrics_port or free_port,
+            gateway_metrics_port or other_free_port,
+            f"unix:{self._directory / 'run' / 'scheduler.sock'}",
+        )
+        clients = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
+        scheduler = (
+            *(sys.executable, "-m", "slipstream.scheduler.main"),
+            *words(listen=served.scheduler, metrics_port=served.metrics_port, verify=self.socket(verify)),
             *words(draft=draft and self.socket(draft), device=self._device, **options),
         )
-        async with self._service("scheduler", served.address, *command, environment=self._scheduler_environment):
+        gateway = (
+            *(sys.executable, "-m", "slipstream.gateway.main"),
+            *words(listen=served.address, metrics_port=served.gateway_metrics_port, scheduler=served.scheduler),
+            *words(**clients),
+        )
+        environment = self._scheduler_environment
+        async with (
+            self._service("scheduler", served.scheduler, *scheduler, environment=environment),
+            self._service("gateway", served.address, *gateway, environment=environment),
+        ):
             yield served
 
     @asynccontextmanager

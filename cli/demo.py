@@ -21,7 +21,7 @@ from slipstream import bundled
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.status_watch import read_server
-from slipstream.cli.up.config import UpConfig, free_address, scheduler_command, worker_command
+from slipstream.cli.up.config import UpConfig, free_address, gateway_command, scheduler_command, worker_command
 from slipstream.cli.up.display import LoadingDisplay
 from slipstream.cli.up.run import supervising
 from slipstream.client import AsyncClient
@@ -108,17 +108,18 @@ class _Demo:
         self._supervisor.start(*(worker_command(config, name) for name in config.workers))
         drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
         # The workers stay: verify decodes plainly for a scheduler that has no draft.
-        await self._supervisor.stop("scheduler")
+        await self._supervisor.stop("scheduler", "gateway")
         plain = replace(config, models=replace(config.models, draft=None))
         undrafted = await self._measure(plain, "no drafting")
         return report(self._console, drafted, undrafted)
 
     async def _measure(self, config: UpConfig, title: str) -> DemoRun:
-        scheduler = scheduler_command(config, free_address(config.listen, field="listen"))
+        gateway = gateway_command(config, free_address(config.listen, field="listen"))
         with self._loading:
-            self._supervisor.start(scheduler)
+            self._supervisor.start(scheduler_command(config))
+            self._supervisor.start(gateway)
             await self._supervisor.wait_ready()
-        return await self._supervisor.while_alive(self._run_prompts(scheduler.address, title))
+        return await self._supervisor.while_alive(self._run_prompts(gateway.address, title))
 
     async def _run_prompts(self, server: str, title: str) -> DemoRun:
         before = await read_server(server)
@@ -134,7 +135,7 @@ class _Demo:
                 )
             seconds = time.monotonic() - start
         interval = (await read_server(server)).since(before)
-        assert interval is not None, "the demo's own scheduler has metrics"
+        assert interval is not None, "the demo's own services have metrics"
         token_ids, usages = zip(*outputs, strict=True)
         return DemoRun(title=title, token_ids=token_ids, seconds=seconds, usages=usages, interval=interval)
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
 app = typer.Typer(
-    help="Serves large language models with speculative decoding, as a scheduler, a draft and a verify service.",
+    help="Serves large language models with speculative decoding, as a gateway, a scheduler, a draft and a verify "
+    "service.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -51,7 +52,7 @@ def main() -> None:
 def up(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
 ) -> None:
-    """Start all three services here, and stop them on Ctrl-C.
+    """Start all four services here, and stop them on Ctrl-C. A gateway or a scheduler that dies is started again.
 
     Ctrl-C lets running requests finish; a second one does not wait for them.
     """
@@ -129,7 +130,7 @@ def trace(
         float, typer.Option(metavar="SECONDS", help="Give up when no further step was complete for so long.")
     ] = 10.0,
 ) -> None:
-    """Write what all three processes do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
+    """Write what scheduler, draft and verify do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
 
     Nothing is switched on for it: requests must run. If they end before, the steps so far are written.
     """

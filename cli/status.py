@@ -132,8 +132,8 @@ async def fetch_status(server: str) -> ServerStatus:
 
 
 async def _health(server: str, service: ServiceState) -> str:
-    # The scheduler's own address may be a wildcard, or another than the one that leads there from here.
-    address = server if service.name == "scheduler" else service.address
+    # The gateway's own address may be a wildcard, or another than the one that leads there from here.
+    address = server if service.name == "gateway" else service.address
     if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
         return ELSEWHERE
     try:

@@ -20,13 +20,15 @@ from rich.text import Text
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import HEALTHY, ServerStatus, fetch_status
 from slipstream.common.errors import ConfigError, SlipstreamError
-from slipstream.common.rpc.scrape import Scrape, scrape
+from slipstream.common.rpc.scrape import Scrape, joined, scrape
 from slipstream.gateway.request_metrics import GENERATION_TOKENS
 from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_SECONDS, DRAFTS, STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+MEASURED = ("scheduler", "gateway")
+"""The services whose metrics are shown."""
 DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 3600.0
 _SCRAPE_TIMEOUT_S = 2.0
 _PLAIN_WIDTH = 160
@@ -40,20 +42,26 @@ class Reading:
     """On the monotonic clock."""
     status: ServerStatus
     metrics: Scrape | None
-    """The scheduler's; None when they cannot be read."""
+    """Those of the gateway and the scheduler, with a label `job`; None when they cannot be read."""
     why_no_metrics: str = ""
 
-    def is_same_process(self, earlier: Reading) -> bool:
-        """True if both are of one scheduler process, so that their counters can be subtracted."""
-        if self.status.service("scheduler").pid != earlier.status.service("scheduler").pid:
-            return False
+    def restarted(self, earlier: Reading) -> list[str]:
+        """Names of the measured services that are other processes than in `earlier`: counters begin anew there."""
+        ours, theirs = (reading._starts() for reading in (self, earlier))
+        return [
+            name
+            for name in MEASURED
+            if self.status.service(name).pid != earlier.status.service(name).pid
+            or (name in ours and name in theirs and ours[name] != theirs[name])
+        ]
+
+    def _starts(self) -> dict[str, float]:
         # In containers the next process can have the same id.
-        both = [reading.metrics for reading in (self, earlier) if reading.metrics is not None]
-        return len({metrics.total("process_start_time_seconds") for metrics in both}) <= 1
+        return {} if self.metrics is None else self.metrics.by("job", "process_start_time_seconds")
 
     def since(self, earlier: Reading | None) -> dict[str, Any] | None:
         """Rates and means of the time between; None for a first reading, another process, or without metrics."""
-        if earlier is None or earlier.metrics is None or self.metrics is None or not self.is_same_process(earlier):
+        if earlier is None or earlier.metrics is None or self.metrics is None or self.restarted(earlier):
             return None
         added, seconds = self.metrics.since(earlier.metrics), self.at_s - earlier.at_s
         num_steps, drafts = added.total(f"{STEP_SECONDS.name}_count"), added.total(DRAFTS.name)
@@ -120,8 +128,8 @@ class Watcher:
     def _what_happened(self, reading: Reading, at: datetime) -> str:
         last, gone_since_s = self._last, self._gone_since_s
         away = "" if gone_since_s is None else f", after {reading.at_s - gone_since_s:.1f} s without an answer"
-        if last is not None and not reading.is_same_process(last):
-            return f"the scheduler was started anew, seen at {at:%H:%M:%S}{away}"
+        if last is not None and (restarted := reading.restarted(last)):
+            return f"the {' and the '.join(restarted)} was started anew, seen at {at:%H:%M:%S}{away}"
         if last is not None and last.status.state.epoch != (epoch := reading.status.state.epoch):
             return f"workers attached anew, epoch {epoch}, seen at {at:%H:%M:%S}{away}"
         return f"answers since {at:%H:%M:%S}{away}" if away else ""
@@ -130,12 +138,19 @@ class Watcher:
 async def read_server(server: str) -> Reading:
     """Asks this server. Raises a SlipstreamError when it does not answer; without its metrics, the reading says why."""
     status = await fetch_status(server)
-    port, metrics, why = status.service("scheduler").metrics_port, None, "the server has no metrics"
-    if port:
+    pages: dict[str, Scrape] = {}
+    metrics, why = None, ""
+    for name in MEASURED:
+        port = status.service(name).metrics_port
+        if not port:
+            why = f"the {name} has no metrics"
+            continue
         try:
-            metrics, why = await scrape(port, timeout_s=_SCRAPE_TIMEOUT_S), ""
+            pages[name] = await scrape(port, timeout_s=_SCRAPE_TIMEOUT_S)
         except (OSError, HTTPException, ValueError) as error:
-            why = f"the metrics, on port {port} of the server's host, cannot be read from here: {error}"
+            why = f"the metrics of the {name}, on port {port} of the server's host, cannot be read from here: {error}"
+    if not why:
+        metrics = joined(pages)
     return Reading(at_s=time.monotonic(), status=status, metrics=metrics, why_no_metrics=why)
 
 

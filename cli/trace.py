@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from slipstream.cli.trace_timeline import Lane, StampClock, Timeline
+from slipstream.client import AsyncClient
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
+from slipstream.common.rpc.address import proxy_options
 from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
@@ -35,7 +37,7 @@ Event = dict[str, object]
 
 
 async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
-    """Writes a trace of the next `steps` steps to the file `out`, or to standard output if that is "-".
+    """Writes a trace of the server's next `steps` steps to the file `out`, or to standard output if that is "-".
 
     Raises ConfigError naming what is wrong, UnavailableError without a server, DeadlineExceededError if nothing ran
     for `wait_s`.
@@ -45,7 +47,7 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
         raise ConfigError("wait", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
-        trace = await fetch_trace(server, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
+        trace = await fetch_trace(await scheduler_of(server), TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
         content = trace_json(trace)
         write(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
     uncertainty_us = content["otherData"]["clock_uncertainty_us"]
@@ -56,19 +58,29 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
     return 0
 
 
-async def fetch_trace(server: str, request: TraceRequest) -> Trace:
-    """Asks the server at `server`. Raises what it raises, and UnavailableError when it does not answer."""
-    options = [*Keepalive().options(), ("grpc.max_receive_message_length", -1)]
-    async with grpc.aio.insecure_channel(server, options=options) as channel:
+async def scheduler_of(server: str) -> str:
+    """Address of the scheduler behind a gateway. Raises UnavailableError if the gateway does not answer."""
+    async with AsyncClient(server) as client:
+        try:
+            state = await client.server_info()
+        except UnavailableError as error:
+            raise UnavailableError(f"no trace from a server at {server}: {error}") from error
+    return next(service.address for service in state.services if service.name == "scheduler")
+
+
+async def fetch_trace(scheduler: str, request: TraceRequest) -> Trace:
+    """Asks the scheduler at this address. Raises what it raises, and UnavailableError when it does not answer."""
+    options = [*Keepalive().options(), ("grpc.max_receive_message_length", -1), *proxy_options(scheduler)]
+    async with grpc.aio.insecure_channel(scheduler, options=options) as channel:
         stub = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
         try:
             return Trace.from_pb(await stub.Trace(request.to_pb()))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise FailedPreconditionError(f"the server at {server} is too old to be traced") from error
+                raise FailedPreconditionError(f"the scheduler at {scheduler} is too old to be traced") from error
             failure = error_from_rpc(error)
             if isinstance(failure, UnavailableError):
-                raise UnavailableError(f"no trace from a server at {server}: {failure}") from error
+                raise UnavailableError(f"no trace from the scheduler at {scheduler}: {failure}") from error
             raise failure from error
 
 

@@ -56,7 +56,7 @@ class AsyncClient:
 
     def __init__(self, address: str, *, keepalive: Keepalive | None = None) -> None:
         """`address`: HOST:PORT or unix:PATH. Connects with the first call; make it on the event loop."""
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(keepalive))
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options(address, keepalive))
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -180,7 +180,7 @@ class Client:
 
     def __init__(self, address: str, *, keepalive: Keepalive | None = None) -> None:
         """`address`: HOST:PORT or unix:PATH. Connects with the first call."""
-        self._channel = grpc.insecure_channel(address, options=channel_options(keepalive))
+        self._channel = grpc.insecure_channel(address, options=channel_options(address, keepalive))
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:

@@ -11,6 +11,7 @@ import grpc
 
 from slipstream.common.api.output_chunk import OutputChunk
 from slipstream.common.errors import ConnectionLostError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from slipstream.common.rpc.address import proxy_options
 from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import generation_pb2
@@ -60,15 +61,16 @@ class RequestOptions(TypedDict, total=False):
     """Most draft tokens that are accepted in a step."""
 
 
-def channel_options(keepalive: Keepalive | None) -> list[ChannelOption]:
-    """Returns the arguments of a client's channel."""
+def channel_options(address: str, keepalive: Keepalive | None) -> list[ChannelOption]:
+    """Returns the arguments of a client's channel to `address`."""
     pauses: list[ChannelOption] = [
         ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE_S)),
         # Its name says a pause between two attempts; gRPC lets an attempt take that long.
         ("grpc.min_reconnect_backoff_ms", int(1000 * CONNECT_TIMEOUT_S)),
         ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE_S)),
     ]
-    return [*(keepalive or Keepalive()).options(), *pauses, ("grpc.max_receive_message_length", -1)]
+    unlimited: list[ChannelOption] = [("grpc.max_receive_message_length", -1)]
+    return [*(keepalive or Keepalive()).options(), *pauses, *unlimited, *proxy_options(address)]
 
 
 def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: RequestOptions) -> _Request:

@@ -38,10 +38,10 @@ FEWEST_SHM_BYTES, ENOUGH_SHM_BYTES = 32 * MIB, 512 * MIB
 FEWEST_DESCRIPTORS, ENOUGH_DESCRIPTORS = 256, 4096
 _FIRST_NAMESPACES = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}
 """The kernel's fixed names of a host's first namespaces."""
-_LONGEST_SOCKET = "sockets/verify.sock"
+_LONGEST_SOCKET = "sockets/scheduler.sock"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _WITHOUT = "none needed with --device cpu; for a GPU, install NVIDIA's driver (in containers, its container toolkit)"
-METRICS_PORTS = {"scheduler": 9401, "verify": 9402, "draft": 9403}
+METRICS_PORTS = {"scheduler": 9401, "verify": 9402, "draft": 9403, "gateway": 9404}
 """The ports in compose.yaml and prometheus.yml."""
 STEPS_MS = (1.0, 5.0)
 GOOD_OVERLAP = 0.95
@@ -153,12 +153,12 @@ def check_descriptors() -> Finding:
 
 
 def check_namespaces() -> Finding:
-    """The PID and IPC namespaces, which all three services must share for CUDA IPC."""
+    """The PID and IPC namespaces, which scheduler, draft and verify must share for CUDA IPC."""
     here = {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in _FIRST_NAMESPACES}
     detail = ", ".join(here.values())
     if here == _FIRST_NAMESPACES:
         return ok("namespaces", f"{detail}: the host's own")
-    return note("namespaces", f"{detail}: a container's", "all three services must join these, as in compose.yaml")
+    return note("namespaces", f"{detail}: a container's", "all services must join these, as in compose.yaml")
 
 
 def check_state_dir(path: Path) -> Finding:

@@ -16,8 +16,9 @@ from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
 from slipstream.common.settings import arguments, setting, shared
+from slipstream.gateway.config import GatewayConfig, GatewaySettings
+from slipstream.gateway.main import LISTEN
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
-from slipstream.scheduler.main import LISTEN
 from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ DEFAULT_SERVER = LISTEN
 
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
-_METRICS_PORTS = ("scheduler", "verify", "draft")
+_METRICS_PORTS = ("scheduler", "verify", "draft", "gateway")
 """Services in the order of their metrics ports, which follow each other."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
@@ -43,8 +44,8 @@ def default_state_dir() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ServingSettings, ComputeSettings, LogSettings):
-    """The three services on one machine. Raises ConfigError naming the setting that is wrong."""
+class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
+    """The four services on one machine. Raises ConfigError naming the setting that is wrong."""
 
     models: ModelChoice
     """The target and the draft that are served."""
@@ -55,7 +56,7 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
     listen: str = setting(DEFAULT_SERVER, help="Address for clients; port 0 takes a free one.", unit="HOST:PORT")
     metrics_port: int | None = setting(
         None,
-        help="Prometheus port of the scheduler, on loopback; verify's and draft's are the next two; 0 takes free ones.",
+        help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateway's follow; 0: any.",
         unit="PORT",
         low=0,
         high=65536 - len(_METRICS_PORTS),
@@ -70,7 +71,7 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
         300.0, name="ready_timeout", help="Time for the models to load.", unit="SECONDS", above=0, high=86400
     )
     drain_timeout_s: float = setting(
-        SchedulerConfig.grace_s,
+        GatewayConfig.grace_s,
         name="drain_timeout",
         help="Time for running requests to finish when stopped.",
         unit="SECONDS",
@@ -82,12 +83,12 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
         super().__post_init__()
         if not isinstance(parse_address(self.listen, field="listen"), TcpAddress):
             raise ConfigError("listen", self.listen, "HOST:PORT")
-        parse_address(self.socket("verify"), field="state_dir")
+        parse_address(self.socket("scheduler"), field="state_dir")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
         for worker in self.workers:
             self.worker(worker)
-        _ = self.scheduler
+        _ = self.scheduler, self.gateway
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -115,8 +116,12 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
             verify=self.socket("verify"),
             draft=None if self.models.draft is None else self.socket("draft"),
             num_draft_tokens=self.models.num_draft_tokens,
-            grace_s=self.drain_timeout_s,
         )
+
+    @property
+    def gateway(self) -> GatewayConfig:
+        """Settings of the gateway."""
+        return shared(GatewayConfig, self, scheduler=self.socket("scheduler"), grace_s=self.drain_timeout_s)
 
     @property
     def mps_mode(self) -> MpsMode:
@@ -138,7 +143,7 @@ class UpConfig(ServingSettings, ComputeSettings, LogSettings):
         return port and port + _METRICS_PORTS.index(service)
 
     def socket(self, service: str) -> str:
-        """gRPC address of a worker, in a folder that only this user can open."""
+        """gRPC address of a worker or the scheduler, in a folder that only this user can open."""
         return str(UnixAddress(self.state_dir.absolute() / _SOCKET_FOLDER / f"{service}.sock"))
 
     def log_path(self, service: str) -> Path:
@@ -151,9 +156,16 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
     return _command(config, name, f"slipstream.services.{name}.main", config.socket(name), config.worker(name))
 
 
-def scheduler_command(config: UpConfig, listen: str) -> ServiceCommand:
-    """The scheduler of a configuration, for clients at `listen`, whose port is not 0."""
-    return _command(config, "scheduler", "slipstream.scheduler.main", listen, config.scheduler)
+def scheduler_command(config: UpConfig) -> ServiceCommand:
+    """The scheduler of a configuration."""
+    command = _command(config, "scheduler", "slipstream.scheduler.main", config.socket("scheduler"), config.scheduler)
+    return replace(command, restarts=True)
+
+
+def gateway_command(config: UpConfig, listen: str) -> ServiceCommand:
+    """The gateway of a configuration, for clients at `listen`, whose port is not 0."""
+    command = _command(config, "gateway", "slipstream.gateway.main", listen, config.gateway)
+    return replace(command, restarts=True)
 
 
 def _command(config: UpConfig, name: str, module: str, listen: str, settings: Settings) -> ServiceCommand:
@@ -169,7 +181,7 @@ def _command(config: UpConfig, name: str, module: str, listen: str, settings: Se
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
     """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
-    if daemon is None or service.name == "scheduler":
+    if daemon is None or service.name in ("scheduler", "gateway"):
         return replace(service, environment=outside_mps(directory))
     return replace(service, environment=daemon.environment)
 

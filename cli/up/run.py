@@ -1,4 +1,4 @@
-"""`slipstream up`: the three services on this machine, until they are stopped or one dies."""
+"""`slipstream up`: the four services on this machine, until they are stopped or a worker dies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import fetch_status
-from slipstream.cli.up.config import LOOPBACK, free_address, placed, scheduler_command, worker_command
+from slipstream.cli.up.config import LOOPBACK, free_address, gateway_command, placed, scheduler_command, worker_command
 from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
@@ -35,7 +35,8 @@ _SERVER = "server"
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
     """Serves until a signal ends it, and gives the exit status.
 
-    Raises SlipstreamError when an address or the state directory is taken, and when a service dies.
+    Raises SlipstreamError when an address or the state directory is taken, and when a service dies that is not
+    started again.
     """
     console = nonfailing_console()
     hurry = asyncio.Event()
@@ -70,7 +71,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
     with hold_state_dir(config.state_dir) as announce:
-        *workers, scheduler = _commands(config)
+        *workers, scheduler, gateway = commands = _commands(config)
         async with (
             LogFollower(sys.stderr.buffer) as follower,
             supervising(config, display.on_change, hurry) as supervisor,
@@ -78,24 +79,25 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
             with display:
                 supervisor.start(*workers)
                 supervisor.start(scheduler)
+                supervisor.start(gateway)
                 if is_verbose:
-                    follower.start(command.log_path for command in (*workers, scheduler))
+                    follower.start(command.log_path for command in commands)
                 await supervisor.wait_ready()
-            status = await supervisor.while_alive(fetch_status(scheduler.address))
+            status = await supervisor.while_alive(fetch_status(gateway.address))
             status.print()
-            announce(scheduler.address)
+            announce(gateway.address)
             await supervisor.watch()
 
 
 def _commands(config: UpConfig) -> list[ServiceCommand]:
-    """The workers and, last, the scheduler, at addresses that are free."""
+    """The workers, the scheduler and the gateway, at addresses that are free."""
     listen = free_address(config.listen, field="listen")
-    for name in (*config.workers, "scheduler"):
+    for name in (*config.workers, "scheduler", "gateway"):
         free_address(str(TcpAddress(LOOPBACK, config.metrics_port_of(name))), field="metrics_port")
-    workers = [worker_command(config, name) for name in config.workers]
-    for worker in workers:
-        free_address(worker.address, field="state_dir")
-    return [*workers, scheduler_command(config, listen)]
+    private = [*(worker_command(config, name) for name in config.workers), scheduler_command(config)]
+    for command in private:
+        free_address(command.address, field="state_dir")
+    return [*private, gateway_command(config, listen)]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,3 +61,20 @@ def _parse_unix(text: str, field: str) -> UnixAddress:
     if size > MAX_UNIX_PATH_BYTES:
         raise ConfigError(field, text, f"a path of at most {MAX_UNIX_PATH_BYTES} bytes; this one has {size}")
     return UnixAddress(absolute)
+
+
+def proxy_options(address: str) -> list[tuple[str, int]]:
+    """Arguments of a channel to `address`: on this host the proxy of the environment (`http_proxy`) is not asked."""
+    return [("grpc.enable_http_proxy", 0)] if _is_on_this_host(address) else []
+
+
+def _is_on_this_host(address: str) -> bool:
+    try:
+        parsed = parse_address(address)
+        return (
+            isinstance(parsed, UnixAddress)
+            or parsed.host == "localhost"
+            or ipaddress.ip_address(parsed.host).is_loopback
+        )
+    except (ConfigError, ValueError):  # a name, or another kind of gRPC's targets
+        return False

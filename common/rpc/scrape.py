@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.rpc.metrics import LOOPBACK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 TIMEOUT_S = 10.0
 
@@ -43,6 +47,17 @@ class Scrape:
     def since(self, earlier: Scrape) -> Scrape:
         """Returns the differences to an earlier scrape."""
         return Scrape({key: value - earlier.samples.get(key, 0.0) for key, value in self.samples.items()})
+
+
+def joined(scrapes: Mapping[str, Scrape]) -> Scrape:
+    """The samples of several services in one, each with its service's name as the label `job`."""
+    return Scrape(
+        {
+            (name, tuple(sorted([*labels, ("job", job)]))): value
+            for job, page in scrapes.items()
+            for (name, labels), value in page.samples.items()
+        }
+    )
 
 
 async def scrape(port: int, *, timeout_s: float = TIMEOUT_S) -> Scrape:

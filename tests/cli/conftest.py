@@ -10,16 +10,20 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import grpc
 import psutil
 import pytest
 
 from slipstream.cli.up import mps
 from slipstream.cli.up.process import ServiceCommand
+from slipstream.common.api.server_state import ServerState, ServiceState
+from slipstream.protos import generation_pb2_grpc
 from tests.harness.running import running_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
+    from slipstream.protos import generation_pb2
     from tests.harness.running import Running
 
 _FAKE_SERVICE = Path(__file__).parent.parent / "harness" / "fake_service.py"
@@ -34,12 +38,12 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def metrics_port() -> int:
-    """The first of three free ports that follow each other."""
+    """The first of four free ports that follow each other."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first, ExitStack() as others:
             port: int = first.getsockname()[1]
             with suppress(OSError, OverflowError):
-                for number in (1, 2):
+                for number in (1, 2, 3):
                     others.enter_context(socket.create_server(("127.0.0.1", port + number)))
                 return port
 
@@ -102,3 +106,54 @@ def mps_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     control.chmod(0o700)
     monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
     return tmp_path / "mps"
+
+
+class _Server(generation_pb2_grpc.GenerationServicer):
+    def __init__(self, *services: ServiceState) -> None:
+        self._state = ServerState(
+            version="0",
+            model="target",
+            vocab_size=10,
+            context_tokens=10,
+            algorithm="standalone",
+            num_draft_tokens=4,
+            run_ahead=1,
+            num_slots=2,
+            page_tokens=16,
+            num_pages=3,
+            num_free_pages=2,
+            queue_capacity=5,
+            num_waiting=0,
+            num_running=1,
+            epoch=1,
+            services=services,
+            fence="host",
+        )
+
+    async def GetServerInfo(self, request: object, context: object) -> generation_pb2.GetServerInfoResponse:  # noqa: N802
+        return self._state.to_pb()
+
+
+class ServeState(Protocol):
+    """Serves `GetServerInfo` with these services; gives the address."""
+
+    async def __call__(self, *services: ServiceState) -> str:
+        """Called on the event loop."""
+
+
+@pytest.fixture
+async def serve_state() -> AsyncIterator[ServeState]:
+    """Starts servers that only say what they are, and stops them."""
+    servers: list[grpc.aio.Server] = []
+
+    async def start(*services: ServiceState) -> str:
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServicer_to_server(_Server(*services), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        await server.stop(None)

@@ -27,7 +27,7 @@ def test_status_shows_every_service(server: str, up: Running) -> None:
     assert found.returncode == 0
     shown = json.loads(found.stdout)
     assert shown["healthy"]
-    assert {service["name"] for service in shown["services"]} == {"scheduler", "draft", "verify"}
+    assert {service["name"] for service in shown["services"]} == {"gateway", "scheduler", "draft", "verify"}
     assert {service["pid"] for service in shown["services"]} == {child.pid for child in up.children()}
     assert all(service["health"] == "SERVING" and service["metrics_port"] for service in shown["services"])
     table = slipstream("status", "--server", server)
@@ -38,7 +38,8 @@ def test_status_shows_every_service(server: str, up: Running) -> None:
 @pytest.mark.usefixtures("up")
 def test_metrics_and_logs_are_as_an_operator_wants_them(state_dir: Path, metrics_port: int) -> None:
     ports = {service["name"]: service["metrics_port"] for service in status(state_dir)["services"]}
-    assert ports == {"scheduler": metrics_port, "verify": metrics_port + 1, "draft": metrics_port + 2}
+    names = ("scheduler", "verify", "draft", "gateway")
+    assert ports == {name: metrics_port + number for number, name in enumerate(names)}
     for name in ports:
         lines = [json.loads(line) for line in (state_dir / f"{name}.log").read_text().splitlines()]
         assert {line["service"] for line in lines} == {name}
@@ -95,13 +96,47 @@ def test_up_ends_with_an_error_that_names_the_service_that_died(tmp_path: Path) 
     assert not leftovers(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gateway", "scheduler"])
+def test_up_starts_a_gateway_or_a_scheduler_again(tmp_path: Path, name: str) -> None:
+    def services() -> dict[str, int]:
+        return {service["name"]: service["pid"] for service in status(tmp_path)["services"]}
+
+    with running_up(tmp_path) as up:
+        before, server = services(), (tmp_path / "server").read_text()
+        os.kill(before[name], signal.SIGKILL)
+        until(lambda: up.errors().count(f"{name}: ready") == 2, up)
+        until(lambda: slipstream("status", "--server", server).returncode == 0, up)
+        after = services()
+        assert [each for each in after if after[each] != before[each]] == [name]
+        found = slipstream("generate", "--server", server, "--max-new-tokens", "8", "def add(a, b):\n")
+        assert found.returncode == 0, found.stderr
+        assert f"{name} was killed by SIGKILL and is started again" in up.errors()
+        up.signal(signal.SIGINT)
+        assert up.end() == 0
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "grpc_proxy"])
+def test_a_proxy_of_the_environment_is_not_asked(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    assert slipstream("status", "--server", server).returncode == 0
+    assert slipstream("generate", "--server", server, "--max-new-tokens", "2", "x").returncode == 0
+    trace = slipstream("trace", "--server", server, "--wait", "0.1", str(tmp_path / "out.json"))
+    assert "no step was complete within 0.1 s" in trace.stderr
+
+
 @contextmanager
 def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]]:
-    """An `up` whose workers load their models, and its three services."""
+    """An `up` whose workers load their models, and its four services."""
     with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
         until(lambda: len(list(state_dir.glob("sockets/*.lock"))) == 2, up)
         children = up.children()
-        assert len(children) == 3
+        assert len(children) == 4
         yield up, children
     assert not psutil.wait_procs(children, timeout=5)[1]
 
@@ -121,7 +156,7 @@ def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -
     with running_up(tmp_path, "--algorithm", "none") as up:
         assert status(tmp_path)["algorithm"] == "none"
         children = up.children()
-        assert len(children) == 2
+        assert len(children) == 3
         server = (tmp_path / "server").read_text()
         # A request that runs when the first signal comes is finished.
         with running("generate", "--server", server, "--json", "--max-new-tokens", "400", "--ignore-eos", "x") as job:
@@ -139,7 +174,7 @@ def test_the_first_interrupt_stops_and_the_second_does_not_wait(tmp_path: Path) 
         for child in children:
             child.suspend()  # only SIGKILL ends it then
         up.signal(signal.SIGINT)
-        until(lambda: "scheduler: stopping" in up.errors(), up)
+        until(lambda: "gateway: stopping" in up.errors(), up)
         up.signal(signal.SIGINT)
         assert up.end() == 130
     assert not leftovers(tmp_path)

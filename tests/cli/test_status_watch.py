@@ -47,7 +47,7 @@ def test_it_watches_a_server_that_works(server: str) -> None:
         assert watch.end() == 0
         assert watch.errors() == ""
         assert all(look["healthy"] for look in looks(watch))
-        assert [service["health"] for service in looks(watch)[0]["services"]] == ["SERVING"] * 3
+        assert [service["health"] for service in looks(watch)[0]["services"]] == ["SERVING"] * 4
         worked = [each for each in intervals() if each["step_s"]]
         assert num_tokens() == NUM_TOKENS
         assert all(sum(each["bubbles_s"].values()) <= each["step_s"] for each in worked)
@@ -92,7 +92,7 @@ def test_lines_elsewhere_and_one_table_on_a_terminal(server: str, state_dir: Pat
     assert len(blocks) >= 2
     for block in blocks:
         assert "\x1b" not in block
-        assert block.count("SERVING") == 3
+        assert block.count("SERVING") == 4
     assert exit_status == 0
     assert on_terminal.count("scheduler") >= 2
     assert "\x1b[" in on_terminal

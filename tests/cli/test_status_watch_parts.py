@@ -9,14 +9,15 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 import pytest
+from prometheus_client import generate_latest
 from rich.console import Console
 
 from slipstream.cli.status import ServerStatus
-from slipstream.cli.status_watch import Look, Reading, Watcher, frame, print_lines
+from slipstream.cli.status_watch import MEASURED, Look, Reading, Watcher, frame, print_lines
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import make_registry
-from slipstream.common.rpc.scrape import Scrape
+from slipstream.common.rpc.scrape import Scrape, joined
 from slipstream.common.worker.step import StepKind
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
@@ -30,19 +31,19 @@ MS = 1_000_000
 
 
 class Server:
-    """The real metrics of a scheduler that a test tells what to count."""
+    """The real metrics of a scheduler and a gateway that a test tells what to count."""
 
     def __init__(self) -> None:
-        self.registry: CollectorRegistry = make_registry()
-        self.requests = RequestMetrics(self.registry, num_running=lambda: 2, num_waiting=lambda: 3)
-        self.steps = StepMetrics(StepMetricFamilies(self.registry), fence="host", mps="no", algorithm="standalone")
+        self.registries: dict[str, CollectorRegistry] = {name: make_registry() for name in MEASURED}
+        self.requests = RequestMetrics(self.registries["gateway"], num_running=lambda: 2, num_waiting=lambda: 3)
+        families = StepMetricFamilies(self.registries["scheduler"])
+        self.steps = StepMetrics(families, fence="host", mps="no", algorithm="standalone")
 
-    def read(self, at_s: float, *, pid: int = 7, health: str = "SERVING") -> Reading:
+    def read(self, at_s: float, *, pid: int = 7, gateway_pid: int = 6, health: str = "SERVING") -> Reading:
         """The server's state and metrics now."""
-        from prometheus_client import generate_latest
-
-        metrics = Scrape.read(generate_latest(self.registry).decode())
-        return Reading(at_s=at_s, status=server_status(pid=pid, health=health), metrics=metrics)
+        pages = {name: Scrape.read(generate_latest(registry).decode()) for name, registry in self.registries.items()}
+        status = server_status(pid=pid, gateway_pid=gateway_pid, health=health)
+        return Reading(at_s=at_s, status=status, metrics=joined(pages))
 
     def work(self) -> None:
         """Ten decode steps of 5 ms, a prefill step, drafts, and two requests of which one ends."""
@@ -66,8 +67,8 @@ class Server:
         self.requests.finished("length", 0.3)
 
 
-def server_status(*, pid: int = 7, health: str = "SERVING") -> ServerStatus:
-    """Status of a server with one service."""
+def server_status(*, pid: int = 7, gateway_pid: int = 6, health: str = "SERVING") -> ServerStatus:
+    """Status of a server with a gateway and a scheduler, which has this health."""
     state = ServerState(
         version="0",
         model="[bold]target[/]",
@@ -84,10 +85,13 @@ def server_status(*, pid: int = 7, health: str = "SERVING") -> ServerStatus:
         num_waiting=3,
         num_running=2,
         epoch=1,
-        services=(ServiceState(name="scheduler", address="127.0.0.1:1", pid=pid),),
+        services=(
+            ServiceState(name="gateway", address="127.0.0.1:1", pid=gateway_pid),
+            ServiceState(name="scheduler", address="unix:/run/scheduler.sock", pid=pid),
+        ),
         fence="host",
     )
-    return ServerStatus(server="127.0.0.1:1", state=state, health={"scheduler": health})
+    return ServerStatus(server="127.0.0.1:1", state=state, health={"gateway": "SERVING", "scheduler": health})
 
 
 def worked(server: Server | None = None) -> Look:
@@ -136,11 +140,12 @@ def test_another_process_is_not_subtracted() -> None:
     server = Server()
     before = server.read(1.0, pid=7)
     assert server.read(2.0, pid=8).since(before) is None
-    key = ("process_start_time_seconds", ())
+    assert server.read(2.0, gateway_pid=8).restarted(before) == ["gateway"]
+    key = ("process_start_time_seconds", (("job", "scheduler"),))
     assert before.metrics is not None
     older = Scrape({**before.metrics.samples, key: before.metrics.samples[key] - 100})
     same_pid = Reading(at_s=0.5, status=before.status, metrics=older)
-    assert not before.is_same_process(same_pid)
+    assert before.restarted(same_pid) == ["scheduler"]
     assert before.since(same_pid) is None
     assert before.since(None) is None
 
@@ -148,7 +153,7 @@ def test_another_process_is_not_subtracted() -> None:
 def test_without_metrics_there_are_no_numbers_and_it_is_no_restart() -> None:
     full = Server().read(1.0)
     bare = Reading(at_s=2.0, status=server_status(), metrics=None, why_no_metrics="it serves no metrics")
-    assert bare.is_same_process(full)
+    assert not bare.restarted(full)
     assert bare.since(full) is None
     look = Look(at=AT, reading=bare, error=bare.why_no_metrics)
     assert row(look, "error") == "it serves no metrics"
@@ -201,7 +206,8 @@ def test_the_table_says_it_all() -> None:
     assert row(look, "requests") == "2 of 4 running, 3 of 5 waiting"
     assert row(look, "KV") == "10 of 40 pages, 25.0%"
     assert row(look, "runs").startswith("[bold]target[/]; algorithm standalone, 2 draft tokens a step, host fences")
-    assert row(look, "scheduler").split() == ["SERVING", "pid", "7", "127.0.0.1:1"]
+    assert row(look, "scheduler").split() == ["SERVING", "pid", "7", "unix:/run/scheduler.sock"]
+    assert row(look, "gateway").split() == ["SERVING", "pid", "6", "127.0.0.1:1"]
 
 
 def test_a_look_is_one_json_object_without_nan() -> None:

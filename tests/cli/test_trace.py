@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.common.api.server_state import ServiceState
 from tests.harness.grpc_server import running_server
 from tests.harness.running import running, slipstream, until
 from tests.harness.trace_format import check, slices_by_thread
@@ -16,6 +17,7 @@ from tests.harness.trace_format import check, slices_by_thread
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.cli.conftest import ServeState
     from tests.harness.running import Running
 
 pytestmark = pytest.mark.timeout(120)
@@ -97,11 +99,20 @@ def test_no_up_in_the_directory(tmp_path: Path) -> None:
     assert "no `slipstream up` is ready" in found.stderr
 
 
-async def test_a_server_that_cannot_be_traced(tmp_path: Path) -> None:
-    async with running_server() as server:
-        found = await asyncio.to_thread(slipstream, "trace", "--server", server.address, str(tmp_path / "out.json"))
+async def test_a_scheduler_that_cannot_be_traced(serve_state: ServeState, tmp_path: Path) -> None:
+    async with running_server() as scheduler:
+        address = await serve_state(ServiceState(name="scheduler", address=scheduler.address, pid=1))
+        found = await asyncio.to_thread(slipstream, "trace", "--server", address, str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr == f"slipstream: error: the server at {server.address} is too old to be traced\n"
+    assert found.stderr == f"slipstream: error: the scheduler at {scheduler.address} is too old to be traced\n"
+
+
+async def test_a_scheduler_that_cannot_be_reached_from_here(serve_state: ServeState, tmp_path: Path) -> None:
+    address = await serve_state(ServiceState(name="scheduler", address="unix:/nonexistent/scheduler.sock", pid=1))
+    found = await asyncio.to_thread(slipstream, "trace", "--server", address, str(tmp_path / "out.json"))
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "no trace from the scheduler at unix:/nonexistent/scheduler.sock: " in found.stderr
+    assert found.stderr.count("\n") == 1
 
 
 @pytest.mark.usefixtures("up")

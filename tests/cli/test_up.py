@@ -53,6 +53,27 @@ def has_stopped_its_service(state_dir: Path) -> bool:
     return (state_dir / "journal").read_text().count("SIGTERM") == 1 and not (state_dir / "scheduler.sock").exists()
 
 
+def fake_process(up: subprocess.Popen[bytes], name: str) -> psutil.Process:
+    """The process of a fake service."""
+    children = psutil.Process(up.pid).children()
+    return next(child for child in children if any(f"/{name}.sock" in word for word in child.cmdline()))
+
+
+def test_it_starts_a_dead_gateway_again_and_ends_in_order(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    with errors.open("wb") as file, up_on_fakes(tmp_path, stderr=file.fileno()) as up:
+        until((tmp_path / "server").exists, up)
+        dead = fake_process(up, "gateway")
+        dead.kill()
+        until(lambda: errors.read_text().count("gateway: ready") == 2, up)
+        assert fake_process(up, "gateway").pid != dead.pid
+        up.send_signal(signal.SIGINT)
+        assert up.wait(10) == 0
+    assert "gateway was killed by SIGKILL and is started again; its log is now" in errors.read_text()
+    assert has_stopped_its_service(tmp_path)
+    assert not (tmp_path / "gateway.sock").exists()
+
+
 def test_it_ends_in_order_when_its_terminal_is_gone(tmp_path: Path) -> None:
     terminal, side = os.openpty()
     with up_on_fakes(tmp_path, "--terminal", os.ttyname(side)) as up:
@@ -113,10 +134,7 @@ def test_a_signal_while_the_mps_daemon_quits_hides_no_error(
     with errors.open("wb") as file, up_on_fakes(tmp_path, "--mps", stderr=file.fileno()) as up:
         until((tmp_path / "server").exists, up)
         processes = daemon_processes(pipes)
-        service = next(
-            process for process in psutil.Process(up.pid).children() if "--listen" in " ".join(process.cmdline())
-        )
-        service.kill()
+        fake_process(up, "scheduler").kill()
         until(lambda: "quit" in told(pipes), up)
         up.send_signal(signal.SIGTERM)
         until(lambda: "stopping" in errors.read_text(), up)

@@ -9,7 +9,7 @@ import yaml
 
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.up import config as up_config
-from slipstream.cli.up.config import UpConfig, dialled, scheduler_command, worker_command
+from slipstream.cli.up.config import UpConfig, dialled, gateway_command, scheduler_command, worker_command
 from slipstream.cli.up.mps import MpsMode
 from slipstream.common.errors import ConfigError
 
@@ -39,10 +39,11 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("kept_jobs", {"kept_jobs": -1}),
         ("job_ttl_s", {"job_ttl_s": 0}),
         ("read_timeout_s", {"read_timeout_s": float("inf")}),
+        ("outage_timeout_s", {"outage_timeout_s": 0}),
         ("threads", {"threads": 0}),
         ("drain_timeout", {"drain_timeout_s": float("nan")}),
         ("metrics_port", {"metrics_port": -1}),
-        ("metrics_port", {"metrics_port": 65534}),
+        ("metrics_port", {"metrics_port": 65533}),
         ("log_level", {"log_level": "LOUD"}),
         ("log_format", {"log_format": "xml"}),
         ("listen", {"listen": "50051"}),
@@ -67,6 +68,8 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         kept_jobs=7,
         job_ttl_s=8.5,
         read_timeout_s=9.5,
+        outage_timeout_s=10.5,
+        drain_timeout_s=11.5,
         dtype="float16",
         load_format="dummy",
         simulate_accept_length=2.5,
@@ -76,7 +79,11 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         log_format="json",
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
-    scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
+    commands = scheduler_command(config), gateway_command(config, "0.0.0.0:1234")
+    assert [command.address for command in commands] == [f"unix:{tmp_path}/sockets/scheduler.sock", "127.0.0.1:1234"]
+    assert all(command.restarts for command in commands)
+    assert not worker_command(config, "verify").restarts
+    scheduler, gateway = (" ".join(command.argv) for command in commands)
     assert "--model /tmp" in draft
     assert f"--listen unix:{tmp_path}/sockets/draft.sock" in draft
     assert "--model /usr" in verify
@@ -85,7 +92,9 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--threads 2" in verify
     assert f"--verify unix:{tmp_path}/sockets/verify.sock" in scheduler
     assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
-    assert "--listen 0.0.0.0:1234" in scheduler
+    assert f"--listen unix:{tmp_path}/sockets/scheduler.sock" in scheduler
+    assert "--listen 0.0.0.0:1234" in gateway
+    assert f"--scheduler unix:{tmp_path}/sockets/scheduler.sock" in gateway
     assert "--slots 5" in scheduler
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
@@ -96,26 +105,29 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert "--metrics-port 9500 " in scheduler
     assert "--metrics-port 9501 " in verify
     assert "--metrics-port 9502 " in draft
-    assert all("--log-level DEBUG --log-format json" in service for service in (scheduler, verify, draft))
-    assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in scheduler
+    assert "--metrics-port 9503 " in gateway
+    assert all("--log-level DEBUG --log-format json" in service for service in (gateway, scheduler, verify, draft))
+    assert "--stream-interval-ms 2.5 --kept-jobs 7 --job-ttl-s 8.5 --read-timeout-s 9.5" in gateway
+    assert "--outage-timeout-s 10.5" in gateway
+    assert "--grace-s 11.5" in gateway
 
 
 def test_metrics_are_where_prometheus_expects_them_unless_clients_take_any_port() -> None:
     scrapes = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
     expected = {scrape["job_name"]: scrape["static_configs"][0]["targets"] for scrape in scrapes}
-    names = ("scheduler", "verify", "draft")
+    names = ("scheduler", "verify", "draft", "gateway")
     config = UpConfig(models=MODELS)
     assert expected == {f"slipstream-{name}": [f"127.0.0.1:{config.metrics_port_of(name)}"] for name in names}
     for free in (UpConfig(models=MODELS, listen="127.0.0.1:0"), UpConfig(models=MODELS, metrics_port=0)):
-        assert [free.metrics_port_of(name) for name in names] == [0, 0, 0]
+        assert [free.metrics_port_of(name) for name in names] == [0, 0, 0, 0]
     given = UpConfig(models=MODELS, listen="127.0.0.1:0", metrics_port=9500)
-    assert [given.metrics_port_of(name) for name in names] == [9500, 9501, 9502]
+    assert [given.metrics_port_of(name) for name in names] == [9500, 9501, 9502, 9503]
 
 
 def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
     config = UpConfig(models=ModelChoice(target=Path("/usr"), draft=None), state_dir=tmp_path)
     assert config.workers == ("verify",)
-    assert "--draft" not in scheduler_command(config, "127.0.0.1:1").argv
+    assert "--draft" not in scheduler_command(config).argv
 
 
 def test_a_wildcard_is_dialled_at_the_loopback() -> None:

@@ -1,6 +1,7 @@
-"""`slipstream up` with one fake service: up_on_fakes.py STATE_DIR [--mps] [--terminal PATH]
+"""`slipstream up` with a fake scheduler and a fake gateway: up_on_fakes.py STATE_DIR [--mps] [--terminal PATH]
 
-The service serves at STATE_DIR/scheduler.sock, and notes each SIGTERM in STATE_DIR/journal.
+They serve at STATE_DIR/scheduler.sock and gateway.sock. The scheduler notes each SIGTERM in STATE_DIR/journal; the
+gateway is started again when it dies.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import asyncio
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -26,6 +28,12 @@ async def _fetch_status(_server: str) -> SimpleNamespace:
     return SimpleNamespace(print=lambda: None)
 
 
+def _fake(folder: Path, name: str, *options: str) -> ServiceCommand:
+    address = f"unix:{folder}/{name}.sock"
+    argv = (sys.executable, str(_FAKE_SERVICE), "--listen", address, *options)
+    return ServiceCommand(name=name, argv=argv, address=address, log_path=folder / f"{name}.log")
+
+
 def main() -> None:
     """Ends as the command does."""
     parser = argparse.ArgumentParser()
@@ -39,13 +47,12 @@ def main() -> None:
             os.dup2(terminal, descriptor)
         os.close(terminal)
     folder = options.state_dir
-    address = f"unix:{folder}/scheduler.sock"
-    argv = (sys.executable, str(_FAKE_SERVICE), "--listen", address, "--journal", str(folder / "journal"))
-    service = ServiceCommand(name="scheduler", argv=argv, address=address, log_path=folder / "scheduler.log")
+    scheduler = _fake(folder, "scheduler", "--journal", str(folder / "journal"))
+    services = [scheduler, replace(_fake(folder, "gateway"), restarts=True)]
     models = ModelChoice(target=Path("/usr"), draft=None)
     gpu = {"device": "cuda", "mps": "on"} if options.mps else {"device": "cpu"}
     config = UpConfig(models=models, state_dir=folder, **gpu)
-    with patch.object(up, "_commands", lambda _config: [service]), patch.object(up, "fetch_status", _fetch_status):
+    with patch.object(up, "_commands", lambda _config: services), patch.object(up, "fetch_status", _fetch_status):
         try:
             sys.exit(asyncio.run(up.run_up(config, is_verbose=False)))
         except SlipstreamError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, parse_address
+from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, parse_address, proxy_options
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,13 @@ def test_the_longest_path_of_a_socket() -> None:
     parse_address(f"unix:{longest}")
     with pytest.raises(ConfigError, match="this one has 108"):
         parse_address(f"unix:{longest}x")
+
+
+@pytest.mark.parametrize("address", ["unix:/run/a.sock", "127.0.0.1:1", "127.0.0.53:1", "[::1]:1", "localhost:1"])
+def test_no_proxy_is_asked_for_an_address_on_this_host(address: str) -> None:
+    assert proxy_options(address) == [("grpc.enable_http_proxy", 0)]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "gpu.example:1", "dns:///gpu.example:1"])
+def test_the_environment_s_proxy_is_asked_for_other_hosts(address: str) -> None:
+    assert proxy_options(address) == []
