@@ -39,10 +39,10 @@ CATALOGUE = (
         "`wall = busy draft + busy verify + bubbles`.",
         step_metrics.SPECS,
     ),
-    Section("Requests", "What clients get. On the scheduler's endpoint.", request_metrics.SPECS),
+    Section("Requests", "What clients get. On the gateway's endpoint.", request_metrics.SPECS),
     Section("Server", "What it is and how full it is. On the scheduler's endpoint.", server_metrics.SPECS),
     Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", heartbeats.SPECS),
-    Section("Every service", "On each of the three endpoints.", common_metrics.SPECS),
+    Section("Every service", "On each of the four endpoints.", common_metrics.SPECS),
 )
 """Every metric of ours."""
 
@@ -64,7 +64,7 @@ LABELS = {
     "mps": "whether the workers share the GPU through MPS: `on`, `off`",
     "algorithm": "how tokens are drafted: `standalone`, `eagle3`, … or `none`",
     "phase": "`decode`, or `prefill` for steps that take in prompts",
-    "service": "`scheduler`, `draft`, `verify`",
+    "service": "`gateway`, `scheduler`, `draft`, `verify`",
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "
     "steps without a draft in their path",
     "site": "where a host thread was blocked. The scheduler's loop: "

@@ -1,7 +1,7 @@
 """Lists the project's files that one job passes through: `job_path.py [--json]`.
 
-Starts scheduler, draft (the bundled EAGLE-3 head) and verify on the CPU as three processes, runs one job, and records
-in each process the files of which a function was entered between the call of Generate and its end. Every process
+Starts gateway, scheduler, draft (the bundled EAGLE-3 head) and verify on the CPU, runs one job, and records in each
+process the files of which a function was entered between the call of Generate and its end. Every process
 runs under `sys.setprofile` by way of this file; the product has no code for it.
 """
 
@@ -67,7 +67,7 @@ def measure() -> JobPath:
         with _services(folder) as processes, (folder / "switch").open("r+b") as file:
             _await_ready(folder, processes)
             switch = mmap.mmap(file.fileno(), 1)
-            with Client(f"unix:{folder}/scheduler.sock") as client:
+            with Client(f"unix:{folder}/gateway.sock") as client:
                 switch[0] = 1
                 options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8, "seed": 1}
                 chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
@@ -86,15 +86,16 @@ def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
     target, address = str(bundled.target_dir()), {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
     options = {
-        "verify": ("--model", target),
-        "draft": ("--model", str(bundled.eagle3_dir()), "--algorithm", "eagle3", "--target", target),
-        "scheduler": ("--verify", address["verify"], "--draft", address["draft"]),
+        "verify": ("--model", target, "--device", "cpu"),
+        "draft": ("--model", str(bundled.eagle3_dir()), "--algorithm", "eagle3", "--target", target, "--device", "cpu"),
+        "scheduler": ("--verify", address["verify"], "--draft", address["draft"], "--device", "cpu"),
+        "gateway": ("--scheduler", address["scheduler"]),
     }
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, module in _MODULES.items():
             traced = (sys.executable, str(Path(__file__).resolve()), _TRACED, str(folder), name, module)
-            shared = ("--listen", address[name], "--device", "cpu", "--log-level", "WARNING")
+            shared = ("--listen", address[name], "--log-level", "WARNING")
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             processes[name] = subprocess.Popen((*traced, *options[name], *shared), env=environment)
         yield processes
@@ -109,6 +110,7 @@ _MODULES = {
     "verify": "slipstream.services.verify.main",
     "draft": "slipstream.services.draft.main",
     "scheduler": "slipstream.scheduler.main",
+    "gateway": "slipstream.gateway.main",
 }
 
 
@@ -117,7 +119,7 @@ def _await_ready(folder: Path, processes: dict[str, subprocess.Popen[bytes]]) ->
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     deadline = time.monotonic() + READY_TIMEOUT_S
-    with grpc.insecure_channel(f"unix:{folder}/scheduler.sock") as channel:
+    with grpc.insecure_channel(f"unix:{folder}/gateway.sock") as channel:
         check: Any = health_pb2_grpc.HealthStub(channel).Check
         while True:
             try:
@@ -127,7 +129,7 @@ def _await_ready(folder: Path, processes: dict[str, subprocess.Popen[bytes]]) ->
                 pass  # it does not listen yet
             ended = [name for name, process in processes.items() if process.poll() is not None]
             if ended or time.monotonic() > deadline:
-                raise RuntimeError(f"ended: {', '.join(ended)}" if ended else "the scheduler does not become ready")
+                raise RuntimeError(f"ended: {', '.join(ended)}" if ended else "the gateway does not become ready")
             time.sleep(0.1)
 
 

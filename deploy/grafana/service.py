@@ -9,18 +9,21 @@ from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, numbers
 from slipstream.deploy.grafana.queries import Query, quantile, quantiles, rate, series, total
 from slipstream.gateway.request_metrics import (
+    COALESCED,
     CUT_OFF,
     END_TO_END,
     FIRST_TOKEN,
     GENERATION_TOKENS,
     INTER_TOKEN,
     PROMPT_TOKENS,
+    PUBLISH_TO_SEND,
+    QUEUE_CAPACITY,
     QUEUE_TIME,
     REQUESTS,
     RUNNING,
     WAITING,
 )
-from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, QUEUE_CAPACITY, SLOTS
+from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 NEARLY_FULL = ((0.8, "yellow"), (0.95, "red"))
 FIRST_TOKEN_LIMITS = ((1, "yellow"), (5, "red"))
 INTER_TOKEN_LIMITS = ((0.1, "yellow"), (0.5, "red"))
+SEND_LIMITS = ((0.01, "yellow"), (0.05, "red"))
 KV_SHARE = f"{total(series(KV_PAGES_USED), 'instance', 'service')} / {total(series(KV_PAGES), 'instance', 'service')}"
 KV_BYTES = f"{series(KV_PAGES_USED)} * {series(KV_PAGE_BYTES)}"
 
@@ -154,6 +158,19 @@ def _latency() -> list[Panel]:
             *quantiles(QUEUE_TIME),
             unit="s",
             limits=((1, "yellow"), (5, "red")),
+        ),
+        graph(
+            "From publish to send",
+            "From a step's result on the host to the write of its message to a client: what the gateway adds.",
+            *quantiles(PUBLISH_TO_SEND),
+            unit="s",
+            limits=SEND_LIMITS,
+        ),
+        graph(
+            "Messages that came late",
+            "Messages per second with the output of more than one step, because the gateway or a client was behind.",
+            Query(total(rate(COALESCED)), "late"),
+            unit="reqps",
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""The `Timeline` service: waits for steps, and merges the records of all three processes."""
+"""The `Timeline` service: waits for steps, and merges the records of scheduler, draft and verify."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "prometheus.yml"
 START_TIMEOUT_S = 30.0
 RETRY_S = 0.05
-SERVICES = ("scheduler", "draft", "verify")
+SERVICES = ("gateway", "scheduler", "draft", "verify")
 PROMPTS = ("def main():\n", "class Queue:\n", "import os\n", "for line in lines:\n")
 
 
@@ -117,7 +117,7 @@ class Observed:
     """Services with a Prometheus beside them."""
 
     address: str
-    """The scheduler's address."""
+    """The gateway's address."""
     metrics_ports: Mapping[str, int]
     """The metrics ports, by service."""
     prometheus: Prometheus
@@ -148,7 +148,13 @@ async def observed_stack(
         await asyncio.gather(*starts)
         jobs = {f"slipstream-{service}": number for service, number in ports.items()}
         async with (
-            stack.scheduler("draft", run_ahead=run_ahead, slots=slots, metrics_port=ports["scheduler"]) as served,
+            stack.scheduler(
+                "draft",
+                run_ahead=run_ahead,
+                slots=slots,
+                metrics_port=ports["scheduler"],
+                gateway_metrics_port=ports["gateway"],
+            ) as served,
             running_prometheus(folder / "prometheus", jobs, interval_ms=interval_ms) as prometheus,
         ):
             yield Observed(served.address, ports, prometheus)

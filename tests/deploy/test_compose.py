@@ -19,6 +19,8 @@ from slipstream.cli.main import app
 from slipstream.cli.up import mps
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.logs import FORMATS
+from slipstream.gateway.config import GatewayConfig
+from slipstream.gateway.main import gateway
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.main import scheduler
 from slipstream.services.draft.main import draft
@@ -38,7 +40,9 @@ COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "verify": ("slipstream-verify", verify),
     "draft": ("slipstream-draft", draft),
     "scheduler": ("slipstream-scheduler", scheduler),
+    "gateway": ("slipstream-gateway", gateway),
 }
+ON_THE_DEVICE = ("verify", "draft", "scheduler")
 MEMBERS = (*COMMANDS, "prometheus", "grafana")
 BUNDLED_IN_IMAGE = PurePosixPath("/opt/slipstream/bundled")
 
@@ -111,7 +115,14 @@ def test_the_scheduler_finds_its_workers(project: dict[str, Any], variant: str) 
     assert config.verify == options("verify", project)["listen"]
     assert config.draft == options("draft", project)["listen"]
     assert found["log_format"] in FORMATS
-    assert _seconds(project["services"]["scheduler"]["stop_grace_period"]) > config.grace_s
+
+
+def test_the_gateway_finds_its_scheduler(project: dict[str, Any]) -> None:
+    found = options("gateway", project)
+    config = configuration(GatewayConfig, found)
+    assert config.scheduler == options("scheduler", project)["listen"]
+    assert found["log_format"] in FORMATS
+    assert _seconds(project["services"]["gateway"]["stop_grace_period"]) > config.grace_s
 
 
 def test_an_eagle3_head_can_take_the_draft_s_place() -> None:
@@ -138,13 +149,13 @@ def test_published_ports_are_those_that_are_served(project: dict[str, Any]) -> N
     services = project["services"]
     assert {name for name, service in services.items() if "ports" in service} == {"anchor"}
     published = {int(port.rpartition(":")[2]): port.rpartition(":")[0] for port in services["anchor"]["ports"]}
-    listen = parse_address(options("scheduler", project)["listen"])
+    listen = parse_address(options("gateway", project)["listen"])
     assert isinstance(listen, TcpAddress)
     prometheus = next(part for part in services["prometheus"]["command"] if part.startswith("--web.listen-address="))
     grafana = services["grafana"]["environment"]["GF_SERVER_HTTP_PORT"]
     assert set(published) == {listen.port, int(prometheus.rpartition(":")[2]), int(grafana)}
     assert all(host.startswith("127.0.0.1:") for host in published.values()), "nobody but this host by default"
-    assert f":{listen.port}" in services["scheduler"]["healthcheck"]["test"][-1]
+    assert f":{listen.port}" in services["gateway"]["healthcheck"]["test"][-1]
 
 
 def test_health_checks_ask_the_service_itself(project: dict[str, Any]) -> None:
@@ -166,6 +177,7 @@ def test_who_depends_on_whom(project: dict[str, Any]) -> None:
             needed = set(services[other].get("profiles", ()))
             assert not needed or needed == set(service.get("profiles", ())), f"{name} without {other}"
     assert set(services["scheduler"]["depends_on"]) == {"anchor", "verify", "draft"}
+    assert set(services["gateway"]["depends_on"]) == {"anchor", "scheduler"}
     assert {name for name in services if "profiles" in services[name]} == {"prometheus", "grafana"}
 
 
@@ -176,9 +188,18 @@ def test_they_live_together_like_a_pod(project: dict[str, Any]) -> None:
     assert not {"network_mode", "pid"} & set(services["anchor"])
     for name in MEMBERS:
         assert services[name]["network_mode"] == "service:anchor"
-        if name in COMMANDS:
+        if name in ON_THE_DEVICE:
             assert services[name]["pid"] == services[name]["ipc"] == "service:anchor"
+        if name in COMMANDS:
             assert "anchor" in services[name]["depends_on"]
+
+
+def test_the_gateway_gets_no_more_than_it_needs(project: dict[str, Any]) -> None:
+    gateway = project["services"]["gateway"]
+    assert not {"pid", "ipc", "environment"} & set(gateway)
+    assert "reservations" not in gateway["deploy"]["resources"]
+    targets = {mount["target"] if isinstance(mount, dict) else mount.split(":")[1] for mount in gateway["volumes"]}
+    assert targets == {"/run/slipstream", "/models"}
 
 
 def test_nobody_can_do_more_than_he_must(project: dict[str, Any]) -> None:
@@ -204,7 +225,7 @@ def test_nobody_can_do_more_than_he_must(project: dict[str, Any]) -> None:
 
 
 def test_the_gpu_is_reserved_where_it_is_used(project: dict[str, Any], variant: str) -> None:
-    for name in ("anchor", *COMMANDS):
+    for name in ("anchor", *ON_THE_DEVICE):
         resources = project["services"][name]["deploy"]["resources"]
         if variant == "cpu":
             assert "reservations" not in resources
@@ -217,7 +238,7 @@ def test_who_is_under_mps(project: dict[str, Any], variant: str) -> None:
     services = project["services"]
     source = Path(mps.__file__).read_text(encoding="utf-8")
     pipes = {}
-    for name in ("anchor", *COMMANDS):
+    for name in ("anchor", *ON_THE_DEVICE):
         environment = services[name].get("environment", {})
         assert all(f'"{variable}"' in source for variable in environment)
         pipes[name] = environment.get("CUDA_MPS_PIPE_DIRECTORY")

@@ -46,6 +46,7 @@ SHOWS = {
         *("slipstream_time_to_first_token_seconds", "slipstream_inter_token_latency_seconds"),
         *("slipstream_e2e_request_latency_seconds", "slipstream_request_queue_time_seconds", "slipstream_rpcs_total"),
         *("slipstream_num_requests_running", "slipstream_num_requests_waiting", "slipstream_kv_pages_used"),
+        *("slipstream_publish_to_send_seconds", "slipstream_coalesced_messages_total"),
     },
     "health": {
         *("slipstream_worker_up", "slipstream_worker_heartbeat_age_seconds", "slipstream_build_info"),

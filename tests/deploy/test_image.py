@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
@@ -13,7 +15,9 @@ import pytest
 from tests.harness.compose_files import DEPLOY, load
 
 ROOT = DEPLOY.parent
-DOCKERFILE = re.sub(r"\\\n\s*", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+DOCKERFILE, GATEWAY = (
+    re.sub(r"\\\n\s*", "", (DEPLOY / name).read_text(encoding="utf-8")) for name in ("Dockerfile", "gateway.Dockerfile")
+)
 
 
 def arguments() -> dict[str, str]:
@@ -70,14 +74,19 @@ def test_the_builder_gets_nothing_else(path: str) -> None:
     assert not is_let_through("cli/__pycache__/main.pyc")
 
 
-def test_what_is_copied_is_there() -> None:
-    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
-    assert {"build", "final", "final-gpu", "final-cpu"} == stages
-    copies = re.findall(r"^COPY (--from=(\S+) )?(\S+) (\S+)$", DOCKERFILE, re.MULTILINE)
-    assert len(copies) == DOCKERFILE.count("\nCOPY ")
+@pytest.mark.parametrize(
+    ("dockerfile", "expected"),
+    [(DOCKERFILE, {"build", "final", "final-gpu", "final-cpu"}), (GATEWAY, {"build", "final"})],
+    ids=["device", "gateway"],
+)
+def test_what_is_copied_is_there(dockerfile: str, expected: set[str]) -> None:
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
+    assert stages == expected
+    copies = re.findall(r"^COPY (--from=(\S+) )?(\S+) (\S+)$", dockerfile, re.MULTILINE)
+    assert len(copies) == dockerfile.count("\nCOPY ")
     for _, stage, source, _ in copies:
         assert stage in stages if stage else (ROOT / source).exists()
-    for file in re.findall(r"/src/([\w.]+)", DOCKERFILE):
+    for file in re.findall(r"/src/([\w.]+)", dockerfile):
         assert (ROOT / file).exists()
         assert is_let_through(file)
 
@@ -92,7 +101,9 @@ def test_every_variant_that_is_asked_for_can_be_built() -> None:
         assert build["args"] == {"VARIANT": variant}
         assert f" AS final-{variant}\n" in DOCKERFILE
         images = {service["image"] for name, service in project["services"].items() if "profiles" not in service}
-        assert images == {f"slipstream:{variant}"}
+        assert images == {f"slipstream:{variant}", "slipstream:gateway"}
+        gateway = project["services"]["gateway"]["build"]
+        assert (ROOT / gateway["dockerfile"]).is_file()
 
 
 def test_bases_are_pinned_by_tag() -> None:
@@ -115,11 +126,30 @@ def test_installs_what_pyproject_names() -> None:
     assert _version(low) <= (int(tested[1]), int(tested[2])) < _version(high)
 
 
-def test_runs_as_nobody_in_particular_and_builds_nothing() -> None:
-    final = DOCKERFILE.partition(" AS final\n")[2]
+def without_what_is_not_installed(*modules: str) -> subprocess.CompletedProcess[str]:
+    """Imports modules where the packages that the gateway's image lacks are not there."""
+    missing = re.findall(r'^ARG NOT_INSTALLED="(.*)"$', GATEWAY, re.MULTILINE)[0].split("|")
+    block = "import sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')))"
+    load = "import importlib; [importlib.import_module(name) for name in sys.argv[2:]]"
+    command = (sys.executable, "-c", f"{block}; {load}", ",".join(missing), *modules)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_gateway_s_image_has_all_that_the_gateway_imports() -> None:
+    wanted = ("gateway.server", "gateway.main", "cli.main", "cli.status")
+    found = without_what_is_not_installed(*(f"slipstream.{name}" for name in wanted))
+    assert found.returncode == 0, found.stderr
+    assert "numpy" in without_what_is_not_installed("slipstream.services.models.sampler").stderr
+    needs = [re.match(r"[\w-]+", need)[0] for need in pyproject()["project"]["dependencies"]]  # type: ignore[index]
+    assert set(re.findall(r'^ARG NOT_INSTALLED="(.*)"$', GATEWAY, re.MULTILINE)[0].split("|")) < set(needs)
+
+
+@pytest.mark.parametrize("dockerfile", [DOCKERFILE, GATEWAY], ids=["device", "gateway"])
+def test_runs_as_nobody_in_particular_and_builds_nothing(dockerfile: str) -> None:
+    final = dockerfile.partition(" AS final\n")[2]
     assert re.search(r"^USER 10001:10001$", final, re.MULTILINE)
     assert "useradd --uid 10001" in final
-    assert "pip install" not in DOCKERFILE.partition("FROM ${PYTHON} AS final-cpu")[2]
+    assert "pip install" not in dockerfile.partition("FROM ${PYTHON} AS final")[2]
 
 
 def _version(text: str) -> tuple[int, ...]:

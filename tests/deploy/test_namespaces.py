@@ -1,4 +1,4 @@
-"""Three services in joined namespaces, as compose.yaml has them, tried without Docker."""
+"""Four services in joined namespaces, as compose.yaml has them, tried without Docker."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_a_client_gets_its_text_from_services_that_can_do_nothing_else(option: s
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     assert "SERVING" in lines
-    assert "3 services, as user 10001, without capabilities; the root: Read-only file system" in lines
+    assert "4 services, as user 10001, without capabilities; the root: Read-only file system" in lines
     assert json.loads(lines[-1])["text"]

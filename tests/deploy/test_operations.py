@@ -9,6 +9,7 @@ import pytest
 import typer.main
 
 from slipstream.cli.main import app
+from slipstream.gateway.main import gateway
 from slipstream.scheduler.main import scheduler
 from slipstream.services.draft.main import draft
 from slipstream.services.verify.main import verify
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 PAGE = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
 PROSE = re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)
 SERVICES: dict[str, Callable[..., None]] = {
+    "slipstream-gateway": gateway,
     "slipstream-scheduler": scheduler,
     "slipstream-draft": draft,
     "slipstream-verify": verify,

@@ -77,5 +77,5 @@ def test_every_alert_leads_to_its_paragraph() -> None:
 def test_jobs_are_called_as_dashboards_expect_them() -> None:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))
     jobs = {job["job_name"]: job["static_configs"][0] for job in config["scrape_configs"]}
-    assert jobs.keys() == {"slipstream-scheduler", "slipstream-draft", "slipstream-verify"}
+    assert jobs.keys() == {f"slipstream-{name}" for name in ("gateway", "scheduler", "draft", "verify")}
     assert len({job["labels"]["instance"] for job in jobs.values()}) == 1

@@ -1,4 +1,4 @@
-"""The bundled EAGLE-3 head behind `slipstream up`: scheduler, draft and verify as three processes, on either device."""
+"""The bundled EAGLE-3 head behind `slipstream up`: all four services, on either device."""
 
 from __future__ import annotations
 

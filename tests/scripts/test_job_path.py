@@ -15,7 +15,7 @@ MAX_FILES = 50
 
 @pytest.mark.slow
 def test_a_job_enters_at_most_fifty_files() -> None:
-    """Through three real processes on the CPU, with the bundled model and its EAGLE-3 head."""
+    """Through four real processes on the CPU, with the bundled model and its EAGLE-3 head."""
     command = (sys.executable, str(SCRIPT), "--json")
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert found.returncode == 0, found.stderr
@@ -26,6 +26,7 @@ def test_a_job_enters_at_most_fifty_files() -> None:
 
 
 _CORE = {
+    "gateway": "gateway/manager.py",
     "scheduler": "scheduler/core/loop.py",
     "draft": "services/draft/drafters.py",
     "verify": "services/verify/target.py",
