@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, summary
+from slipstream.benchmarks.decode_report import ONE, THREE, Measurement
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
 from slipstream.benchmarks.model_shapes import write_shape
-from slipstream.benchmarks.models import PictureOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
@@ -175,11 +174,9 @@ def main(
     shapes: Annotated[str, typer.Option(help="Names, separated by commas.")] = "llama-3.1-8b,llama-3.2-1b",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,8,16,32,64",
     repeats: Annotated[int, typer.Option(help="How often the modes take turns.")] = 10,
-    run_ahead: Annotated[int, typer.Option(help="Steps sent ahead.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="The file for measurements; other shapes in it are kept.")
     ] = None,
-    picture: PictureOption = None,
 ) -> None:
     """Measures decode steps."""
     names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]
@@ -191,27 +188,21 @@ def main(
         write_rows(measurements, json_file)
 
     for name in names:
-        benchmark = DecodeBenchmark(Setup.named(name), device, sizes, repeats, run_ahead, bandwidth)
+        benchmark = DecodeBenchmark(Setup.named(name), device, sizes, repeats, bandwidth)
         asyncio.run(benchmark.measure(keep))
-    if picture is not None:
-        from slipstream.benchmarks.charts import draw_decode
-
-        draw_decode(measurements, picture)
-    print("\n".join(summary(measurements)))
 
 
 class DecodeBenchmark:
     """One pair of models, in both modes."""
 
     def __init__(
-        self, setup: Setup, device: str, batches: Sequence[int], repeats: int, run_ahead: int, bandwidth: float | None
+        self, setup: Setup, device: str, batches: Sequence[int], repeats: int, bandwidth: float | None
     ) -> None:
         """`bandwidth`: of a copy, in bytes per second; None if it is not known."""
         self._setup = setup
         self._device = device
         self._batches = batches
         self._repeats = repeats
-        self._run_ahead = run_ahead
         self._bandwidth = bandwidth
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._bytes = StepBytes.of(setup.target, setup.draft, num_draft_tokens=NUM_DRAFT_TOKENS, dtype=dtype)
@@ -230,7 +221,8 @@ class DecodeBenchmark:
                 for repeat in range(self._repeats):
                     for served, mode in modes:
                         measurements.append(await self._measure(served, mode, batch, repeat))
-                        print(line(measurements[-1]), flush=True)
+                        step = f"{measurements[-1].step_ms:.3f} ms a step"
+                        print(f"{self._setup.name}, batch {batch}, {mode}, repeat {repeat}: {step}", flush=True)
                 keep(measurements)
 
     @asynccontextmanager
@@ -258,26 +250,16 @@ class DecodeBenchmark:
     @property
     def _verify(self) -> dict[str, Any]:
         setup = self._setup
-        return {
-            "model": setup.target,
-            "load_format": setup.load_format,
-            "simulate_accept_length": ACCEPT_LENGTH,
-        }
+        return {"model": setup.target, "load_format": setup.load_format, "simulate_accept_length": ACCEPT_LENGTH}
 
     @property
     def _draft(self) -> dict[str, Any]:
-        setup = self._setup
-        return {
-            "model": setup.draft,
-            "target": setup.target,
-            "load_format": setup.load_format,
-            "algorithm": EAGLE3,
-        }
+        weights = {"model": self._setup.draft, "load_format": self._setup.load_format}
+        return {**weights, "target": self._setup.target, "algorithm": EAGLE3}
 
     @property
     def _scheduler(self) -> dict[str, Any]:
         return {
-            "run_ahead": self._run_ahead,
             "num_draft_tokens": NUM_DRAFT_TOKENS,
             "slots": max(self._batches),
             "context_tokens": self._setup.context_tokens,

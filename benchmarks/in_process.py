@@ -5,20 +5,19 @@ owns the device, and nothing on the stream waits: what a wait would be for comes
 
     python -m slipstream.benchmarks.in_process SETTINGS LISTEN METRICS_PORT
 
-SETTINGS is what `InProcessSettings.as_json` gives.
+SETTINGS is a pickled `InProcessSettings`, in hexadecimal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -29,8 +28,6 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
 from slipstream.common.worker.step import FenceOps
 from slipstream.common.worker.trace import HostRecords
-from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,57 +36,30 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import StepCommand
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import Engine
-
-_PATHS = ("model", "target", "access_log_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessSettings:
-    """The settings of what would be three services, as they go over the command line."""
+    """The settings of what would be three services."""
 
     verify: WorkerConfig
     draft: WorkerConfig | None
     scheduler: SchedulerConfig
 
-    def as_json(self) -> str:
-        """Encodes them."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> InProcessSettings:
-        """Decodes them. Raises ConfigError for a setting that is wrong."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(
-            verify=_worker(values["verify"]),
-            draft=_worker(values["draft"]) if "draft" in values else None,
-            scheduler=SchedulerConfig(**_with_paths(values["scheduler"])),
-        )
-
 
 def in_process_command(settings: InProcessSettings, listen: str, metrics_port: int) -> tuple[str, ...]:
     """The command line of a process that serves so."""
     module = (sys.executable, "-P", "-m", "slipstream.benchmarks.in_process")
-    return (*module, settings.as_json(), listen, str(metrics_port))
-
-
-def _worker(values: dict[str, Any]) -> WorkerConfig:
-    return WorkerConfig(**_with_paths(values))
-
-
-def _with_paths(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: Path(value) if name in _PATHS and value is not None else value for name, value in values.items()}
+    return (*module, pickle.dumps(settings).hex(), listen, str(metrics_port))
 
 
 class LocalLink:
     """Implements `Link` with an engine of this process."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        device_thread: Executor,
-        failures: list[BaseException],
-    ) -> None:
+    def __init__(self, engine: Engine, device_thread: Executor, failures: list[BaseException]) -> None:
         """`failures`: what broke the stream, as soon as it is broken."""
         self.role = engine.description.role
         self._engine = engine
@@ -201,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, listen, metrics_port = sys.argv[1:] if arguments is None else arguments
     try:
         configure_logging("in-process")
-        config = InProcessSettings.from_json(settings)
+        config: InProcessSettings = pickle.loads(bytes.fromhex(settings))
         with Listener.claim(listen, field="listen") as listener:
             # The workers' addresses are this process's own: a question for them finds an answer.
             here = dialled(listener.address)

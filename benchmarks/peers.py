@@ -49,20 +49,15 @@ DRAFTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Peer):
     """One way of generating, in one case."""
 
     case: str
-    way: str
     device: str
     dtype: str
     prompt_tokens: int
     num_new_tokens: int
     num_draft_tokens: int
-    tokens_per_second: float
-    """Median over the repeats."""
-    repeats: Sequence[float]
-    mean_accept_length: float
     host: str
     hardware: str
 

@@ -14,7 +14,7 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.benchmarks.stack import background
+from slipstream.cli.cancellation import background
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

@@ -6,9 +6,9 @@ import asyncio
 import enum
 import logging
 import signal
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from slipstream.cli.cancellation import shielded
+from slipstream.cli.cancellation import background, shielded
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.process import ServiceProcess
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
@@ -98,11 +98,8 @@ class Supervisor:
     async def watch(self) -> NoReturn:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies."""
         processes = self._processes()
-        waits = [asyncio.ensure_future(process.ended.wait()) for process in processes]
-        try:
+        async with background(*(process.ended.wait() for process in processes)) as waits:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(*waits)
         dead = next(process for process in processes if process.ended.is_set())
         self._on_change(dead.name, ServiceState.DIED)
         doing = "" if dead in self._ready else " before it was ready"
@@ -113,17 +110,15 @@ class Supervisor:
 
     async def while_alive(self, work: Coroutine[object, object, T]) -> T:
         """Does the work; when a service dies, drops it and raises as `watch` does."""
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
-        try:
+        async with background(work, self.watch()) as (working, watching):
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
             # A death explains an error of the work, not the other way round, and may be noticed a little later.
             if not watching.done() and not working.cancelled() and working.exception() is not None:
                 await asyncio.wait((watching,), timeout=_DEATH_NOTICED_S)
             if watching.done():
                 await watching
-            return await working
-        finally:
-            await _cancel(working, watching)
+            result: T = await working
+        return result
 
     async def stop(self, *names: str) -> None:
         """Stops the services of these names, or all: the last started first, each given time to finish its work.
@@ -191,15 +186,6 @@ class Supervisor:
 
 async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:
     """Returns whether the process ends in that time, and before `hurry` is set."""
-    ended, hurried = asyncio.ensure_future(process.ended.wait()), asyncio.ensure_future(hurry.wait())
-    try:
-        await asyncio.wait((ended, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await _cancel(ended, hurried)
+    async with background(process.ended.wait(), hurry.wait()) as waits:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return process.ended.is_set()
-
-
-async def _cancel(*futures: asyncio.Future[Any]) -> None:
-    for future in futures:
-        future.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)
