@@ -81,7 +81,11 @@ class DraftEngine:
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
             return [Phase(partial(self._prefill, state, command.step, padded), FenceName.DRAFT_DONE)]
         rows = put_integers(state.staging, command.slots)
-        return [Phase(partial(self._propose, state, command, rows), FenceName.DRAFT_DONE)]
+
+        def work() -> None:
+            propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
+
+        return [Phase(work, FenceName.DRAFT_DONE)]
 
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
         sizes = [len(chunks.places) for chunks in groups]
@@ -90,9 +94,6 @@ class DraftEngine:
             hidden = torch.split(state.future_map.gather_prefill(step, sum(sizes)), sizes)
         for chunks, states in zip(groups, hidden, strict=True):
             self._drafter.prefill(chunks, states)
-
-    def _propose(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> None:
-        propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
 
 
 class DraftGraphs:

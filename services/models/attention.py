@@ -50,7 +50,6 @@ class PagedKV:
         """`num_pages` counts the padding page, `page_size` is in tokens. Pages start as zeros."""
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_bytes = num_pages * page_size * config.kv_bytes_per_token(dtype)
         shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
         self.rows = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
         """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
