@@ -116,19 +116,15 @@ class DraftGraphs:
         if made is not None:
             made.replay(self._state.future_map, command)
             return
-        self._graphed.stamp_start()
-        propose(self._drafter, self._state, command.step, self._graphed.slots[:num_rows], mode)
-        self._graphed.stamp_end()
+        self._propose(command.step, num_rows, mode)
 
     def _make(self, mode: SamplingMode, size: int) -> GraphedPart:
-        graphed, rows = self._graphed, self._graphed.slots[:size]
+        return self._graphed.capture_part(partial(self._propose, self._graphed.step, size, mode))
 
-        def work() -> None:
-            graphed.stamp_start()
-            propose(self._drafter, self._state, graphed.step, rows, mode)
-            graphed.stamp_end()
-
-        return graphed.capture_part(work)
+    def _propose(self, step: StepNumber, num_rows: int, mode: SamplingMode) -> None:
+        self._graphed.stamp_start()
+        propose(self._drafter, self._state, step, self._graphed.slots[:num_rows], mode)
+        self._graphed.stamp_end()
 
 
 def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:
