@@ -46,7 +46,7 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("log_level", {"log_level": "LOUD"}),
         ("log_format", {"log_format": "xml"}),
         ("listen", {"listen": "50051"}),
-        ("listen", {"listen": "unix:/tmp/a.sock"}),
+        ("listen", {"listen": "0.0.0.0:50051"}),
         ("state_dir", {"state_dir": Path("/tmp") / ("x" * 100)}),
     ],
 )
@@ -74,6 +74,8 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         metrics_port=9500,
         log_level="DEBUG",
         log_format="json",
+        log_max_mib=5,
+        insecure_public=True,
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     scheduler = " ".join(scheduler_command(config, "0.0.0.0:1234").argv)
@@ -86,6 +88,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert f"--verify unix:{tmp_path}/sockets/verify.sock" in scheduler
     assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
     assert "--listen 0.0.0.0:1234" in scheduler
+    assert "--insecure-public" in scheduler
     assert "--slots 5" in scheduler
     assert "--device cuda --fence event" in scheduler
     assert "--device cuda" in draft
