@@ -101,11 +101,6 @@ class Setup:
         """Tokens of a request, prompt and output."""
         return self.prompt_tokens + self.max_new_tokens
 
-    @property
-    def mean_context_tokens(self) -> float:
-        """Tokens of a request that a step finds, on average over the output."""
-        return self.prompt_tokens + self.max_new_tokens / 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
@@ -131,13 +126,11 @@ class StepBytes:
             draft_kv_per_token=num_draft_tokens * head.layer.kv_bytes_per_token(dtype),
         )
 
-    def verify_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
-        """Seconds of verify's part."""
-        return (self.verify_weights + batch * context_tokens * self.verify_kv_per_token) / bandwidth
-
-    def draft_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
-        """Seconds of draft's part."""
-        return (self.draft_weights + batch * context_tokens * self.draft_kv_per_token) / bandwidth
+    def draft_and_verify(self, context_tokens: float, batch: int) -> tuple[float, float]:
+        """Bytes that each worker reads."""
+        num_tokens = batch * context_tokens
+        draft = self.draft_weights + num_tokens * self.draft_kv_per_token
+        return draft, self.verify_weights + num_tokens * self.verify_kv_per_token
 
 
 def copy_bandwidth() -> float:
@@ -273,7 +266,12 @@ class DecodeBenchmark:
         while sums.num_steps < LEAST_STEPS:
             windows.append(await self._window(served, batch))
             sums += windows[-1].sums
-        context, bandwidth = self._setup.mean_context_tokens, self._bandwidth
+        # What a step finds, on average over the output.
+        context = self._setup.prompt_tokens + self._setup.max_new_tokens / 2
+        draft_floor_ms, verify_floor_ms = (
+            None if self._bandwidth is None else 1e3 * num_bytes / self._bandwidth
+            for num_bytes in self._bytes.draft_and_verify(context, batch)
+        )
         return Measurement(
             shape=self._setup.name,
             mode=mode,
@@ -283,15 +281,15 @@ class DecodeBenchmark:
             draft_ms=sums.mean_ms(sums.draft_s),
             verify_ms=sums.mean_ms(sums.verify_s),
             bubble_ms=sums.mean_ms(sums.bubble_s),
-            draft_floor_ms=None if bandwidth is None else 1e3 * self._bytes.draft_s(bandwidth, context, batch),
-            verify_floor_ms=None if bandwidth is None else 1e3 * self._bytes.verify_s(bandwidth, context, batch),
+            draft_floor_ms=draft_floor_ms,
+            verify_floor_ms=verify_floor_ms,
             tokens_per_second=sum(window.num_tokens for window in windows) / sum(w.elapsed_s for w in windows),
             mean_accept_length=mean(window.mean_accept_length for window in windows),
             num_steps=sums.num_steps,
             cpu_ms={name: sums.mean_ms(sum(w.cpu_s[name] for w in windows)) for name in windows[0].cpu_s},
             fence=windows[0].fence,
             mps=windows[0].has_mps,
-            copy_bandwidth=bandwidth,
+            copy_bandwidth=self._bandwidth,
             host=host(self._device),
         )
 

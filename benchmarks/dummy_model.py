@@ -42,11 +42,6 @@ FIRST_TOKEN = 32
 NUM_TOKENS = 64
 
 
-def without_context_cost(description: WorkerDescription) -> WorkerDescription:
-    """Describes a dummy in place of a model: it keeps no KV, so a request may be as long as it likes."""
-    return replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
-
-
 def token_at(positions: torch.Tensor) -> torch.Tensor:
     """The token at each position: int64 of the same shape."""
     return FIRST_TOKEN + positions % NUM_TOKENS
@@ -84,7 +79,6 @@ class GpuKernel:
         self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.zeros(0, dtype=torch.int64, device=device))
 
     def run(self, compute: Callable[[], T]) -> T:
-        """See `HostKernel.run`."""
         stream, start = torch.cuda.current_stream(self._device).cuda_stream, self._start.data_ptr()
         self._kernels.stamp(stream, start)
         result = compute()
@@ -118,13 +112,12 @@ class _DummyRole(Generic[T]):
     """The fence of each part of a step."""
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
-        """`device`: None is the CPU."""
-        self.description = without_context_cost(description)
+        """`device`: None is the CPU. A dummy keeps no KV, so a request may be as long as it likes."""
+        self.description = replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
         self._kernel = make_kernel(length_ms, device)
         self._graphs: dict[StepKind, Buckets[tuple[GraphedPart, ...]]] = {}
 
     def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
         if state.graphs is not None:
             sizes = batch_buckets(state.attachment.shape.num_slots - 1)
             for kind in self._graphed_kinds(state):
@@ -132,11 +125,9 @@ class _DummyRole(Generic[T]):
                 self._graphs[kind] = capture_buckets(f"dummy kernels, {kind.name.lower()}", sizes, make)
 
     def close(self) -> None:
-        """See `RoleEngine.close`."""
         self._graphs = {}
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`."""
         if command.kind in self._graphs and command.slots:
             parts = self._graphs[command.kind].get(len(command.slots))
             assert parts is not None, "graphs of dummy kernels take next to no memory"
@@ -186,7 +177,6 @@ class DummyVerify(_DummyRole[VerifyResult]):
     fences = (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`."""
         if command.kind is not StepKind.PREFILL:
             return super().phases(command, state)
         chunks = [chunk for chunk in command.chunks if chunk.is_last]
@@ -228,7 +218,6 @@ class DummyDraft(_DummyRole[torch.Tensor]):
     fences = (FenceName.DRAFT_DONE,)
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`."""
         if command.kind is StepKind.DECODE:
             return super().phases(command, state)
         return [Phase(lambda: self._kernel.run(lambda: None), FenceName.DRAFT_DONE)]

@@ -30,7 +30,6 @@ from slipstream.common.worker.step import FenceOps
 from slipstream.common.worker.trace import HostRecords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Executor
 
     from slipstream.common.device.interface import Device
@@ -69,25 +68,23 @@ class LocalLink:
 
     @property
     def failure(self) -> SlipstreamError | None:
-        """See `Link.failure`."""
         return UnavailableError(f"the stream is broken: {self._failures[0]!r}") if self._failures else None
 
     def describe(self) -> WorkerDescription:
-        """See `Link.describe`."""
         return self._device_thread.submit(self._engine.describe).result()
 
     def attach(self, attachment: Attachment) -> None:
-        """See `Link.attach`."""
         self._device_thread.submit(self._engine.attach, attachment).result()
         self._epoch = attachment.epoch
 
     def send(self, command: StepCommand) -> None:
-        """See `Link.send`."""
         if self.failure is not None:
             raise self.failure
+        # Without the order that the stream has anyway; the scheduler looks at all that is signalled.
+        command = replace(command, ops=FenceOps((), command.ops.signals))
         # The copy of a result waits for it on a stream of its own. A kernel that is used for the first time waits for
         # all streams: it must be enqueued before that.
-        self._device_thread.submit(self._enqueue, _on_one_stream(command)).result()
+        self._device_thread.submit(self._enqueue, command).result()
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """See `Link.wait_for_acknowledgement`: behind everything that was sent."""
@@ -105,7 +102,6 @@ class LocalLink:
         return HostRecords(recorder.epoch, tuple(recorder.since(from_step)), None)
 
     def detach(self, *, drain: bool) -> None:
-        """See `Link.detach`."""
         if drain and self.failure is None:
             self._device_thread.submit(self._engine.drain, self._epoch).result()
         self._device_thread.submit(self._engine.abandon, self._epoch).result()
@@ -115,11 +111,6 @@ class LocalLink:
             self._engine.enqueue(command)
         except Exception as error:
             self._failures.append(error)
-
-
-def _on_one_stream(command: StepCommand) -> StepCommand:
-    """Without the order that the stream has anyway; the scheduler looks at all that is signalled."""
-    return replace(command, ops=FenceOps((), command.ops.signals))
 
 
 async def run_in_process(config: InProcessSettings, listener: Listener, metrics_port: int | None) -> int:
@@ -139,7 +130,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
         thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         engines = await asyncio.get_running_loop().run_in_executor(thread, partial(_engines, config, device, stream))
         for engine in engines:
-            held.callback(_run_on, thread, engine.close)
+            held.callback(lambda close: thread.submit(close).result(), engine.close)
         return await run_scheduler(
             config.scheduler,
             listener,
@@ -160,10 +151,6 @@ def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Eng
         roles.append(make_draft(config.draft, device, 0))
     make_engine = partial(Engine, refuses_waits=config.verify.debug_sync, on_stuck=end_at_once)
     return [make_engine(role, device, stream, AccessLog()) for role in roles]
-
-
-def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-    thread.submit(work).result()
 
 
 def main(arguments: list[str] | None = None) -> None:

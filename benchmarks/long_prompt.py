@@ -14,7 +14,6 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,9 +24,6 @@ from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CHUNK_SIZES = (32, 64, 128, 256, 512, 4096)
 """Prompt tokens in a prefill step."""
@@ -90,10 +86,6 @@ class Reader:
         while sum(count for _, count in self.messages) < WARM_TOKENS:
             await self.next_message()
 
-    def gaps(self) -> Iterator[tuple[float, float]]:
-        """The times of each message and of the one before."""
-        return pairwise(at for at, _ in self.messages)
-
 
 async def _measure_all() -> list[ChunkSize]:
     """Starts the workers once, and a scheduler for each size of the chunks."""
@@ -136,8 +128,9 @@ async def _measure(client: AsyncClient, chunk_tokens: int, seeds: range) -> Chun
             await reader.next_message()
             if reading.done():
                 raise RuntimeError("the stream ended before the measurement did")
-        quiet_s += [at - before for before, at in reader.gaps() if started <= before and at < sent]
-        together_s += [at - before for before, at in reader.gaps() if sent <= at and before < ended]
+        pairs = list(pairwise(at for at, _ in reader.messages))
+        quiet_s += [at - before for before, at in pairs if started <= before and at < sent]
+        together_s += [at - before for before, at in pairs if sent <= at and before < ended]
         messages = messages or [(round(at - sent, 4), count) for at, count in reader.messages]
     return ChunkSize(
         chunk_tokens=chunk_tokens,

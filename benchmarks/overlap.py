@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -136,11 +136,7 @@ def orders_of(device: str) -> tuple[Order, ...]:
     )
 
 
-def main(
-    device: DeviceOption = "cpu",
-    repeats: Annotated[int | None, typer.Option(help="Interleaved repeats of each order.")] = None,
-    json_file: JsonOption = None,
-) -> None:
+def main(device: DeviceOption = "cpu", json_file: JsonOption = None) -> None:
     """Measures the price of a step in each order."""
     measurements: list[Measurement] = []
 
@@ -148,18 +144,18 @@ def main(
         measurements.extend(with_shares(group))
         write_rows(measurements, json_file)
 
-    asyncio.run(_measure_all(device, repeats or REPEATS[device], keep))
+    asyncio.run(_measure_all(device, keep))
     if len({measurement.tokens_sha256 for measurement in measurements}) > 1:
         raise SystemExit("the tokens are not the same in every order")
 
 
-async def _measure_all(device: str, repeats: int, keep: Callable[[Sequence[Measurement]], None]) -> None:
+async def _measure_all(device: str, keep: Callable[[Sequence[Measurement]], None]) -> None:
     """`keep` gets the measurements of each group, also of one that failed."""
     for kernels_ms in KERNELS_MS[device]:
         for _, orders in groupby(orders_of(device), attrgetter("has_mps")):
             group: list[Measurement] = []
             try:
-                async for m in _measure_group(device, *kernels_ms, [*orders] * repeats):
+                async for m in _measure_group(device, *kernels_ms, [*orders] * REPEATS[device]):
                     group.append(m)
                     order = f"{m.draft_ms:g} + {m.verify_ms:g} ms, {m.title}, MPS {m.mps}, repeat {m.repeat}"
                     print(f"{order}: {m.step_ms:.3f} ms a step", flush=True)
