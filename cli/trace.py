@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from slipstream.cli.trace_timeline import Lane, StampClock, Timeline
+from slipstream.client.requests import channel_options
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
-from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2_grpc
@@ -58,8 +58,7 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
 
 async def fetch_trace(server: str, request: TraceRequest) -> Trace:
     """Asks the server at `server`. Raises what it raises, and UnavailableError when it does not answer."""
-    options = [*Keepalive().options(), ("grpc.max_receive_message_length", -1)]
-    async with grpc.aio.insecure_channel(server, options=options) as channel:
+    async with grpc.aio.insecure_channel(server, options=channel_options(None)) as channel:
         stub = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
         try:
             return Trace.from_pb(await stub.Trace(request.to_pb()))
