@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from slipstream.benchmarks import decode_report, overlap_report
+from slipstream.benchmarks import decode_report, overlap
 from slipstream.benchmarks.result_files import read_rows
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ LATENCIES = (
 )
 
 
-def draw_overlap(measurements: Sequence[overlap_report.Measurement], path: Path) -> None:
+def draw_overlap(measurements: Sequence[overlap.Measurement], path: Path) -> None:
     """A panel for each pair of dummy kernels, with and without MPS: busy and lost time per step, by order of steps.
 
     Dots are the repeats.
@@ -65,7 +65,7 @@ def draw_overlap(measurements: Sequence[overlap_report.Measurement], path: Path)
     _save(figure, path, f"Three processes, {first.num_clients} streaming clients; {first.host}")
 
 
-def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap_report.Measurement]) -> None:
+def _draw_overlap_panel(axis: Axes, measurements: Sequence[overlap.Measurement]) -> None:
     names = list(dict.fromkeys(m.title for m in measurements))
     groups = [[m for m in measurements if m.title == name] for name in names]
     busy = [mean(m.busy_ms for m in group) for group in groups]
@@ -203,7 +203,7 @@ def main(
         picture = path.with_suffix(".png")
         match path.stem.rpartition("_")[0]:
             case "overlap":
-                draw_overlap(overlap_report.read_measurements(path), picture)
+                draw_overlap(overlap.read_measurements(path), picture)
             case "decode":
                 draw_decode(read_rows(path, decode_report.Measurement), picture)
             case "serving":

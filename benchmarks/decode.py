@@ -25,10 +25,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, line, summary
+from slipstream.benchmarks.decode_report import ONE, THREE, Measurement
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
 from slipstream.benchmarks.model_shapes import write_shape
-from slipstream.benchmarks.models import PictureOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
@@ -102,11 +101,6 @@ class Setup:
         """Tokens of a request, prompt and output."""
         return self.prompt_tokens + self.max_new_tokens
 
-    @property
-    def mean_context_tokens(self) -> float:
-        """Tokens of a request that a step finds, on average over the output."""
-        return self.prompt_tokens + self.max_new_tokens / 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
@@ -132,13 +126,11 @@ class StepBytes:
             draft_kv_per_token=num_draft_tokens * head.layer.kv_bytes_per_token(dtype),
         )
 
-    def verify_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
-        """Seconds of verify's part."""
-        return (self.verify_weights + batch * context_tokens * self.verify_kv_per_token) / bandwidth
-
-    def draft_s(self, bandwidth: float, context_tokens: float, batch: int) -> float:
-        """Seconds of draft's part."""
-        return (self.draft_weights + batch * context_tokens * self.draft_kv_per_token) / bandwidth
+    def draft_and_verify(self, context_tokens: float, batch: int) -> tuple[float, float]:
+        """Bytes that each worker reads."""
+        num_tokens = batch * context_tokens
+        draft = self.draft_weights + num_tokens * self.draft_kv_per_token
+        return draft, self.verify_weights + num_tokens * self.verify_kv_per_token
 
 
 def copy_bandwidth() -> float:
@@ -175,11 +167,9 @@ def main(
     shapes: Annotated[str, typer.Option(help="Names, separated by commas.")] = "llama-3.1-8b,llama-3.2-1b",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,8,16,32,64",
     repeats: Annotated[int, typer.Option(help="How often the modes take turns.")] = 10,
-    run_ahead: Annotated[int, typer.Option(help="Steps sent ahead.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="The file for measurements; other shapes in it are kept.")
     ] = None,
-    picture: PictureOption = None,
 ) -> None:
     """Measures decode steps."""
     names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]
@@ -191,27 +181,21 @@ def main(
         write_rows(measurements, json_file)
 
     for name in names:
-        benchmark = DecodeBenchmark(Setup.named(name), device, sizes, repeats, run_ahead, bandwidth)
+        benchmark = DecodeBenchmark(Setup.named(name), device, sizes, repeats, bandwidth)
         asyncio.run(benchmark.measure(keep))
-    if picture is not None:
-        from slipstream.benchmarks.charts import draw_decode
-
-        draw_decode(measurements, picture)
-    print("\n".join(summary(measurements)))
 
 
 class DecodeBenchmark:
     """One pair of models, in both modes."""
 
     def __init__(
-        self, setup: Setup, device: str, batches: Sequence[int], repeats: int, run_ahead: int, bandwidth: float | None
+        self, setup: Setup, device: str, batches: Sequence[int], repeats: int, bandwidth: float | None
     ) -> None:
         """`bandwidth`: of a copy, in bytes per second; None if it is not known."""
         self._setup = setup
         self._device = device
         self._batches = batches
         self._repeats = repeats
-        self._run_ahead = run_ahead
         self._bandwidth = bandwidth
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._bytes = StepBytes.of(setup.target, setup.draft, num_draft_tokens=NUM_DRAFT_TOKENS, dtype=dtype)
@@ -230,7 +214,8 @@ class DecodeBenchmark:
                 for repeat in range(self._repeats):
                     for served, mode in modes:
                         measurements.append(await self._measure(served, mode, batch, repeat))
-                        print(line(measurements[-1]), flush=True)
+                        step = f"{measurements[-1].step_ms:.3f} ms a step"
+                        print(f"{self._setup.name}, batch {batch}, {mode}, repeat {repeat}: {step}", flush=True)
                 keep(measurements)
 
     @asynccontextmanager
@@ -258,26 +243,16 @@ class DecodeBenchmark:
     @property
     def _verify(self) -> dict[str, Any]:
         setup = self._setup
-        return {
-            "model": setup.target,
-            "load_format": setup.load_format,
-            "simulate_accept_length": ACCEPT_LENGTH,
-        }
+        return {"model": setup.target, "load_format": setup.load_format, "simulate_accept_length": ACCEPT_LENGTH}
 
     @property
     def _draft(self) -> dict[str, Any]:
-        setup = self._setup
-        return {
-            "model": setup.draft,
-            "target": setup.target,
-            "load_format": setup.load_format,
-            "algorithm": EAGLE3,
-        }
+        weights = {"model": self._setup.draft, "load_format": self._setup.load_format}
+        return {**weights, "target": self._setup.target, "algorithm": EAGLE3}
 
     @property
     def _scheduler(self) -> dict[str, Any]:
         return {
-            "run_ahead": self._run_ahead,
             "num_draft_tokens": NUM_DRAFT_TOKENS,
             "slots": max(self._batches),
             "context_tokens": self._setup.context_tokens,
@@ -291,7 +266,12 @@ class DecodeBenchmark:
         while sums.num_steps < LEAST_STEPS:
             windows.append(await self._window(served, batch))
             sums += windows[-1].sums
-        context, bandwidth = self._setup.mean_context_tokens, self._bandwidth
+        # What a step finds, on average over the output.
+        context = self._setup.prompt_tokens + self._setup.max_new_tokens / 2
+        draft_floor_ms, verify_floor_ms = (
+            None if self._bandwidth is None else 1e3 * num_bytes / self._bandwidth
+            for num_bytes in self._bytes.draft_and_verify(context, batch)
+        )
         return Measurement(
             shape=self._setup.name,
             mode=mode,
@@ -301,15 +281,15 @@ class DecodeBenchmark:
             draft_ms=sums.mean_ms(sums.draft_s),
             verify_ms=sums.mean_ms(sums.verify_s),
             bubble_ms=sums.mean_ms(sums.bubble_s),
-            draft_floor_ms=None if bandwidth is None else 1e3 * self._bytes.draft_s(bandwidth, context, batch),
-            verify_floor_ms=None if bandwidth is None else 1e3 * self._bytes.verify_s(bandwidth, context, batch),
+            draft_floor_ms=draft_floor_ms,
+            verify_floor_ms=verify_floor_ms,
             tokens_per_second=sum(window.num_tokens for window in windows) / sum(w.elapsed_s for w in windows),
             mean_accept_length=mean(window.mean_accept_length for window in windows),
             num_steps=sums.num_steps,
             cpu_ms={name: sums.mean_ms(sum(w.cpu_s[name] for w in windows)) for name in windows[0].cpu_s},
             fence=windows[0].fence,
             mps=windows[0].has_mps,
-            copy_bandwidth=bandwidth,
+            copy_bandwidth=self._bandwidth,
             host=host(self._device),
         )
 

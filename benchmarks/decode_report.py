@@ -94,26 +94,3 @@ def _medians(three: Sequence[Measurement], one: Sequence[Measurement]) -> Median
 def _over_floor(times: Iterable[tuple[float, float | None]]) -> float | None:
     ratios = [time / floor for time, floor in times if floor is not None]
     return median(ratios) if ratios else None
-
-
-def summary(measurements: Sequence[Measurement]) -> list[str]:
-    """Lines with the medians, and three processes over one."""
-    lines = ["", "medians of the repeats:"]
-    for m in medians(measurements):
-        lines.append(
-            f"{m.shape}, batch {m.batch}: step {m.step_ms:.3f} ms, {m.over_one:.4f} of one process; "
-            f"overlap efficiency {m.overlap_efficiency:.4f}; {m.tokens_per_second:.0f} tokens/s"
-        )
-        if m.verify_over_floor is not None:
-            lines.append(f"    verify {m.verify_over_floor:.3f} of its floor, draft {m.draft_over_floor:.3f}")
-    return lines
-
-
-def line(m: Measurement) -> str:
-    """A line for one repeat."""
-    cpu = ", ".join(f"{name} {value:.2f}" for name, value in m.cpu_ms.items())
-    return (
-        f"{m.shape}, batch {m.batch}, {m.mode}, repeat {m.repeat}: step {m.step_ms:.3f} ms = draft {m.draft_ms:.3f} + "
-        f"verify {m.verify_ms:.3f} + bubble {m.bubble_ms:.3f}; {m.tokens_per_second:.0f} tokens/s, "
-        f"{m.mean_accept_length:.2f} a step; CPU ms a step: {cpu}"
-    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -40,11 +40,6 @@ SPIN_S = 0.00015
 MAX_CONTEXT_TOKENS = 1 << 20
 FIRST_TOKEN = 32
 NUM_TOKENS = 64
-
-
-def without_context_cost(description: WorkerDescription) -> WorkerDescription:
-    """Describes a dummy in place of a model: it keeps no KV, so a request may be as long as it likes."""
-    return replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
 
 
 def token_at(positions: torch.Tensor) -> torch.Tensor:
@@ -84,7 +79,6 @@ class GpuKernel:
         self._rows: tuple[tuple[int, ...], torch.Tensor] = ((), torch.zeros(0, dtype=torch.int64, device=device))
 
     def run(self, compute: Callable[[], T]) -> T:
-        """See `HostKernel.run`."""
         stream, start = torch.cuda.current_stream(self._device).cuda_stream, self._start.data_ptr()
         self._kernels.stamp(stream, start)
         result = compute()
@@ -111,101 +105,136 @@ def make_kernel(length_ms: float, device: Device | None) -> HostKernel | GpuKern
     return GpuKernel(length_ms, device.kernels, SpinKernel(device.driver), device.torch_device)
 
 
-class _DummyModel:
-    """A description, and a kernel in place of a model."""
+class _DummyRole(Generic[T]):
+    """Implements `RoleEngine` with a kernel in place of a model, whose result is a T."""
+
+    fences: tuple[FenceName, ...]
+    """The fence of each part of a step."""
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
-        """`device`: None is the CPU."""
-        self.description = without_context_cost(description)
+        """`device`: None is the CPU. A dummy keeps no KV, so a request may be as long as it likes."""
+        self.description = replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
         self._kernel = make_kernel(length_ms, device)
+        self._graphs: dict[StepKind, Buckets[tuple[GraphedPart, ...]]] = {}
+
+    def open(self, state: EpochState) -> None:
+        if state.graphs is not None:
+            sizes = batch_buckets(state.attachment.shape.num_slots - 1)
+            for kind in self._graphed_kinds(state):
+                make = partial(self._capture, state, state.graphs, kind)
+                self._graphs[kind] = capture_buckets(f"dummy kernels, {kind.name.lower()}", sizes, make)
+
+    def close(self) -> None:
+        self._graphs = {}
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        if command.kind in self._graphs and command.slots:
+            parts = self._graphs[command.kind].get(len(command.slots))
+            assert parts is not None, "graphs of dummy kernels take next to no memory"
+            works = tuple(partial(part.replay, state.future_map, command) for part in parts)
+            return [Phase(work, fence, is_stamped=True) for work, fence in zip(works, self.fences, strict=True)]
+        rows = self._kernel.rows(command.slots)
+        return self._phases(state, command, rows, partial(self._read, state, command.step, rows, command.kind))
+
+    def _phases(
+        self, state: EpochState, command: StepCommand, rows: torch.Tensor, read: Callable[[], Callable[[], T]]
+    ) -> list[Phase]:
+        """Without a graph, reading comes before the kernel."""
+        works = self._works(state, command.step, rows, lambda: self._kernel.run(read()))
+        return [Phase(work, fence) for work, fence in zip(works, self.fences, strict=True)]
+
+    def _capture(self, state: EpochState, graphed: GraphedStep, kind: StepKind, size: int) -> tuple[GraphedPart, ...]:
+        """In a graph, reading is part of the kernel."""
+        step, rows = graphed.step, graphed.slots[:size]
+        works = self._works(state, step, rows, lambda: self._kernel.run(lambda: self._read(state, step, rows, kind)()))
+
+        def run(number: int) -> None:
+            if number == 0:
+                graphed.stamp_start()
+            works[number]()
+            if number == len(works) - 1:
+                graphed.stamp_end()
+
+        return tuple(graphed.capture_part(partial(run, number)) for number in range(len(works)))
+
+    def _graphed_kinds(self, state: EpochState) -> tuple[StepKind, ...]:
+        raise NotImplementedError
+
+    def _read(self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> Callable[[], T]:
+        """Reads what a decode step needs; returns the kernel's own work."""
+        raise NotImplementedError
+
+    def _works(
+        self, state: EpochState, step: StepNumber, rows: torch.Tensor, run: Callable[[], T]
+    ) -> tuple[Callable[[], None], ...]:
+        """The stream work of each part of a step; `run` is the kernel."""
+        raise NotImplementedError
 
 
-class DummyVerify(_DummyModel):
+class DummyVerify(_DummyRole[VerifyResult]):
     """Implements `RoleEngine` for verify."""
 
-    _graphs: _VerifyGraphs | None = None
-
-    def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
-        if state.graphs is not None:
-            self._graphs = _VerifyGraphs(state, state.graphs, partial(self._check, state))
-
-    def close(self) -> None:
-        """See `RoleEngine.close`."""
-        self._graphs = None
+    fences = (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`."""
-        if self._graphs is not None and command.slots and command.kind is not StepKind.PREFILL:
-            return self._graphs.phases(command)
+        if command.kind is not StepKind.PREFILL:
+            return super().phases(command, state)
         chunks = [chunk for chunk in command.chunks if chunk.is_last]
-        is_prefill = command.kind is StepKind.PREFILL
-        rows = self._kernel.rows([chunk.slot for chunk in chunks] if is_prefill else command.slots)
-        results: list[VerifyResult] = []
+
+        def read() -> Callable[[], VerifyResult]:
+            ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
+            return lambda: _first_tokens(ends)
+
+        return self._phases(state, command, self._kernel.rows([chunk.slot for chunk in chunks]), read)
+
+    def _graphed_kinds(self, state: EpochState) -> tuple[StepKind, ...]:
+        return (StepKind.DECODE, StepKind.PLAIN) if state.attachment.shape.num_draft_tokens else (StepKind.PLAIN,)
+
+    def _read(
+        self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind
+    ) -> Callable[[], VerifyResult]:
+        seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
+        if kind is StepKind.PLAIN:
+            return lambda: _first_tokens(seq_lens + 1)
+        draft_tokens = state.future_map.copy_in(step, rows)
+        most = state.slots.max_draft_tokens.index_select(0, rows)
+        return lambda: _verified(seq_lens, draft_tokens, most)
+
+    def _works(
+        self, state: EpochState, step: StepNumber, rows: torch.Tensor, run: Callable[[], VerifyResult]
+    ) -> tuple[Callable[[], None], ...]:
+        result = Latest["VerifyResult"]()
 
         def publish() -> None:
-            if is_prefill:
-                ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
-                results.append(self._kernel.run(lambda: _first_tokens(ends)))
-            else:
-                results.append(self._kernel.run(_checking(state, command.step, rows, command.kind)))
-            state.future_map.publish(command.step, rows, results[0])
+            result.value = run()
+            state.future_map.publish(step, rows, result.value)
 
-        def stash() -> None:
-            state.future_map.stash(command.step, rows, results[0])
-
-        return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]
-
-    def _check(self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> VerifyResult:
-        return self._kernel.run(lambda: _checking(state, step, rows, kind)())
+        return publish, lambda: state.future_map.stash(step, rows, result.value)
 
 
-class DummyDraft(_DummyModel):
+class DummyDraft(_DummyRole[torch.Tensor]):
     """Implements `RoleEngine` for draft."""
 
-    _graphs: _DraftGraphs | None = None
-
-    def open(self, state: EpochState) -> None:
-        """See `RoleEngine.open`."""
-        if state.graphs is not None:
-            self._graphs = _DraftGraphs(state, state.graphs, partial(self._guess, state))
-
-    def close(self) -> None:
-        """See `RoleEngine.close`."""
-        self._graphs = None
+    fences = (FenceName.DRAFT_DONE,)
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`."""
-        if self._graphs is not None and command.slots and command.kind is StepKind.DECODE:
-            return self._graphs.phases(command)
-        rows = self._kernel.rows(command.slots)
+        if command.kind is StepKind.DECODE:
+            return super().phases(command, state)
+        return [Phase(lambda: self._kernel.run(lambda: None), FenceName.DRAFT_DONE)]
 
-        def propose() -> None:
-            state.future_map.propose(command.step, rows, self._kernel.run(_guessing(state, command.step, rows)))
+    def _graphed_kinds(self, state: EpochState) -> tuple[StepKind, ...]:
+        return (StepKind.DECODE,)
 
-        def prefill() -> None:
-            self._kernel.run(lambda: None)
+    def _read(
+        self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind
+    ) -> Callable[[], torch.Tensor]:
+        seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
+        return lambda: _guessed(seq_lens, state.attachment.shape.num_draft_tokens)
 
-        return [Phase(propose if command.kind is StepKind.DECODE else prefill, FenceName.DRAFT_DONE)]
-
-    def _guess(self, state: EpochState, step: StepNumber, rows: torch.Tensor) -> None:
-        state.future_map.propose(step, rows, self._kernel.run(lambda: _guessing(state, step, rows)()))
-
-
-def _checking(state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> Callable[[], VerifyResult]:
-    """Reads what verify needs; returns the kernel's own work."""
-    seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
-    if kind is StepKind.PLAIN:
-        return lambda: _first_tokens(seq_lens + 1)
-    draft_tokens = state.future_map.copy_in(step, rows)
-    most = state.slots.max_draft_tokens.index_select(0, rows)
-    return lambda: _verified(seq_lens, draft_tokens, most)
-
-
-def _guessing(state: EpochState, step: StepNumber, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Reads what draft needs; returns the kernel's own work."""
-    seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
-    return lambda: _guessed(seq_lens, state.attachment.shape.num_draft_tokens)
+    def _works(
+        self, state: EpochState, step: StepNumber, rows: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> tuple[Callable[[], None], ...]:
+        return (lambda: state.future_map.propose(step, rows, run()),)
 
 
 def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -224,83 +253,3 @@ def _verified(seq_lens: torch.Tensor, draft_tokens: torch.Tensor, most: torch.Te
 def _first_tokens(seq_lens: torch.Tensor) -> VerifyResult:
     """One token behind each of B lengths."""
     return VerifyResult(seq_lens=seq_lens, num_accepted=torch.zeros_like(seq_lens), tokens=token_at(seq_lens)[:, None])
-
-
-class _DraftGraphs:
-    """Belongs to one epoch."""
-
-    def __init__(
-        self, state: EpochState, graphed: GraphedStep, guess: Callable[[StepNumber, torch.Tensor], None]
-    ) -> None:
-        """`guess`: stream work up to the tokens in the arena."""
-        self._state = state
-        self._graphed = graphed
-        self._guess = guess
-        self._parts = capture_buckets("dummy kernels", _sizes(state), self._make)
-
-    def phases(self, command: StepCommand) -> list[Phase]:
-        """A decode step."""
-        part = _taking(self._parts, command)
-        return [Phase(partial(part.replay, self._state.future_map, command), FenceName.DRAFT_DONE, is_stamped=True)]
-
-    def _make(self, size: int) -> GraphedPart:
-        def work() -> None:
-            self._graphed.stamp_start()
-            self._guess(self._graphed.step, self._graphed.slots[:size])
-            self._graphed.stamp_end()
-
-        return self._graphed.capture_part(work)
-
-
-class _VerifyGraphs:
-    """Belongs to one epoch."""
-
-    def __init__(
-        self,
-        state: EpochState,
-        graphed: GraphedStep,
-        check: Callable[[StepNumber, torch.Tensor, StepKind], VerifyResult],
-    ) -> None:
-        """`check`: stream work up to what verify found."""
-        self._state = state
-        self._graphed = graphed
-        self._check = check
-        kinds = (StepKind.DECODE, StepKind.PLAIN) if state.attachment.shape.num_draft_tokens else (StepKind.PLAIN,)
-        self._parts = {
-            kind: capture_buckets(f"dummy kernels, {kind.name.lower()}", _sizes(state), partial(self._make, kind))
-            for kind in kinds
-        }
-
-    def phases(self, command: StepCommand) -> list[Phase]:
-        """A decode step, with a draft or plain."""
-        publish, stash = _taking(self._parts[command.kind], command)
-        return [
-            Phase(partial(publish.replay, self._state.future_map, command), FenceName.VERIFY_PUBLISH, is_stamped=True),
-            Phase(partial(stash.replay, self._state.future_map, command), FenceName.VERIFY_STASH, is_stamped=True),
-        ]
-
-    def _make(self, kind: StepKind, size: int) -> tuple[GraphedPart, GraphedPart]:
-        graphed, future_map = self._graphed, self._state.future_map
-        rows = graphed.slots[:size]
-        result = Latest["VerifyResult"]()
-
-        def publish() -> None:
-            graphed.stamp_start()
-            result.value = self._check(graphed.step, rows, kind)
-            future_map.publish(graphed.step, rows, result.value)
-
-        def stash() -> None:
-            future_map.stash(graphed.step, rows, result.value)
-            graphed.stamp_end()
-
-        return graphed.capture_part(publish), graphed.capture_part(stash)
-
-
-def _sizes(state: EpochState) -> tuple[int, ...]:
-    return batch_buckets(state.attachment.shape.num_slots - 1)
-
-
-def _taking(buckets: Buckets[T], command: StepCommand) -> T:
-    made = buckets.get(len(command.slots))
-    assert made is not None, "graphs of dummy kernels take next to no memory"
-    return made

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks import decode_report, overlap_report
+from slipstream.benchmarks import decode_report, overlap
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.result_files import read_rows
 from slipstream.benchmarks.transformers_peer import ASSISTED
@@ -38,7 +38,7 @@ DRAFT_NAMES = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
 def table() -> str:
     """The README's table, with the hardware above it."""
     decode = read_rows(RESULTS / "decode_h200.json", decode_report.Measurement)
-    kernels, on_cpu = (overlap_report.read_measurements(RESULTS / f"overlap_{where}.json") for where in ("h200", "cpu"))
+    kernels, on_cpu = (overlap.read_measurements(RESULTS / f"overlap_{where}.json") for where in ("h200", "cpu"))
     lossless = _load("lossless_cpu")
     rows = []
     shapes = {m.batch: m for m in decode_report.medians(decode) if m.shape == "llama-3.1-8b"}
@@ -98,7 +98,7 @@ def gpu_page() -> str:
 
 
 def _overlap_section(name: str) -> list[str]:
-    measurements = overlap_report.read_measurements(RESULTS / f"{name}.json")
+    measurements = overlap.read_measurements(RESULTS / f"{name}.json")
     columns = [(pair, mps) for pair in _pairs(measurements) for mps in sorted({m.mps for m in measurements})[::-1]]
     header = ["order of steps"]
     for (draft_ms, verify_ms), mps in columns:
@@ -324,13 +324,13 @@ def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _pairs(measurements: Sequence[overlap_report.Measurement]) -> list[tuple[float, float]]:
+def _pairs(measurements: Sequence[overlap.Measurement]) -> list[tuple[float, float]]:
     return sorted({(m.draft_ms, m.verify_ms) for m in measurements}, reverse=True)
 
 
 def _of(
-    measurements: Sequence[overlap_report.Measurement], draft_ms: float, verify_ms: float, policy: str, run_ahead: int
-) -> list[overlap_report.Measurement]:
+    measurements: Sequence[overlap.Measurement], draft_ms: float, verify_ms: float, policy: str, run_ahead: int
+) -> list[overlap.Measurement]:
     wanted = (draft_ms, verify_ms, policy, run_ahead)
     return [m for m in measurements if (m.draft_ms, m.verify_ms, m.policy, m.run_ahead) == wanted]
 

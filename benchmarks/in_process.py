@@ -5,20 +5,19 @@ owns the device, and nothing on the stream waits: what a wait would be for comes
 
     python -m slipstream.benchmarks.in_process SETTINGS LISTEN METRICS_PORT
 
-SETTINGS is what `InProcessSettings.as_json` gives.
+SETTINGS is a pickled `InProcessSettings`, in hexadecimal.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -29,67 +28,37 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import configure_logging
 from slipstream.common.worker.step import FenceOps
 from slipstream.common.worker.trace import HostRecords
-from slipstream.scheduler.config import SchedulerConfig
-from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Executor
 
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import StepCommand
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import Engine
-
-_PATHS = ("model", "target", "access_log_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessSettings:
-    """The settings of what would be three services, as they go over the command line."""
+    """The settings of what would be three services."""
 
     verify: WorkerConfig
     draft: WorkerConfig | None
     scheduler: SchedulerConfig
 
-    def as_json(self) -> str:
-        """Encodes them."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> InProcessSettings:
-        """Decodes them. Raises ConfigError for a setting that is wrong."""
-        values: dict[str, Any] = json.loads(text)
-        return cls(
-            verify=_worker(values["verify"]),
-            draft=_worker(values["draft"]) if "draft" in values else None,
-            scheduler=SchedulerConfig(**_with_paths(values["scheduler"])),
-        )
-
 
 def in_process_command(settings: InProcessSettings, listen: str, metrics_port: int) -> tuple[str, ...]:
     """The command line of a process that serves so."""
     module = (sys.executable, "-P", "-m", "slipstream.benchmarks.in_process")
-    return (*module, settings.as_json(), listen, str(metrics_port))
-
-
-def _worker(values: dict[str, Any]) -> WorkerConfig:
-    return WorkerConfig(**_with_paths(values))
-
-
-def _with_paths(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: Path(value) if name in _PATHS and value is not None else value for name, value in values.items()}
+    return (*module, pickle.dumps(settings).hex(), listen, str(metrics_port))
 
 
 class LocalLink:
     """Implements `Link` with an engine of this process."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        device_thread: Executor,
-        failures: list[BaseException],
-    ) -> None:
+    def __init__(self, engine: Engine, device_thread: Executor, failures: list[BaseException]) -> None:
         """`failures`: what broke the stream, as soon as it is broken."""
         self.role = engine.description.role
         self._engine = engine
@@ -99,25 +68,23 @@ class LocalLink:
 
     @property
     def failure(self) -> SlipstreamError | None:
-        """See `Link.failure`."""
         return UnavailableError(f"the stream is broken: {self._failures[0]!r}") if self._failures else None
 
     def describe(self) -> WorkerDescription:
-        """See `Link.describe`."""
         return self._device_thread.submit(self._engine.describe).result()
 
     def attach(self, attachment: Attachment) -> None:
-        """See `Link.attach`."""
         self._device_thread.submit(self._engine.attach, attachment).result()
         self._epoch = attachment.epoch
 
     def send(self, command: StepCommand) -> None:
-        """See `Link.send`."""
         if self.failure is not None:
             raise self.failure
+        # Without the order that the stream has anyway; the scheduler looks at all that is signalled.
+        command = replace(command, ops=FenceOps((), command.ops.signals))
         # The copy of a result waits for it on a stream of its own. A kernel that is used for the first time waits for
         # all streams: it must be enqueued before that.
-        self._device_thread.submit(self._enqueue, _on_one_stream(command)).result()
+        self._device_thread.submit(self._enqueue, command).result()
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """See `Link.wait_for_acknowledgement`: behind everything that was sent."""
@@ -135,7 +102,6 @@ class LocalLink:
         return HostRecords(recorder.epoch, tuple(recorder.since(from_step)), None)
 
     def detach(self, *, drain: bool) -> None:
-        """See `Link.detach`."""
         if drain and self.failure is None:
             self._device_thread.submit(self._engine.drain, self._epoch).result()
         self._device_thread.submit(self._engine.abandon, self._epoch).result()
@@ -145,11 +111,6 @@ class LocalLink:
             self._engine.enqueue(command)
         except Exception as error:
             self._failures.append(error)
-
-
-def _on_one_stream(command: StepCommand) -> StepCommand:
-    """Without the order that the stream has anyway; the scheduler looks at all that is signalled."""
-    return replace(command, ops=FenceOps((), command.ops.signals))
 
 
 async def run_in_process(config: InProcessSettings, listener: Listener, metrics_port: int | None) -> int:
@@ -169,7 +130,7 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
         thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         engines = await asyncio.get_running_loop().run_in_executor(thread, partial(_engines, config, device, stream))
         for engine in engines:
-            held.callback(_run_on, thread, engine.close)
+            held.callback(lambda close: thread.submit(close).result(), engine.close)
         return await run_scheduler(
             config.scheduler,
             listener,
@@ -192,16 +153,12 @@ def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Eng
     return [make_engine(role, device, stream, AccessLog()) for role in roles]
 
 
-def _run_on(thread: ThreadPoolExecutor, work: Callable[[], None]) -> None:
-    thread.submit(work).result()
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Entry point."""
     settings, listen, metrics_port = sys.argv[1:] if arguments is None else arguments
     try:
         configure_logging("in-process")
-        config = InProcessSettings.from_json(settings)
+        config: InProcessSettings = pickle.loads(bytes.fromhex(settings))
         with Listener.claim(listen, field="listen") as listener:
             # The workers' addresses are this process's own: a question for them finds an answer.
             here = dialled(listener.address)

@@ -59,15 +59,13 @@ class LateEngine(Engine):
         self._delay: Callable[[], None] = _spin
 
     def attach(self, attachment: Attachment) -> None:
-        """See `Engine.attach`."""
         if not self._device.has_stream_threads:
             from slipstream.benchmarks.dummy_model import make_kernel
 
-            self._delay = partial(make_kernel(DELAY_US / 1000, self._device).run, _nothing)
+            self._delay = partial(make_kernel(DELAY_US / 1000, self._device).run, lambda: None)
         super().attach(attachment)
 
     def enqueue(self, command: StepCommand) -> None:
-        """See `Engine.enqueue`."""
         if _COMMANDS.get(Late(self._control[0])) is self.description.role:
             _spin()
         super().enqueue(command)
@@ -83,10 +81,6 @@ def _spin() -> None:
     end = time.monotonic() + DELAY_US / 1e6
     while time.monotonic() < end:
         pass
-
-
-def _nothing() -> None:
-    """The computation of the delay's kernel."""
 
 
 if __name__ == "__main__":

@@ -14,20 +14,22 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream.benchmarks.load_report import Percentiles
-from slipstream.benchmarks.models import STANDALONE, JsonOption, Models, PictureOption, with_context
+from slipstream.benchmarks.models import STANDALONE, JsonOption, Models, with_context
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.stack import LOG_DIR, Stack, background
+from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.bundled import standalone_dir, target_dir
+from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+CHUNK_SIZES = (32, 64, 128, 256, 512, 4096)
+"""Prompt tokens in a prefill step."""
+REPEATS = 2
+"""Long prompts for each size."""
+SEED = 1
 PROMPT_TOKENS = 4000
 STREAM_PROMPT = list(range(100, 132))
 STREAM_TOKENS = 3000
@@ -84,12 +86,8 @@ class Reader:
         while sum(count for _, count in self.messages) < WARM_TOKENS:
             await self.next_message()
 
-    def gaps(self) -> Iterator[tuple[float, float]]:
-        """The times of each message and of the one before."""
-        return pairwise(at for at, _ in self.messages)
 
-
-async def measure(chunk_sizes: list[int], repeats: int, seed: int) -> list[ChunkSize]:
+async def _measure_all() -> list[ChunkSize]:
     """Starts the workers once, and a scheduler for each size of the chunks."""
     results = []
     with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
@@ -98,12 +96,12 @@ async def measure(chunk_sizes: list[int], repeats: int, seed: int) -> list[Chunk
         )
         async with Stack(LOG_DIR / "long_prompt") as stack:
             await stack.models(Models(target=target, drafts={STANDALONE: draft}))
-            for chunk_tokens in chunk_sizes:
+            for chunk_tokens in CHUNK_SIZES:
                 scheduler = stack.scheduler(
                     STANDALONE, chunk_tokens=chunk_tokens, slots=4, context_tokens=CONTEXT_TOKENS
                 )
                 async with scheduler as served, AsyncClient(served.address) as client:
-                    results.append(await _measure(client, chunk_tokens, range(seed, seed + repeats)))
+                    results.append(await _measure(client, chunk_tokens, range(SEED, SEED + REPEATS)))
                 gaps = results[-1].quiet_message_gap_ms.p50, results[-1].message_gap_ms.p50
                 print(f"chunks of {chunk_tokens}: {gaps[0]:.1f} ms between messages, then {gaps[1]:.1f}", flush=True)
     return results
@@ -130,8 +128,9 @@ async def _measure(client: AsyncClient, chunk_tokens: int, seeds: range) -> Chun
             await reader.next_message()
             if reading.done():
                 raise RuntimeError("the stream ended before the measurement did")
-        quiet_s += [at - before for before, at in reader.gaps() if started <= before and at < sent]
-        together_s += [at - before for before, at in reader.gaps() if sent <= at and before < ended]
+        pairs = list(pairwise(at for at, _ in reader.messages))
+        quiet_s += [at - before for before, at in pairs if started <= before and at < sent]
+        together_s += [at - before for before, at in pairs if sent <= at and before < ended]
         messages = messages or [(round(at - sent, 4), count) for at, count in reader.messages]
     return ChunkSize(
         chunk_tokens=chunk_tokens,
@@ -151,25 +150,17 @@ async def _first_token_s(client: AsyncClient, prompt: list[int]) -> float:
 
 
 def main(
-    chunk_sizes: Annotated[str, typer.Option(help="Prompt tokens in a prefill step.")] = "32,64,128,256,512,4096",
-    repeats: Annotated[int, typer.Option(help="Long prompts for each size.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of what is sampled.")] = 1,
     json_file: JsonOption = None,
-    picture: PictureOption = None,
 ) -> None:
     """Measures the effect of a long prompt on a running stream."""
-    results = asyncio.run(measure([int(size) for size in chunk_sizes.split(",")], repeats, seed))
-    written: dict[str, Any] = {
+    results = asyncio.run(_measure_all())
+    written = {
         "host": host(),
         "temperature": TEMPERATURE,
-        "plan": {"prompt_tokens": PROMPT_TOKENS, "repeats": repeats, "quiet_s": QUIET_S, "seed": seed},
+        "plan": {"prompt_tokens": PROMPT_TOKENS, "repeats": REPEATS, "quiet_s": QUIET_S, "seed": SEED},
         "results": [asdict(result) for result in results],
     }
     write_json(written, json_file)
-    if picture is not None:
-        from slipstream.benchmarks.charts import draw_long_prompt
-
-        draw_long_prompt(written, picture)
 
 
 if __name__ == "__main__":

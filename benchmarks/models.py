@@ -29,7 +29,6 @@ def _known_device(value: str) -> str:
 
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_known_device)]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for the results.")]
-PictureOption = Annotated[Path | None, typer.Option("--picture", help="The file for a picture of them.")]
 
 
 def _bundled_drafts() -> Mapping[str, Path]:

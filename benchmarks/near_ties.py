@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE, DeviceOption, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import ALGORITHMS, NONE, DeviceOption, JsonOption, Models, draft_of
 from slipstream.benchmarks.near_tie_scores import BOUND, Scores
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import Stack
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     Way = tuple[bool, str, int]
     """One configuration: True if deterministic, the draft, and the number of concurrent requests."""
 
-DRAFTS = (NONE, STANDALONE, EAGLE3)
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "T = 0.8, seed 1": SamplingParams(temperature=0.8, seed=1),
@@ -53,7 +52,8 @@ SAMPLINGS = {
 NUM_DRAFT_TOKENS = 4
 TOGETHER = 8
 KV_MIB = 256
-MOST_DETERMINISTIC_PROMPTS = 16
+NUM_PROMPTS, MAX_NEW_TOKENS = 40, 200
+NUM_DETERMINISTIC_PROMPTS = 16
 """Prompts for the ways in which no output may part."""
 ROUNDS = 7
 """Windows of either mode, in turns, for the price."""
@@ -131,7 +131,13 @@ class NearTies:
     """The measurement."""
 
     def __init__(
-        self, device: str, report: Report, path: Path | None, *, drafts: tuple[str, ...] = DRAFTS, rounds: int = ROUNDS
+        self,
+        device: str,
+        report: Report,
+        path: Path | None,
+        *,
+        drafts: tuple[str, ...] = ALGORITHMS,
+        rounds: int = ROUNDS,
     ) -> None:
         """`drafts`: NONE comes first, as the others are compared with it."""
         self._device = device
@@ -292,12 +298,7 @@ def _line(row: Row) -> str:
     )
 
 
-def main(
-    device: DeviceOption = "cuda",
-    num_prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts, at most 64.")] = 40,
-    tokens: Annotated[int, typer.Option(help="Tokens of each output.")] = 200,
-    json_file: JsonOption = None,
-) -> None:
+def main(device: DeviceOption = "cuda", json_file: JsonOption = None) -> None:
     """Compares, prices, and reports problems."""
     is_cpu = device == "cpu"
     report = Report(
@@ -305,10 +306,10 @@ def main(
         dtype="float32" if is_cpu else "bfloat16",
         bound=BOUND,
         num_draft_tokens=NUM_DRAFT_TOKENS,
-        num_prompts=num_prompts,
-        num_deterministic_prompts=min(num_prompts, MOST_DETERMINISTIC_PROMPTS),
+        num_prompts=NUM_PROMPTS,
+        num_deterministic_prompts=NUM_DETERMINISTIC_PROMPTS,
         samplings=list(SAMPLINGS),
-        max_new_tokens=tokens,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
     asyncio.run(NearTies(device, report, json_file).run())
     sys.exit("\n".join(report.problems) if report.problems else 0)

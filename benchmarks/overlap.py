@@ -11,26 +11,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import typer
 
-from slipstream.benchmarks.models import DeviceOption, JsonOption, PictureOption  # noqa: TC001 - typer reads the annotations
-from slipstream.benchmarks.overlap_report import HOST_BLOCKS, RUN_AHEAD, Measurement, with_shares
-from slipstream.benchmarks.result_files import host, write_rows
+from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
+from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import stream_window
-from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.up.mps import MpsMode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
     from slipstream.benchmarks.stream_window import Window
     from slipstream.client.requests import RequestOptions
 
+HOST_BLOCKS = "host_blocks"
+"""A worker acknowledges a step when its work is done, and every command waits for the acknowledgements it needs."""
+RUN_AHEAD = "run_ahead"
+"""The streams wait for each other, and steps are sent ahead: the product's own order."""
 NUM_CLIENTS = 8
 NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
@@ -42,6 +46,65 @@ REPEATS = {"cpu": 5, "cuda": 1}
 WINDOWS = {"cpu": 1, "cuda": 2}
 """Windows of an order at its turn: starting a scheduler on a GPU takes longer than measuring it."""
 PROMPT = "def main():\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One window of one order; times are means per decode step."""
+
+    device: str
+    draft_ms: float
+    verify_ms: float
+    policy: str
+    """`Order.name`."""
+    run_ahead: int
+    fence: str = "host"
+    mps: bool = False
+    repeat: int
+    kernel_sum_ms: float
+    """The length that the dummy kernels were asked to have."""
+    busy_ms: float
+    """Their length by the workers' stamps."""
+    step_ms: float
+    """From the end of a step to the end of the next, by the stamps."""
+    lost_share: float | None = None
+    """step - busy, as a share of that of host blocks in the same repeat."""
+    elapsed_ms: float
+    """The window's time by this process's clock, over its steps."""
+    ratio: float
+    """step_ms / kernel_sum_ms."""
+    num_steps: int
+    num_clients: int
+    tokens_per_second: float
+    tokens_sha256: str = ""
+    """Hash of the first tokens of all clients: the same in every order."""
+    host: str
+
+    @property
+    def lost_ms(self) -> float:
+        """Time of a step in which neither worker worked."""
+        return self.step_ms - self.busy_ms
+
+    @property
+    def title(self) -> str:
+        """The order, for people."""
+        name = "host blocks" if self.policy == HOST_BLOCKS else f"run-ahead {self.run_ahead}"
+        return name if self.fence in ("host", "timeline") else f"{name}, {self.fence}"
+
+
+def with_shares(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """The same with `lost_share` filled in, also for results that were written without; other orders are left out."""
+    of_host = {(m.draft_ms, m.verify_ms, m.mps, m.repeat): m.lost_ms for m in measurements if m.policy == HOST_BLOCKS}
+    return [
+        replace(m, lost_share=m.lost_ms / of_host[m.draft_ms, m.verify_ms, m.mps, m.repeat])
+        for m in measurements
+        if m.policy in (HOST_BLOCKS, RUN_AHEAD) and (m.draft_ms, m.verify_ms, m.mps, m.repeat) in of_host
+    ]
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """Reads a result file. Raises ValueError for a file of another kind."""
+    return with_shares(read_rows(path, Measurement))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +136,7 @@ def orders_of(device: str) -> tuple[Order, ...]:
     )
 
 
-def main(
-    device: DeviceOption = "cpu",
-    repeats: Annotated[int | None, typer.Option(help="Interleaved repeats of each order.")] = None,
-    json_file: JsonOption = None,
-    picture: PictureOption = None,
-) -> None:
+def main(device: DeviceOption = "cpu", json_file: JsonOption = None) -> None:
     """Measures the price of a step in each order."""
     measurements: list[Measurement] = []
 
@@ -86,80 +144,57 @@ def main(
         measurements.extend(with_shares(group))
         write_rows(measurements, json_file)
 
-    asyncio.run(_measure_all(device, repeats or REPEATS[device], keep))
-    if picture is not None:
-        from slipstream.benchmarks.charts import draw_overlap
-
-        draw_overlap(measurements, picture)
-    for line in _summary(measurements):
-        print(line)
+    asyncio.run(_measure_all(device, keep))
     if len({measurement.tokens_sha256 for measurement in measurements}) > 1:
         raise SystemExit("the tokens are not the same in every order")
 
 
-async def _measure_all(device: str, repeats: int, keep: Callable[[Sequence[Measurement]], None]) -> None:
+async def _measure_all(device: str, keep: Callable[[Sequence[Measurement]], None]) -> None:
     """`keep` gets the measurements of each group, also of one that failed."""
-    orders = orders_of(device)
     for kernels_ms in KERNELS_MS[device]:
-        for has_mps in sorted({order.has_mps for order in orders}, reverse=True):
-            mine = [order for order in orders if order.has_mps == has_mps]
+        for _, orders in groupby(orders_of(device), attrgetter("has_mps")):
             group: list[Measurement] = []
             try:
-                async for measured in _measure_group(device, *kernels_ms, mine * repeats):
-                    group += measured
-                    print(*map(_line, measured), sep="\n", flush=True)
+                async for m in _measure_group(device, *kernels_ms, [*orders] * REPEATS[device]):
+                    group.append(m)
+                    order = f"{m.draft_ms:g} + {m.verify_ms:g} ms, {m.title}, MPS {m.mps}, repeat {m.repeat}"
+                    print(f"{order}: {m.step_ms:.3f} ms a step", flush=True)
             finally:
                 keep(group)
 
 
 async def _measure_group(
     device: str, draft_ms: float, verify_ms: float, turns: Sequence[Order]
-) -> AsyncIterator[list[Measurement]]:
-    mps = MpsMode.ON if turns[0].has_mps else MpsMode.OFF
-    async with Stack(device=device, mps=mps) as stack:
-        async with asyncio.TaskGroup() as starts:
-            for is_blocking in (False, True):
-                for role, model, length_ms in (
-                    ("draft", standalone_dir(), draft_ms),
-                    ("verify", target_dir(), verify_ms),
-                ):
-                    name = _worker(role, is_blocking)
-                    starts.create_task(
-                        stack.dummy(role, length_ms, name=name, model=model, acknowledge_done=is_blocking)
-                    )
-        for number, order in enumerate(turns):
-            repeat = turns[:number].count(order)
-            yield await _measure_order(stack, device, draft_ms, verify_ms, order, repeat)
-
-
-async def _measure_order(
-    stack: Stack, device: str, draft_ms: float, verify_ms: float, order: Order, repeat: int
-) -> list[Measurement]:
-    is_blocking = order.name == HOST_BLOCKS
-    scheduler = stack.scheduler(
-        _worker("draft", is_blocking),
-        verify=_worker("verify", is_blocking),
-        run_ahead=order.run_ahead,
-        num_draft_tokens=NUM_DRAFT_TOKENS,
-        slots=NUM_CLIENTS,
-        context_tokens=CONTEXT_TOKENS,
-        dispatch="acknowledged" if is_blocking else "together",
-        fence=order.fence,
-    )
+) -> AsyncIterator[Measurement]:
     options: RequestOptions = {"max_new_tokens": CONTEXT_TOKENS // 2, "ignore_eos": True}
-    measurements = []
-    async with scheduler as served:
-        for number in range(WINDOWS[device]):
-            window = await stream_window(
-                served,
-                [PROMPT] * NUM_CLIENTS,
-                [options] * NUM_CLIENTS,
-                warm_up_tokens=WARM_UP_TOKENS,
-                seconds=MEASURE_S[device],
+    async with Stack(device=device, mps=MpsMode.ON if turns[0].has_mps else MpsMode.OFF) as stack:
+        await asyncio.gather(
+            stack.dummies(draft_ms, verify_ms),
+            stack.dummies(draft_ms, verify_ms, suffix="-blocking", acknowledge_done=True),
+        )
+        for number, order in enumerate(turns):
+            suffix, dispatch = ("-blocking", "acknowledged") if order.name == HOST_BLOCKS else ("", "together")
+            scheduler = stack.scheduler(
+                f"draft{suffix}",
+                verify=f"verify{suffix}",
+                run_ahead=order.run_ahead,
+                num_draft_tokens=NUM_DRAFT_TOKENS,
+                slots=NUM_CLIENTS,
+                context_tokens=CONTEXT_TOKENS,
+                dispatch=dispatch,
+                fence=order.fence,
             )
-            measured = _measurement(device, draft_ms, verify_ms, order, WINDOWS[device] * repeat + number, window)
-            measurements.append(measured)
-    return measurements
+            async with scheduler as served:
+                first = WINDOWS[device] * turns[:number].count(order)
+                for repeat in range(first, first + WINDOWS[device]):
+                    window = await stream_window(
+                        served,
+                        [PROMPT] * NUM_CLIENTS,
+                        [options] * NUM_CLIENTS,
+                        warm_up_tokens=WARM_UP_TOKENS,
+                        seconds=MEASURE_S[device],
+                    )
+                    yield _measurement(device, draft_ms, verify_ms, order, repeat, window)
 
 
 def _measurement(
@@ -187,37 +222,6 @@ def _measurement(
         tokens_sha256=hashlib.sha256(json.dumps(window.first_tokens).encode()).hexdigest(),
         host=host(device),
     )
-
-
-def _summary(measurements: Sequence[Measurement]) -> list[str]:
-    lines = ["", "medians of the repeats:"]
-    groups: dict[str, list[Measurement]] = {}
-    for m in measurements:
-        groups.setdefault(_name(m), []).append(m)
-    for name, group in groups.items():
-        ratios, lost = [m.ratio for m in group], median(m.lost_ms for m in group)
-        share = median(m.lost_share for m in group if m.lost_share is not None)
-        lines.append(
-            f"{name}: ratio {median(ratios):.3f} (worst {max(ratios):.3f}), step - busy {lost:.3f} ms, "
-            f"{100 * share:.1f} % of that of host blocks"
-        )
-    return lines
-
-
-def _name(m: Measurement) -> str:
-    where = f", {m.fence} fences, {'MPS' if m.mps else 'no MPS'}" if m.device == "cuda" else ""
-    return f"{m.draft_ms:g} + {m.verify_ms:g} ms, {m.policy} {m.run_ahead}{where}"
-
-
-def _line(m: Measurement) -> str:
-    return (
-        f"{_name(m)}, repeat {m.repeat}: step {m.step_ms:.3f} ms (by the clock {m.elapsed_ms:.3f}), "
-        f"busy {m.busy_ms:.3f} ms, ratio {m.ratio:.3f}, {m.num_steps} steps"
-    )
-
-
-def _worker(role: str, is_blocking: bool) -> str:
-    return f"{role}-blocking" if is_blocking else role
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.models import STANDALONE, JsonOption, Models
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.server_watch import HealthWatch, MemoryWatch, settled
-from slipstream.benchmarks.serving import LENGTH_SCALE, beyond_warm_up, find_capacity
+from slipstream.benchmarks.serving import LENGTHS, beyond_warm_up, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import Arrival, Lengths, Workload
 from slipstream.client import AsyncClient
@@ -177,12 +177,10 @@ def main(
     capacity_seconds: Annotated[
         float, typer.Option(help="For the capacity, each time.", callback=beyond_warm_up(Plan.capacity_warm_up_s))
     ] = Plan.capacity_seconds,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = Plan.seed,
     json_file: JsonOption = None,
 ) -> None:
     """Overloads the server."""
-    plan = Plan(seconds=seconds, capacity_seconds=capacity_seconds, seed=seed)
-    report = asyncio.run(_overload(plan))
+    report = asyncio.run(_overload(Plan(seconds=seconds, capacity_seconds=capacity_seconds)))
     problems = report.faults() + report.shortcomings()
     write_json(
         {**asdict(report), "capacity": report.capacity, "goodput": report.goodput, "problems": problems}, json_file
@@ -193,7 +191,7 @@ def main(
 
 async def _overload(plan: Plan) -> OverloadReport:
     async with Stack(LOG_DIR / "overload") as stack:
-        return await overload(stack, Lengths(scale=LENGTH_SCALE), plan)
+        return await overload(stack, LENGTHS, plan)
 
 
 if __name__ == "__main__":

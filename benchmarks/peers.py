@@ -49,20 +49,15 @@ DRAFTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Peer):
     """One way of generating, in one case."""
 
     case: str
-    way: str
     device: str
     dtype: str
     prompt_tokens: int
     num_new_tokens: int
     num_draft_tokens: int
-    tokens_per_second: float
-    """Median over the repeats."""
-    repeats: Sequence[float]
-    mean_accept_length: float
     host: str
     hardware: str
 
@@ -79,11 +74,6 @@ class Case:
     mean_accept_length: float | None
     """Drawn by chance, with random weights; None is what real weights give."""
 
-    @property
-    def is_dummy(self) -> bool:
-        """True if the weights are random."""
-        return self.mean_accept_length is not None
-
 
 class Measurement:
     """All ways of generating, in one case."""
@@ -92,6 +82,8 @@ class Measurement:
         """`keep` gets each way as it is measured."""
         self._case = case
         self._device = torch.device(device)
+        self._dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self._is_dummy = case.mean_accept_length is not None
         self._keep_result = keep
         self._host = host()
         self._hardware = host(device).partition(",")[0] if device == "cuda" else "no GPU"
@@ -104,13 +96,9 @@ class Measurement:
         asyncio.run(self._slipstream())
         self._transformers()
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._device.type == "cuda" else torch.float32
-
     async def _slipstream(self) -> None:
         case = self._case
-        weights: dict[str, Any] = {"load_format": "dummy" if case.is_dummy else "auto"}
+        weights: dict[str, Any] = {"load_format": "dummy" if self._is_dummy else "auto"}
         async with Stack(device=self._device.type) as stack:
             await asyncio.gather(
                 stack.worker("verify", model=case.target, simulate_accept_length=case.mean_accept_length, **weights),
@@ -134,7 +122,7 @@ class Measurement:
 
     def _transformers(self) -> None:
         target, assistant = (
-            load(directory, device=self._device, dtype=self._dtype, is_dummy=self._case.is_dummy)
+            load(directory, device=self._device, dtype=self._dtype, is_dummy=self._is_dummy)
             for directory in (self._case.target, self._case.assistant)
         )
         peer, mean = TransformersPeer(target, num_new_tokens=NUM_NEW_TOKENS), self._case.mean_accept_length

@@ -14,7 +14,7 @@ import grpc.aio
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.benchmarks.stack import background
+from slipstream.cli.cancellation import background
 from slipstream.common.rpc.address import proxy_options
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ INTERVAL_S = 0.2
 TIMEOUT_S = 10.0
 SETTLE_S = 20.0
 POLL_S = 0.1
+_name_of = health_pb2.HealthCheckResponse.ServingStatus.Name
 
 
 class HealthWatch:
@@ -47,7 +48,7 @@ class HealthWatch:
     async def _watch(self, stub: health_pb2_grpc.HealthStub) -> None:
         try:
             async for response in stub.Watch(health_pb2.HealthCheckRequest()):
-                self._see(response.status)
+                self.statuses.add(_name_of(response.status))
         except grpc.aio.AioRpcError as error:
             self.statuses.add(error.code().name)
 
@@ -55,13 +56,10 @@ class HealthWatch:
         while True:
             try:
                 response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-                self._see(response.status)
+                self.statuses.add(_name_of(response.status))
             except grpc.aio.AioRpcError as error:
                 self.statuses.add(error.code().name)
             await asyncio.sleep(INTERVAL_S)
-
-    def _see(self, status: int) -> None:
-        self.statuses.add(health_pb2.HealthCheckResponse.ServingStatus.Name(status))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,26 +14,26 @@ import itertools
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.benchmarks.load_generator import closed_loop, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.models import NONE, STANDALONE, JsonOption, Models, PictureOption, draft_of
+from slipstream.benchmarks.models import NONE, STANDALONE, JsonOption, Models, draft_of
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import TEMPERATURE, Lengths, Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from slipstream.benchmarks.load_report import LoadReport
 
 CLIENTS_PER_SLOT = 2
 NUM_REQUESTS = 4096
 """Different requests for the capacity; after these they are repeated."""
-LENGTH_SCALE = 0.25
+LENGTHS = Lengths(scale=0.25)
 KV_MIB = 512
 """KV pages of both workers together."""
 
@@ -71,22 +71,9 @@ class ServingRun:
     """There should be none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingReport:
-    """All rates with all algorithms."""
-
-    host: str
-    plan: Plan
-    lengths: Lengths
-    temperature: float
-    capacity: Mapping[str, LoadReport]
-    """By algorithm."""
-    runs: list[ServingRun]
-
-
-async def measure(plan: Plan) -> ServingReport:
-    """Starts the services once for each algorithm and measures all rates."""
-    models, lengths = Models(), Lengths(scale=LENGTH_SCALE)
+async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
+    """Starts the services once for each algorithm; returns the capacity by algorithm, and all rates with each."""
+    models, lengths = Models(), LENGTHS
     workload = Workload(models.target, lengths)
     async with AsyncExitStack() as held:
         addresses = {}
@@ -111,14 +98,7 @@ async def measure(plan: Plan) -> ServingReport:
                 runs.append(await _run(workload, address, plan, algorithm, fraction, rate))
                 speed = runs[-1].report.tokens_per_second
                 print(f"{algorithm} at {rate:.2f} requests/s: {speed:.0f} tokens/s", flush=True)
-    return ServingReport(
-        host=host(),
-        plan=plan,
-        lengths=lengths,
-        temperature=TEMPERATURE,
-        capacity=capacity,
-        runs=runs,
-    )
+    return capacity, runs
 
 
 async def find_capacity(
@@ -164,32 +144,21 @@ def beyond_warm_up(warm_up_s: float) -> Callable[[float], float]:
 
 
 def main(
-    fractions: Annotated[str, typer.Option(help="Rates, as fractions of the capacity.")] = "0.2,0.4,0.6,0.8,1.0,1.25",
     seconds: Annotated[
         float, typer.Option(help="Length of the arrivals, at each rate.", callback=beyond_warm_up(Plan.warm_up_s))
     ] = Plan.seconds,
     capacity_seconds: Annotated[
         float, typer.Option(help="For the capacity of each.", callback=beyond_warm_up(Plan.warm_up_s))
     ] = Plan.capacity_seconds,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = Plan.seed,
     json_file: JsonOption = None,
-    picture: PictureOption = None,
 ) -> None:
     """Measures latency and throughput against load."""
-    plan = Plan(
-        fractions=tuple(map(float, fractions.split(","))),
-        seconds=seconds,
-        capacity_seconds=capacity_seconds,
-        seed=seed,
-    )
-    report = asyncio.run(measure(plan))
-    written: dict[str, Any] = asdict(report)
-    write_json(written, json_file)
-    if picture is not None:
-        from slipstream.benchmarks.charts import draw_serving
-
-        draw_serving(written, picture)
-    failed = [failure for run in report.runs for failure in run.failures]
+    plan = Plan(seconds=seconds, capacity_seconds=capacity_seconds)
+    capacity, runs = asyncio.run(measure(plan))
+    about = {"host": host(), "plan": asdict(plan), "lengths": asdict(LENGTHS), "temperature": TEMPERATURE}
+    capacities = {algorithm: asdict(report) for algorithm, report in capacity.items()}
+    write_json({**about, "capacity": capacities, "runs": [asdict(run) for run in runs]}, json_file)
+    failed = [failure for run in runs for failure in run.failures]
     sys.exit("\n".join(failed) if failed else 0)
 
 

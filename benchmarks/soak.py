@@ -102,14 +102,13 @@ async def _warm_up(client: AsyncClient, num_clients: int) -> None:
 
 def main(
     seconds: Annotated[float, typer.Option(help="Length of the run.")] = 120.0,
-    seed: Annotated[int, typer.Option(help="Of everything that is random.")] = 1,
     json_file: JsonOption = None,
 ) -> None:
     """Runs the soak test."""
 
     async def run() -> SoakReport:
         async with Stack() as stack:
-            return await soak(stack, seconds, seed)
+            return await soak(stack, seconds, seed=1)
 
     report = asyncio.run(run())
     print(f"{sum(report.outcomes.values())} jobs, {report.num_tokens} tokens: {report.outcomes}")

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.models import NGRAM
+from slipstream.bundled import standalone_dir, target_dir
+from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from slipstream.benchmarks.models import Models
 
@@ -94,9 +96,15 @@ class Stack:
         command = program or (str(SCRIPTS / f"slipstream-{role}"),)
         await self.process(name, *command, *words(listen=self.socket(name), device=self._device, **options))
 
-    async def dummy(self, role: str, length_ms: float, *, name: str | None = None, **options: Option) -> None:
-        """Starts a worker with a dummy kernel of this length in place of the model's."""
-        await self.worker(role, name=name, program=dummy_worker(role, length_ms), **options)
+    async def dummies(self, draft_ms: float, verify_ms: float, *, suffix: str = "", **options: Option) -> None:
+        """Starts both workers of the bundled models, with kernels of these lengths in place of the models."""
+        pair = (("draft", draft_ms, standalone_dir()), ("verify", verify_ms, target_dir()))
+        await asyncio.gather(
+            *(
+                self.worker(role, name=role + suffix, program=dummy_worker(role, length_ms), model=model, **options)
+                for role, length_ms, model in pair
+            )
+        )
 
     async def models(self, models: Models) -> None:
         """Starts verify for the target and a draft service for each draft, named by its algorithm."""
@@ -189,18 +197,6 @@ def free_ports(count: int) -> list[int]:
     for server in sockets:
         server.close()
     return ports
-
-
-@asynccontextmanager
-async def background(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Runs coroutines as tasks for as long as the context, then cancels them. A task's error is its user's to read."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

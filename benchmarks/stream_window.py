@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from slipstream.benchmarks.stack import background
+from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.rpc.scrape import scrape
@@ -69,13 +69,7 @@ class StepSums:
 
     def __add__(self, other: StepSums) -> StepSums:
         """The sums over both."""
-        return StepSums(
-            num_steps=self.num_steps + other.num_steps,
-            step_s=self.step_s + other.step_s,
-            draft_s=self.draft_s + other.draft_s,
-            verify_s=self.verify_s + other.verify_s,
-            bubble_s=self.bubble_s + other.bubble_s,
-        )
+        return StepSums(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
     def mean_ms(self, seconds: float) -> float:
         """One of the sums per step, in milliseconds."""

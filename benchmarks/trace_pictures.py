@@ -25,7 +25,6 @@ from slipstream.benchmarks.models import DeviceOption  # noqa: TC001 - typer rea
 from slipstream.benchmarks.result_files import host
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import streaming
-from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
@@ -70,13 +69,11 @@ CHARACTER_WIDTH = 0.006
 def main(
     device: DeviceOption = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for traces and pictures.")] = Path("build/traces"),
-    draw_only: Annotated[bool, typer.Option("--draw-only", help="Draw the traces that are there.")] = False,
 ) -> None:
     """Traces each run-ahead, and draws it."""
     out.mkdir(parents=True, exist_ok=True)
     paths = {run_ahead: out / f"trace_{device}_run_ahead_{run_ahead}.json" for run_ahead in RUN_AHEADS}
-    if not draw_only:
-        asyncio.run(_trace_all(device, paths))
+    asyncio.run(_trace_all(device, paths))
     for path in paths.values():
         print(draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")))
 
@@ -84,9 +81,7 @@ def main(
 async def _trace_all(device: str, paths: dict[int, Path]) -> None:
     draft_ms, verify_ms = KERNELS_MS[device]
     async with Stack(device=device, mps=MpsMode.AUTO if device == "cuda" else MpsMode.OFF) as stack:
-        await asyncio.gather(
-            stack.dummy("draft", draft_ms, model=standalone_dir()), stack.dummy("verify", verify_ms, model=target_dir())
-        )
+        await stack.dummies(draft_ms, verify_ms)
         for run_ahead, path in paths.items():
             scheduler = stack.scheduler(
                 "draft",

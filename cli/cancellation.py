@@ -1,13 +1,14 @@
-"""Signals that cancel a command's work, and work that a cancellation does not cut short."""
+"""Signals that cancel a command's work, work that ends with a context, and work that a cancellation does not end."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
 T = TypeVar("T")
 
@@ -56,6 +57,18 @@ class StopSignals:
             self._on_first()
         else:
             self._on_second()
+
+
+@asynccontextmanager
+async def background(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """Runs coroutines as tasks for as long as the context, then cancels them. A task's error is its user's to read."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def shielded(

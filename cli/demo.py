@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from slipstream.bundled import Prompt
     from slipstream.cli.up.supervisor import Supervisor
-    from slipstream.common.api.output_chunk import Usage
 
 PROMPT_STRIDE = 16
 """Takes one of so many of the bundled prompts, which makes four."""
@@ -55,9 +54,8 @@ class DemoRun:
     """Token ids of each prompt's output."""
     seconds: float
     """From the first request to the last token."""
-    usages: tuple[Usage, ...]
     interval: dict[str, Any]
-    """Times of its steps, as in `Reading.since`."""
+    """Times of its steps and the accept length, as in `Reading.since`."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,12 +66,6 @@ class DemoRun:
     def tokens_per_second(self) -> float:
         """Tokens of all outputs per second."""
         return self.num_tokens / self.seconds
-
-    @property
-    def mean_accept_length(self) -> float:
-        """Tokens that a verify step brings a request: 1 + accepted / steps."""
-        num_steps = sum(usage.num_verify_steps for usage in self.usages)
-        return 1.0 + sum(usage.total_accepted_tokens for usage in self.usages) / num_steps if num_steps else 1.0
 
 
 async def run_demo(algorithm: str, device: str) -> int:
@@ -130,18 +122,16 @@ class _Demo:
         async with AsyncClient(server) as client:
             start = time.monotonic()
             with DemoScreen(self._console, self._prompts) as screen:
-                outputs = await asyncio.gather(
+                token_ids = await asyncio.gather(
                     *(self._generate(client, index, screen) for index in range(len(self._prompts)))
                 )
             seconds = time.monotonic() - start
         interval = (await read_server(server)).since(before)
         assert interval is not None, "the demo's own services have metrics"
-        token_ids, usages = zip(*outputs, strict=True)
-        return DemoRun(title=title, token_ids=token_ids, seconds=seconds, usages=usages, interval=interval)
+        return DemoRun(title=title, token_ids=tuple(token_ids), seconds=seconds, interval=interval)
 
-    async def _generate(self, client: AsyncClient, index: int, screen: DemoScreen) -> tuple[tuple[int, ...], Usage]:
+    async def _generate(self, client: AsyncClient, index: int, screen: DemoScreen) -> tuple[int, ...]:
         token_ids: list[int] = []
-        usage: Usage | None = None
         chunks = client.generate(
             self._prompts[index].text,
             max_new_tokens=MAX_NEW_TOKENS,
@@ -152,10 +142,8 @@ class _Demo:
         async with aclosing(chunks):
             async for chunk in chunks:
                 token_ids += chunk.token_ids
-                usage = chunk.usage
                 screen.add(index, pieces(chunk.text, chunk.text_lengths, chunk.is_draft))
-        assert usage is not None, "the last chunk has the usage"
-        return tuple(token_ids), usage
+        return tuple(token_ids)
 
 
 class DemoScreen:
@@ -235,7 +223,7 @@ def report(console: Console, drafted: DemoRun, undrafted: DemoRun) -> int:
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("tokens", *(f"{run.num_tokens}" for run in runs))
     table.add_row("tokens per second", *(f"{run.tokens_per_second:.1f}" for run in runs))
-    table.add_row("mean accept length", *(f"{run.mean_accept_length:.2f}" for run in runs))
+    table.add_row("mean accept length", *(f"{run.interval['mean_accept_length'] or 1:.2f}" for run in runs))
     steps = [run.interval["steps_per_s"] * run.interval["seconds"] for run in runs]
     step_ms = [1e3 * run.interval["step_s"] for run in runs]
     table.add_row("steps, mean time", *(f"{num:.0f}, {ms:.1f} ms" for num, ms in zip(steps, step_ms, strict=True)))

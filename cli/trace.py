@@ -21,9 +21,8 @@ import grpc.aio
 
 from slipstream.cli.trace_timeline import Lane, StampClock, Timeline
 from slipstream.client import AsyncClient
+from slipstream.client.requests import channel_options
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
-from slipstream.common.rpc.address import proxy_options
-from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2_grpc
@@ -70,8 +69,7 @@ async def scheduler_of(server: str) -> str:
 
 async def fetch_trace(scheduler: str, request: TraceRequest) -> Trace:
     """Asks the scheduler at this address. Raises what it raises, and UnavailableError when it does not answer."""
-    options = [*Keepalive().options(), ("grpc.max_receive_message_length", -1), *proxy_options(scheduler)]
-    async with grpc.aio.insecure_channel(scheduler, options=options) as channel:
+    async with grpc.aio.insecure_channel(scheduler, options=channel_options(scheduler, None)) as channel:
         stub = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
         try:
             return Trace.from_pb(await stub.Trace(request.to_pb()))

@@ -2,6 +2,7 @@
 
     SlipstreamError
     ├── InvalidArgumentError        a request's field cannot be honoured
+    ├── UnauthenticatedError        the call has no valid API key
     ├── NotFoundError               no such job
     ├── AlreadyExistsError          a job of this name is alive
     ├── ResourceExhaustedError      the queue is full; try again later
@@ -30,6 +31,9 @@ from __future__ import annotations
 
 from typing import Self
 
+RETRY_AFTER_MS = 500
+"""Time after which a call may come again that found a server full, or without its workers."""
+
 
 class SlipstreamError(Exception):
     """Base of all errors that the project raises on purpose."""
@@ -54,6 +58,10 @@ class InvalidArgumentError(SlipstreamError):
         return error
 
 
+class UnauthenticatedError(SlipstreamError):
+    """The call has no API key, or none that the server knows."""
+
+
 class NotFoundError(SlipstreamError):
     """There is no such thing here."""
 
@@ -72,6 +80,11 @@ class ResourceExhaustedError(SlipstreamError):
 
 class UnavailableError(SlipstreamError):
     """A service that is needed is not there."""
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        """`retry_after_ms`: when the same call may succeed; None if it is not known to be safe to make it again."""
+        self.retry_after_ms = retry_after_ms
+        super().__init__(message)
 
 
 class ConnectionLostError(UnavailableError):

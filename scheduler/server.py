@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.device.choose import choose_device
 from slipstream.common.errors import (
+    RETRY_AFTER_MS,
     ConfigError,
     FailedPreconditionError,
     SlipstreamError,
@@ -265,7 +266,7 @@ class _Serving:
     def _absence(self) -> SlipstreamError:
         if self.failure is not None:
             return FailedPreconditionError(f"this server cannot serve and is about to end: {self.failure}")
-        return UnavailableError("the scheduler is not attached to its workers")
+        return UnavailableError("the scheduler is not attached to its workers", retry_after_ms=RETRY_AFTER_MS)
 
 
 def _service(worker: WorkerDescription, address: str) -> ServiceState:

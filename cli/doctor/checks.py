@@ -12,6 +12,7 @@ import resource
 import socket
 import stat
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -62,12 +63,13 @@ class Verdict(enum.StrEnum):
 class Finding:
     """One line of the report: what is there and, unless all is well, what to do."""
 
-    name: str
     verdict: Verdict
+    name: str
     detail: str
     remedy: str = ""
 
 
+ok, note, failed = (partial(Finding, verdict) for verdict in (Verdict.OK, Verdict.NOTE, Verdict.FAILED))
 _MARKS = {Verdict.OK: "✓", Verdict.NOTE: "!", Verdict.FAILED: "✗"}
 
 
@@ -111,21 +113,6 @@ async def examine(models: ModelChoice, device: str, listen: str, state_dir: Path
         for finding in await check_sharing_on_gpu():
             yield finding
         yield check_gpu()
-
-
-def ok(name: str, detail: str) -> Finding:
-    """A finding that all is well."""
-    return Finding(name, Verdict.OK, detail)
-
-
-def note(name: str, detail: str, remedy: str = "") -> Finding:
-    """A finding that something works, but not at its best."""
-    return Finding(name, Verdict.NOTE, detail, remedy)
-
-
-def failed(name: str, detail: str, remedy: str) -> Finding:
-    """A finding that something does not work."""
-    return Finding(name, Verdict.FAILED, detail, remedy)
 
 
 def check_shm(directory: Path = Path("/dev/shm")) -> Finding:
@@ -283,28 +270,26 @@ async def check_sharing_on_gpu() -> list[Finding]:
 
 def check_sharing_on_cpu() -> Iterator[Finding]:
     """Shared memory and futexes between two processes, and how fast they hand over."""
-    try:
-        measured = measure("cpu", "auto", {})
-    except SlipstreamError as error:
-        yield failed("shared memory of two processes", str(error), _SAME_NAMESPACES)
-        return
-    yield ok("shared memory of two processes", f"{WORDS} words there and back, in order")
-    yield from _speed(measured)
+    return _check_fences(CPU, {}, ("shared memory of two processes", "auto", _SAME_NAMESPACES))
 
 
 def _check_gpu_fences(environment: Mapping[str, str]) -> Iterator[Finding]:
+    events = ("IPC memory and events", EVENT, _SAME_NAMESPACES)
+    timelines = "IPC memory and stream memory operations", TIMELINE, "a newer driver; --fence event works without"
+    return _check_fences(CUDA, environment, events, timelines)
+
+
+def _check_fences(device: str, environment: Mapping[str, str], *kinds: tuple[str, str, str]) -> Iterator[Finding]:
+    """`kinds`: name, fence and remedy of each. Without the first there is no other way."""
     measured: list[HandOver] = []
-    for name, kind, remedy in (
-        ("IPC memory and events", EVENT, _SAME_NAMESPACES),
-        ("IPC memory and stream memory operations", TIMELINE, "a newer driver; --fence event works without"),
-    ):
+    for name, fence, remedy in kinds:
         try:
-            found = measure("cuda", kind, environment)
+            found = measure(device, fence, environment)
         except SlipstreamError as error:
-            yield (failed if kind == EVENT else note)(name, str(error), remedy)  # events are the last resort
+            yield (failed if name == kinds[0][0] else note)(name, str(error), remedy)
             continue
-        where = "under MPS" if found.under_mps else "without MPS"
-        yield ok(name, f"{WORDS} words there and back between two processes {where}, in order")
+        where = "" if device == CPU else " under MPS" if found.under_mps else " without MPS"
+        yield ok(name, f"{WORDS} words there and back between two processes{where}, in order")
         measured.append(found)
     for found in measured:
         if found.times_us:

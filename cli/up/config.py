@@ -12,6 +12,7 @@ from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_optio
 from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
 from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.access import AccessSettings
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
@@ -53,7 +54,10 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
         MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
     )
     deterministic: bool = setting(False, help="On a GPU: the same tokens in any batch, with a draft and without.")
-    listen: str = setting(DEFAULT_SERVER, help="Address for clients; port 0 takes a free one.", unit="HOST:PORT")
+    listen: str = setting(
+        DEFAULT_SERVER, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS"
+    )
+    insecure_public: bool = setting(False, help="Listen at an address other than loopback without TLS.")
     metrics_port: int | None = setting(
         None,
         help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateway's follow; 0: any.",
@@ -81,8 +85,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(parse_address(self.listen, field="listen"), TcpAddress):
-            raise ConfigError("listen", self.listen, "HOST:PORT")
+        AccessSettings(insecure_public=self.insecure_public).check_address(self.listen)
         parse_address(self.socket("scheduler"), field="state_dir")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
@@ -169,7 +172,13 @@ def gateway_command(config: UpConfig, listen: str) -> ServiceCommand:
 
 
 def _command(config: UpConfig, name: str, module: str, listen: str, settings: Settings) -> ServiceCommand:
-    options = shared(ServiceOptions, config, listen=listen, metrics_port=config.metrics_port_of(name))
+    options = shared(
+        ServiceOptions,
+        config,
+        listen=listen,
+        metrics_port=config.metrics_port_of(name),
+        log_file=config.log_path(name),
+    )
     return ServiceCommand(
         name=name,
         # -P, so that the working directory shadows no import.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from slipstream.common.errors import AddressInUseError
+from slipstream.common.private_files import open_new
 from slipstream.common.rpc.listener import Listener
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ServiceProcess:
         self.command = command
         if command.log_path.exists():
             command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
-        with command.log_path.open("wb") as log:
+        with os.fdopen(open_new(command.log_path), "wb") as log:
             self._process = start_bound(command.argv, log, command.environment)
         self.ended = asyncio.Event()
         """Set when it is over, and reaped."""

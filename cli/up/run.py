@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import sys
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +15,7 @@ from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_co
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
+from slipstream.common.private_files import lock, make_private_directory, open_new
 from slipstream.common.rpc.address import TcpAddress
 
 if TYPE_CHECKING:
@@ -105,23 +105,21 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
     """Makes the directory if need be, and holds it until the context ends or the process does.
 
     The context's value leaves the server's address for `server_of` to find. Raises AddressInUseError when another
-    process holds the directory, ConfigError when it cannot be made.
+    process holds the directory, ConfigError when it cannot be made or is not this user's alone.
     """
     server = path / _SERVER
+    make_private_directory(path, field="state_dir", given=str(path))
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = lock(path / _LOCK)
+    except BlockingIOError as error:
+        raise AddressInUseError("state_dir", str(path)) from error
     except OSError as error:
         raise ConfigError("state_dir", str(path), f"a directory that this user can write to ({error})") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise AddressInUseError("state_dir", str(path)) from error
 
     def announce(address: str) -> None:
         new = server.with_suffix(".new")
-        new.write_text(address, encoding="utf-8")
+        with os.fdopen(open_new(new), "w", encoding="utf-8") as file:
+            file.write(address)
         new.replace(server)
 
     try:
@@ -129,7 +127,7 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
         yield announce
     finally:
         server.unlink(missing_ok=True)
-        os.close(lock)
+        os.close(descriptor)
 
 
 def server_of(path: Path) -> str:

@@ -8,9 +8,9 @@ import logging
 import signal
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from slipstream.cli.cancellation import shielded
+from slipstream.cli.cancellation import background, shielded
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.process import ServiceProcess
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
@@ -108,27 +108,22 @@ class Supervisor:
         A service whose command says `restarts` is started again instead, unless it dies before it was ever ready, or
         too often. Raises DeadlineExceededError when it then does not become ready in time.
         """
-        keeping = [asyncio.ensure_future(self._keep(process)) for process in self._processes()]
-        try:
+        async with background(*(self._keep(process) for process in self._processes())) as keeping:
             ended, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel(*keeping)
         await next(keeper for keeper in keeping if keeper in ended)
         raise AssertionError("a service is kept until an error")
 
     async def while_alive(self, work: Coroutine[object, object, T]) -> T:
         """Does the work; when a service dies, drops it and raises as `watch` does."""
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
-        try:
+        async with background(work, self.watch()) as (working, watching):
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
             # A death explains an error of the work, not the other way round, and may be noticed a little later.
             if not watching.done() and not working.cancelled() and working.exception() is not None:
                 await asyncio.wait((watching,), timeout=_DEATH_NOTICED_S)
             if watching.done():
                 await watching
-            return await working
-        finally:
-            await _cancel(working, watching)
+            result: T = await working
+        return result
 
     async def stop(self, *names: str) -> None:
         """Stops the services of these names, or all: the last started first, each given time to finish its work.
@@ -179,16 +174,10 @@ class Supervisor:
         return process
 
     async def _ready_or_ended(self, process: ServiceProcess) -> None:
-        becoming, ending = (
-            asyncio.ensure_future(self._wait_ready([process])),
-            asyncio.ensure_future(process.ended.wait()),
-        )
-        try:
+        async with background(self._wait_ready([process]), process.ended.wait()) as (becoming, ending):
             await asyncio.wait((becoming, ending), return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
                 await becoming
-        finally:
-            await _cancel(becoming, ending)
 
     async def _wait_ready(self, waiting: list[ServiceProcess]) -> None:
         try:
@@ -237,15 +226,6 @@ class Supervisor:
 
 async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:
     """Returns whether the process ends in that time, and before `hurry` is set."""
-    ended, hurried = asyncio.ensure_future(process.ended.wait()), asyncio.ensure_future(hurry.wait())
-    try:
-        await asyncio.wait((ended, hurried), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await _cancel(ended, hurried)
+    async with background(process.ended.wait(), hurry.wait()) as waits:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return process.ended.is_set()
-
-
-async def _cancel(*futures: asyncio.Future[Any]) -> None:
-    for future in futures:
-        future.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)

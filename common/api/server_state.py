@@ -16,9 +16,7 @@ class ServiceState:
     name: str
     """ "scheduler", "draft" or "verify"."""
     address: str
-    """gRPC address."""
     pid: int
-    """Process id on its host."""
     metrics_port: int = 0
     """Port of its Prometheus endpoint; 0 if it has none."""
     model: str = ""
@@ -41,13 +39,11 @@ class ServerState:
     algorithm: str
     """ "standalone", or "none" when nothing drafts."""
     num_draft_tokens: int
-    """Tokens drafted in a step."""
     run_ahead: int
     """Steps that are sent before the result of the first of them is known."""
     num_slots: int
     """Requests that run at the same time."""
     page_tokens: int
-    """Tokens in a KV page."""
     num_pages: int
     num_free_pages: int
     queue_capacity: int

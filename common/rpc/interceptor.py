@@ -1,4 +1,4 @@
-"""Turns the errors of all handlers into statuses, counts calls, and refuses requests with unknown fields."""
+"""What a server does with each call: counts it, bounds it, decodes its message, turns its error into a status."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from slipstream.common.errors import CancelledError, InternalError, InvalidArgumentError, SlipstreamError
+from slipstream.common.errors import (
+    RETRY_AFTER_MS,
+    CancelledError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SlipstreamError,
+)
+from slipstream.common.rpc.logs import RateLimitedLog
 from slipstream.common.rpc.status import code_of, status_from_error
 
 if TYPE_CHECKING:
@@ -27,10 +36,14 @@ if TYPE_CHECKING:
 
     # gRPC has no types of its own.
     _ServerInterceptor = object
+    Continuation = Callable[[Any], Awaitable[Any]]
+    Handle = Callable[[Any, Any], Awaitable[Any]]
 else:
     _ServerInterceptor = grpc.aio.ServerInterceptor
 
 logger = logging.getLogger(__name__)
+
+HEALTH_SERVICE = "grpc.health.v1.Health"
 
 _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -41,51 +54,63 @@ _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
 """By (request streams, response streams)."""
 
 
+def replaced(handler: Any, make: Callable[[Handle], Handle], *, is_raw: bool = False) -> Any:
+    """Returns a gRPC handler like `handler` that does what `make` makes of it.
+
+    The function that `make` gets writes a stream's messages itself, and closes an asynchronous generator before it
+    returns, so that its `finally` runs at once, also when the client has gone away. With `is_raw` requests come as
+    bytes.
+    """
+    kind, make_handler = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
+    behavior = getattr(handler, kind)
+
+    async def stream(request: Any, context: Any) -> None:
+        answer = behavior(request, context)
+        if not inspect.isasyncgen(answer):
+            await answer
+            return
+        async with aclosing(answer):
+            async for response in answer:
+                await context.write(response)
+
+    return make_handler(
+        make(stream if handler.response_streaming else behavior),
+        request_deserializer=None if is_raw else handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def refusing(handler: Any, error: SlipstreamError) -> Any:
+    """Returns a handler that raises `error` in place of the call, without decoding its message."""
+
+    async def refuse(request: Any, context: Any) -> None:
+        raise error.with_traceback(None)
+
+    return replaced(handler, lambda _: refuse, is_raw=True)
+
+
 class StatusInterceptor(_ServerInterceptor):
     """Ends a call whose handler raises with the exception's status. Errors that are not ours are INTERNAL and logged.
 
-    A handler that streams is an asynchronous generator. It is closed before its call ends, so that its `finally` runs
-    at once, also when the client has gone away.
+    The first of a server's interceptors: it handles the errors of the others, too.
     """
 
     def __init__(self, metrics: RpcMetrics | None = None) -> None:
         self._metrics = metrics
 
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Wraps the handler of a call; None, for an unknown method, stays None."""
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        kind, make_handler = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
-        behavior = getattr(handler, kind)
-        wrap = self._streaming if handler.response_streaming else self._unary
-        return make_handler(
-            wrap(handler_call_details.method, behavior),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        method = handler_call_details.method
 
-    def _unary(self, method: str, behavior: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Any]:
-        async def call(request: Any, context: Any) -> Any:
-            async with self._outcome(method, context):
-                return await behavior(request, context)
+        def make(handle: Handle) -> Handle:
+            async def call(request: Any, context: Any) -> Any:
+                async with self._outcome(method, context):
+                    return await handle(request, context)
 
-        return call
+            return call
 
-    def _streaming(self, method: str, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        async def call(request: Any, context: Any) -> None:
-            async with self._outcome(method, context):
-                answer = behavior(request, context)
-                if not inspect.isasyncgen(answer):
-                    await answer
-                    return
-                async with aclosing(answer):
-                    async for response in answer:
-                        await context.write(response)
-
-        return call
+        return None if handler is None else replaced(handler, make)
 
     @asynccontextmanager
     async def _outcome(self, method: str, context: Any) -> AsyncIterator[None]:
@@ -121,6 +146,80 @@ class StatusInterceptor(_ServerInterceptor):
                 self._metrics.count(method, code.name)
 
 
+class CallLimit(_ServerInterceptor):
+    """Refuses calls beyond a number at a time with RESOURCE_EXHAUSTED. Health checks have room of their own."""
+
+    def __init__(self, max_calls: int) -> None:
+        self._max_calls = max_calls
+        self._num_calls = 0
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Wraps the handler of a call, or replaces it."""
+        handler = await continuation(handler_call_details)
+        if handler is None or is_health_check(handler_call_details):
+            return handler
+        if self._num_calls >= self._max_calls:
+            return refusing(handler, self._refusal())
+        return replaced(handler, self._counted)
+
+    def _counted(self, handle: Handle) -> Handle:
+        async def call(request: Any, context: Any) -> Any:
+            # Others may have begun while the message came.
+            if self._num_calls >= self._max_calls:
+                raise self._refusal()
+            self._num_calls += 1
+            try:
+                return await handle(request, context)
+            finally:
+                self._num_calls -= 1
+
+        return call
+
+    def _refusal(self) -> SlipstreamError:
+        message = f"{self._max_calls} calls are being served, and no more at a time"
+        return ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+
+
+class Decoder(_ServerInterceptor):
+    """Decodes a call's request; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
+
+    gRPC itself would log a traceback for each, and answer UNKNOWN.
+    """
+
+    def __init__(self) -> None:
+        self._log = RateLimitedLog(logger, logging.WARNING)
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Wraps the handler of a call unless requests are streamed or bytes."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        method, decode = handler_call_details.method, handler.request_deserializer
+
+        def make(handle: Handle) -> Handle:
+            async def call(request: bytes, context: Any) -> Any:
+                try:
+                    message = decode(request)
+                except DecodeError:
+                    self._log.write("%s: a request of %d bytes cannot be decoded", method, len(request))
+                    raise _undecodable(f"{len(request)} bytes") from None
+                return await handle(message, context)
+
+            return call
+
+        return replaced(handler, make, is_raw=True)
+
+
+def is_health_check(handler_call_details: Any) -> bool:
+    """True for the calls of the standard health service."""
+    method: str = handler_call_details.method
+    return method.startswith(f"/{HEALTH_SERVICE}/")
+
+
+def _undecodable(given: str) -> InvalidArgumentError:
+    return InvalidArgumentError.described("request", f"got {given} that are no message of the method's type")
+
+
 def _is_being_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
@@ -130,6 +229,9 @@ def _answer(method: str, error: BaseException) -> SlipstreamError:
     """Returns the error for the client. The traceback of an internal error goes to the log, and only there."""
     if isinstance(error, SlipstreamError) and code_of(error) is not grpc.StatusCode.INTERNAL:
         return error
+    if isinstance(error, DecodeError):
+        # Of a stream of requests, which gRPC decodes one by one.
+        return _undecodable("bytes")
     logger.error("%s failed", method, exc_info=error)
     return error if isinstance(error, SlipstreamError) else InternalError("an internal error; the log has more")
 

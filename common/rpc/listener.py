@@ -7,19 +7,20 @@ error, and takes over a live Unix socket, which it then removes when it exits.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import stat
-from contextlib import ExitStack, contextmanager
+import tempfile
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import AddressInUseError, ConfigError
+from slipstream.common.private_files import lock, make_private_directory
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # The errors of a host without IPv6 when `localhost` also stands for ::1.
 _NOT_ON_THIS_HOST = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
@@ -88,7 +89,7 @@ def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket
             if family == socket.AF_INET6:
                 claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             claim.bind((sockaddr[0], port, *sockaddr[2:]))
-            _claim_name(claim, held)
+            _claim_name(claim, str(address), field, held)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUseError(field, str(address)) from error
@@ -102,18 +103,45 @@ def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket
     return sockets
 
 
-def _claim_name(claim: socket.socket, held: ExitStack) -> None:
-    """Keeps out other claims, which a bound socket does not, by a socket's name in the network namespace."""
+def _claim_name(claim: socket.socket, address: str, field: str, held: ExitStack) -> None:
+    """Keeps out other claims of this user, which a bound socket does not, by a lock in a directory of this user.
+
+    Without such a directory the second server fails later: when it listens.
+    """
+    directory = _lock_directory()
+    if directory is None:
+        return
     host, port = claim.getsockname()[:2]
-    name = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    name.bind(f"\0slipstream/{host}/{port}")
+    path = directory / f"{os.stat('/proc/self/ns/net').st_ino}-{host}-{port}.lock"
+    try:
+        descriptor = lock(path)
+    except BlockingIOError as error:
+        raise AddressInUseError(field, address) from error
+    held.callback(os.close, descriptor)
+    held.callback(path.unlink, missing_ok=True)
+
+
+def _lock_directory() -> Path | None:
+    """A directory for locks of ports that no other user can write to; None if there is none."""
+    with suppress(ConfigError, RuntimeError):  # a user without a home
+        directory = Path.home() / ".local" / "state" / "slipstream-ports"
+        make_private_directory(directory, field="", given=str(directory))
+        return directory
+    with suppress(ConfigError):
+        directory = Path(tempfile.gettempdir()) / f"slipstream-ports-{os.geteuid()}"
+        make_private_directory(directory, field="", given=str(directory))
+        return directory
+    return None
 
 
 @contextmanager
 def _claim_path(path: Path, field: str) -> Iterator[None]:
-    _make_private_directory(path.parent, field)
+    make_private_directory(path.parent, field=field, given=f"unix:{path.parent}/")
     lock_path = path.with_name(path.name + ".lock")
-    lock = _lock(lock_path, path, field)
+    try:
+        descriptor = lock(lock_path)
+    except BlockingIOError as error:
+        raise AddressInUseError(field, f"unix:{path}") from error
     try:
         _remove_stale(path, field)
         try:
@@ -123,42 +151,7 @@ def _claim_path(path: Path, field: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
             lock_path.unlink(missing_ok=True)
     finally:
-        os.close(lock)
-
-
-def _make_private_directory(directory: Path, field: str) -> None:
-    """Makes a directory that no other user can write to: they could put a socket of their own in our place."""
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.stat()
-    except OSError as error:
-        raise ConfigError(field, f"unix:{directory}/", f"a directory that this user can create ({error})") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        given = f"{directory} (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o})"
-        raise ConfigError(field, given, f"a directory of this user (id {os.geteuid()}) with mode 0700")
-
-
-def _lock(lock_path: Path, path: Path, field: str) -> int:
-    """Opens and locks the file beside the socket; the kernel releases the lock however the process ends."""
-    while True:
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous owner may have removed the file between our opening and our locking it.
-            if _is_file_at(lock, lock_path):
-                return lock
-        except BlockingIOError as error:
-            os.close(lock)
-            raise AddressInUseError(field, f"unix:{path}") from error
-        os.close(lock)
-
-
-def _is_file_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+        os.close(descriptor)
 
 
 def _remove_stale(path: Path, field: str) -> None:

@@ -6,13 +6,19 @@ Code logs with the standard library and passes a line's context in `extra`: `job
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
+from logging.handlers import RotatingFileHandler
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from io import TextIOWrapper
+    from pathlib import Path
+
     from structlog.typing import EventDict
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -21,18 +27,79 @@ CONTEXT = ("job", "step", "epoch")
 """The names that are taken from a record's `extra`."""
 
 
-def configure_logging(service: str, level: str = "INFO", log_format: str = CONSOLE) -> None:
+def configure_logging(
+    service: str,
+    level: str = "INFO",
+    log_format: str = CONSOLE,
+    *,
+    log_file: Path | None = None,
+    max_bytes: int = 2**26,
+) -> None:
     """Sends the logs of this process to stderr: time (UTC), level, `service`, logger, message, context.
 
-    Raises ConfigError for an unknown `level` or `log_format`.
+    With `log_file`, stdout and stderr themselves go there: see `RotatingOutput`. Raises ConfigError for an unknown
+    `level` or `log_format`, and for a file that cannot be written.
     """
     if level.upper() not in LEVELS:
         raise ConfigError("log_level", level, ", ".join(LEVELS))
     if log_format not in FORMATS:
         raise ConfigError("log_format", log_format, ", ".join(FORMATS))
-    handler = logging.StreamHandler(sys.stderr)
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr) if log_file is None else RotatingOutput(log_file, max_bytes)
+    )
     handler.setFormatter(_json_formatter(service) if log_format == JSON else _ConsoleFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class RateLimitedLog:
+    """Writes lines to a logger, at most one for each `interval_s`; the next line says how many were left out."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        level: int,
+        *,
+        interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._level = level
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next_at = float("-inf")
+        self._num_left_out = 0
+
+    def write(self, message: str, *values: object) -> None:
+        """Logs `message % values`, or counts it."""
+        now = self._clock()
+        if now < self._next_at:
+            self._num_left_out += 1
+            return
+        more = f" ({self._num_left_out} such lines were left out)" if self._num_left_out else ""
+        self._next_at, self._num_left_out = now + self._interval_s, 0
+        self._logger.log(self._level, message + more, *values)
+
+
+class RotatingOutput(RotatingFileHandler):
+    """Sends the log, and all else that this process writes to stdout and stderr, to a file that is bounded in size.
+
+    A full file is renamed to `PATH.1`, in place of the one before. A link at the path is not followed.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigError naming `log_file`."""
+        try:
+            super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("log_file", str(path), f"a file that this user can write to ({error})") from error
+
+    def _open(self) -> TextIOWrapper:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.fdopen(os.open(self.baseFilename, flags, 0o600), "a", encoding="utf-8")
+        # What libraries and the interpreter write themselves: a panic, a fatal error.
+        for standard in (1, 2):
+            os.dup2(file.fileno(), standard)
+        return file
 
 
 class _ConsoleFormatter(logging.Formatter):

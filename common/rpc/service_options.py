@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
 from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
 from slipstream.common.settings import Settings, setting, shared
@@ -25,6 +27,9 @@ class LogSettings(Settings):
 
     log_level: str = setting("INFO", help="What is logged.", choices=LEVELS)
     log_format: str = setting(CONSOLE, help="Lines for people, or a JSON object each.", choices=FORMATS)
+    log_max_mib: int = setting(
+        64, help="A log file of this size is renamed to FILE.1, and begun anew.", unit="N", low=1, high=2**20
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,9 @@ class ServiceOptions(LogSettings):
 
     listen: str = setting(help="unix:PATH, in a directory that only this user opens.", unit="ADDRESS")
     metrics_port: int = setting(0, help="Prometheus port on loopback; 0 is any free one.", unit="PORT")
+    log_file: Path | None = setting(
+        None, help="Takes the log, and all other output.", unit="FILE", unset="standard error"
+    )
 
 
 def serve(
@@ -40,17 +48,27 @@ def serve(
 ) -> NoReturn:
     """Claims the address, then calls `run` with settings of `kind`, and exits with the status that it returns.
 
-    `values` has the settings and the options. An error of ours is one line, and status 2 if the settings are wrong.
+    `values` has the settings and the options. A service whose settings are no `AccessSettings` is internal, and listens
+    on a Unix socket only. An error of ours is one line, and status 2 if the settings are wrong.
     """
     try:
         options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
-        configure_logging(name, options.log_level, options.log_format)
+        _configure_logging(name, options)
         config = shared(kind, values)
+        if isinstance(config, AccessSettings):
+            config.check_address(options.listen)
+        else:
+            check_internal(options.listen)
         with Listener.claim(options.listen, field="listen") as listener:
             sys.exit(run(config, listener, options))
     except SlipstreamError as error:
         print(f"slipstream-{name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _configure_logging(name: str, options: ServiceOptions) -> None:
+    max_bytes = options.log_max_mib * 2**20
+    configure_logging(name, options.log_level, options.log_format, log_file=options.log_file, max_bytes=max_bytes)
 
 
 def run_command(command: Callable[..., None]) -> None:

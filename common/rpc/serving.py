@@ -10,18 +10,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from slipstream.common.errors import NotFoundError
-from slipstream.common.rpc.interceptor import StatusInterceptor
+from slipstream.common.rpc.access import AccessSettings, is_public
+from slipstream.common.rpc.interceptor import HEALTH_SERVICE, CallLimit, Decoder, StatusInterceptor
 from slipstream.common.rpc.keepalive import Keepalive
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from slipstream.common.rpc.keepalive import ChannelOption
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.rpc.metrics import RpcMetrics
 
 MAX_RECEIVE_BYTES = 4 * 2**20
-HEALTH_SERVICE = "grpc.health.v1.Health"
+MAX_STREAMS = 1024
+"""Calls at a time on one connection; a client's gRPC keeps further ones until one of them ends."""
+MAX_PENDING_CALLS = 2**17
+"""Calls that gRPC has taken and the event loop has not seen. gRPC ends further ones with CANCELLED, without a reason:
+the bounds on connections and calls are to be reached long before."""
 
 _Status = health_pb2.HealthCheckResponse
 
@@ -39,12 +44,19 @@ class GrpcServer:
         metrics: RpcMetrics | None = None,
         keepalive: Keepalive | None = None,
         max_receive_bytes: int = MAX_RECEIVE_BYTES,
+        access: AccessSettings | None = None,
+        interceptors: Sequence[Any] = (),
     ) -> None:
-        """`metrics` counts the calls; `max_receive_bytes` bounds one message from a client."""
+        """`metrics` counts the calls; `max_receive_bytes` bounds one message from a client.
+
+        `access` has the TLS and the bounds of a server for clients. `interceptors` see each call before its message is
+        decoded; their exceptions become statuses.
+        """
         self._listener = listener
-        options = _options(keepalive or Keepalive(), max_receive_bytes)
-        interceptors: list[Any] = [StatusInterceptor(metrics)]
-        self._server = grpc.aio.server(interceptors=interceptors, options=options)
+        self._access = access or AccessSettings()
+        options = _options(keepalive or Keepalive(), max_receive_bytes, self._access.max_connections)
+        chain = [StatusInterceptor(metrics), CallLimit(self._access.max_calls), *interceptors, Decoder()]
+        self._server = grpc.aio.server(interceptors=chain, options=options)
         self._health = _HealthServicer()
         self._names: list[str] = []
 
@@ -59,12 +71,17 @@ class GrpcServer:
         self._names.append(name)
 
     async def start(self) -> None:
-        """Listens. Raises AddressInUseError if another process took the address since it was claimed."""
+        """Listens; serves reflection too, except at a public address where it was not asked for.
+
+        Raises AddressInUseError if another process took the address since it was claimed, ConfigError if the TLS files
+        cannot be used.
+        """
         self._health.names.update(self._names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self._server)
-        self._listener.bind(self._server.add_insecure_port)
+        if self._access.reflection or not is_public(self.address):
+            names = [*self._names, HEALTH_SERVICE, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self._server)
+        self._listener.bind(self._add_port)
         await self._server.start()
 
     def set_serving(self, is_serving: bool) -> None:
@@ -76,8 +93,17 @@ class GrpcServer:
         self._health.close()
         await self._server.stop(grace_s)
 
+    def _add_port(self, address: str) -> int:
+        credentials = self._access.credentials()
+        port: int
+        if credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, credentials)
+        return port
 
-def _options(keepalive: Keepalive, max_receive_bytes: int) -> list[ChannelOption]:
+
+def _options(keepalive: Keepalive, max_receive_bytes: int, max_connections: int) -> list[ChannelOption]:
     return [
         *keepalive.options(),
         # Otherwise a second server shares the port in silence.
@@ -86,6 +112,12 @@ def _options(keepalive: Keepalive, max_receive_bytes: int) -> list[ChannelOption
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        # With it, a call that begins while another's stream is being closed is ended by RST_STREAM, without a status.
+        ("grpc.http.overload_protection", 0),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ]
 
 

@@ -38,11 +38,6 @@ class ShutdownSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    @property
-    def is_requested(self) -> bool:
-        """True if the process is to end."""
-        return self._requested.is_set()
-
     def request(self) -> None:
         """Requests the end as the first signal would; call it on the event loop."""
         self._requested.set()

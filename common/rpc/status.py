@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 DOMAIN = "slipstream"
 DETAILS_KEY = "grpc-status-details-bin"
+RETRY_KEY, UNSAFE = "retry", "unsafe"
+"""In the metadata of an ErrorInfo of an UNAVAILABLE without RetryInfo: the call may not simply be made again."""
 
 MAX_TEXT_BYTES = 1024
 """A status travels in the trailing metadata, of which gRPC takes 16 KiB, percent-encoded."""
 
 CODES: dict[type[errors.SlipstreamError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -51,7 +54,10 @@ def code_of(error: errors.SlipstreamError) -> grpc.StatusCode:
 def status_from_error(error: errors.SlipstreamError) -> status_pb2.Status:
     """Returns the status with its code, message and details."""
     status = status_pb2.Status(code=code_of(error).value[0], message=_clip(str(error)))
-    for detail in (error_details_pb2.ErrorInfo(reason=_reason(type(error)), domain=DOMAIN), *_details(error)):
+    info = error_details_pb2.ErrorInfo(reason=_reason(type(error)), domain=DOMAIN)
+    if isinstance(error, errors.UnavailableError) and error.retry_after_ms is None:
+        info.metadata[RETRY_KEY] = UNSAFE
+    for detail in (info, *_details(error)):
         status.details.add().Pack(detail)
     return status
 
@@ -88,7 +94,7 @@ def _details(error: errors.SlipstreamError) -> list[Message]:
                 field=_clip(error.field), description=_clip(error.description)
             )
             return [error_details_pb2.BadRequest(field_violations=[violation])]
-        case errors.ResourceExhaustedError():
+        case errors.ResourceExhaustedError() | errors.UnavailableError() if error.retry_after_ms is not None:
             delay = Duration()
             delay.FromMilliseconds(error.retry_after_ms)
             return [error_details_pb2.RetryInfo(retry_delay=delay)]
@@ -119,6 +125,10 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
         retry = error_details_pb2.RetryInfo()
         _unpack(status, retry)
         return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds())
+    if issubclass(kind, errors.UnavailableError):
+        retry = error_details_pb2.RetryInfo()
+        is_safe = _unpack(status, retry)
+        return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds() if is_safe else None)
     if issubclass(kind, errors.MismatchError):
         failure = error_details_pb2.PreconditionFailure()
         _unpack(status, failure)

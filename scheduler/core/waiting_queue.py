@@ -6,15 +6,13 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import ResourceExhaustedError, UnavailableError
+from slipstream.common.errors import RETRY_AFTER_MS, ResourceExhaustedError, UnavailableError
 from slipstream.scheduler.core.sequence import Sequence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slipstream.common.api.sequence import SequenceSpec, SubmittedSequence
-
-RETRY_AFTER_MS = 500
 
 
 class WaitingQueue:
@@ -47,7 +45,7 @@ class WaitingQueue:
         """See `Core.check_room`."""
         with self._changed:
             if self._closed_by is not None:
-                raise UnavailableError(self._closed_by)
+                raise UnavailableError(self._closed_by, retry_after_ms=RETRY_AFTER_MS)
             if len(self._waiting) + num_sequences > self.capacity:
                 few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
                 message = f"the queue is {few}: {len(self._waiting)} jobs are waiting, of at most {self.capacity}"

@@ -6,7 +6,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.errors import DeadlineExceededError, UnavailableError
+from slipstream.common.errors import RETRY_AFTER_MS, DeadlineExceededError, UnavailableError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import Trace, TracedProcess, TraceRequest
@@ -38,7 +38,8 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
         asked = TraceRequest.from_pb(request)
         epoch = self._epoch()
         if epoch is None or epoch.recorder.is_closed:
-            raise UnavailableError("the scheduler is not attached to its workers")
+            reason = "the scheduler is not attached to its workers"
+            raise UnavailableError(reason, retry_after_ms=RETRY_AFTER_MS)
         return (await _trace(epoch, asked)).to_pb()
 
 

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import UnavailableError
+from slipstream.common.errors import RETRY_AFTER_MS, UnavailableError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.recorder import FlightRecorder, Record, Site
@@ -240,7 +240,8 @@ class StepRecorder:
     def steps(self, first: int, last: int) -> list[TracedStep]:
         """Returns the complete steps among these. Raises UnavailableError if the epoch is over."""
         if self.is_closed:
-            raise UnavailableError("the workers were lost, or the server ends, while steps were traced")
+            reason = "the workers were lost, or the server ends, while steps were traced"
+            raise UnavailableError(reason, retry_after_ms=RETRY_AFTER_MS)
         last = min(last, self.last_complete)
         return [
             TracedStep(

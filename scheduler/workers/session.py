@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import (
+    RETRY_AFTER_MS,
     CheckpointError,
     ConfigError,
     ManifestError,
@@ -140,7 +141,8 @@ class WorkerSession:
             self._lose(epoch, reason)
         finally:
             self._queue.close(reason or "the scheduler is not attached to its workers")
-            self._end_jobs(epoch, UnavailableError(reason or "the server is shutting down"))
+            lost = UnavailableError(reason or "the server is shutting down", retry_after_ms=RETRY_AFTER_MS)
+            self._end_jobs(epoch, lost)
             epoch.close(drain=reason is None)
         self._queue.wait_for_stop(RETRY_S)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.worker.language_model import PagedSlots, warm_up_widths
+from slipstream.services.worker.language_model import PagedSlots
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
@@ -82,12 +82,9 @@ class Eagle3Drafter:
         self._slots.open(state)
         size = (shape.num_slots, self._head.config.layer.hidden_size)
         self._last_states = torch.zeros(size, dtype=self._dtype, device=self._device)
-        padding = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for width in warm_up_widths(state, self._device):
-            slots = self._slots.take(padding)
-            fused = torch.zeros((1, width, shape.hidden_width), dtype=self._dtype, device=self._device)
-            positions = torch.arange(width, device=self._device)[None]
-            states = self._forward(slots, torch.zeros_like(positions), positions, self._head.fuse(fused))
+        for slots, tokens, positions in self._slots.warm_up():
+            fused = torch.zeros((1, tokens.shape[1], shape.hidden_width), dtype=self._dtype, device=self._device)
+            states = self._forward(slots, tokens, positions, self._head.fuse(fused))
             self._sample(slots, states[:, -1:], positions[:, -1:] + 2, SamplingMode.FILTERS)
 
     def close(self) -> None:

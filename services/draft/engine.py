@@ -81,7 +81,11 @@ class DraftEngine:
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
             return [Phase(partial(self._prefill, state, command.step, padded), FenceName.DRAFT_DONE)]
         rows = put_integers(state.staging, command.slots)
-        return [Phase(partial(self._propose, state, command, rows), FenceName.DRAFT_DONE)]
+
+        def work() -> None:
+            propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
+
+        return [Phase(work, FenceName.DRAFT_DONE)]
 
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
         sizes = [len(chunks.places) for chunks in groups]
@@ -90,9 +94,6 @@ class DraftEngine:
             hidden = torch.split(state.future_map.gather_prefill(step, sum(sizes)), sizes)
         for chunks, states in zip(groups, hidden, strict=True):
             self._drafter.prefill(chunks, states)
-
-    def _propose(self, state: EpochState, command: StepCommand, rows: torch.Tensor) -> None:
-        propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
 
 
 class DraftGraphs:
@@ -115,19 +116,15 @@ class DraftGraphs:
         if made is not None:
             made.replay(self._state.future_map, command)
             return
-        self._graphed.stamp_start()
-        propose(self._drafter, self._state, command.step, self._graphed.slots[:num_rows], mode)
-        self._graphed.stamp_end()
+        self._propose(command.step, num_rows, mode)
 
     def _make(self, mode: SamplingMode, size: int) -> GraphedPart:
-        graphed, rows = self._graphed, self._graphed.slots[:size]
+        return self._graphed.capture_part(partial(self._propose, self._graphed.step, size, mode))
 
-        def work() -> None:
-            graphed.stamp_start()
-            propose(self._drafter, self._state, graphed.step, rows, mode)
-            graphed.stamp_end()
-
-        return graphed.capture_part(work)
+    def _propose(self, step: StepNumber, num_rows: int, mode: SamplingMode) -> None:
+        self._graphed.stamp_start()
+        propose(self._drafter, self._state, step, self._graphed.slots[:num_rows], mode)
+        self._graphed.stamp_end()
 
 
 def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:

@@ -50,24 +50,19 @@ class PagedKV:
         """`num_pages` counts the padding page, `page_size` is in tokens. Pages start as zeros."""
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_bytes = num_pages * page_size * config.kv_bytes_per_token(dtype)
         shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
         self.rows = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
         """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
 
 
 class TorchAttention:
-    """Gathers each row's pages and calls PyTorch's fused attention; for CPUs and as the reference.
+    """Attention of one forward: gathers each row's pages and calls PyTorch's; for CPUs and as the reference.
 
     Everything that indexes is clamped. A key that a row must not see is replaced by the row's own first
     one before the mask hides it: not even a NaN in another request's pages reaches a valid query.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._windows = set(config.sliding_windows) or {None}
-
-    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> GatheredAttention:
+    def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV) -> None:
         """Computes where keys and values go, which ones each row gathers, and a mask for each size of window."""
         page_size = cache.page_size
         capacity = batch.page_table.shape[1] * page_size
@@ -79,53 +74,29 @@ class TorchAttention:
         ends = batch.limits.clamp(0, capacity)[:, None]
         is_kept = batch.is_valid & (batch.positions >= 0) & (batch.positions < ends)
         indices = batch.positions.clamp(0, capacity - 1)
-        write_rows = torch.where(is_kept, table.gather(1, indices), indices % page_size)
+        self._write_rows = torch.where(is_kept, table.gather(1, indices), indices % page_size).flatten()
 
         last_seen = torch.minimum(batch.positions, ends - 1).clamp_min_(0)
         row_last = torch.where(batch.is_valid, last_seen, 0).amax(dim=1, keepdim=True)
         if batch.max_kv_len is not None:
             assert bool((row_last < num_keys).all()), f"a query sees past max_kv_len = {batch.max_kv_len}"
         keys = offsets[:num_keys]
-        read_rows = torch.where(keys <= row_last, table[:, :num_keys], table[:, :1])
-        last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
-        masks = {window: _mask(keys, last_seen, window, cache.rows[0].dtype) for window in self._windows}
-        return GatheredAttention(self._config, cache, write_rows, read_rows, masks)
+        self._read_rows = torch.where(keys <= row_last, table[:, :num_keys], table[:, :1]).flatten()
 
-
-def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """The mask that is added to the scores: [B, W, num_keys]."""
-    is_hidden = keys > last_seen
-    if window is not None:
-        is_hidden |= keys <= last_seen - window
-    return torch.zeros(1, dtype=dtype, device=keys.device).masked_fill(is_hidden, float("-inf"))
-
-
-class GatheredAttention:
-    """Attention of one forward, called once for each layer."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        cache: PagedKV,
-        write_rows: torch.Tensor,
-        read_rows: torch.Tensor,
-        masks: dict[int | None, torch.Tensor],
-    ) -> None:
-        self._cache = cache
-        self._q_size = config.q_size
-        self._write_rows = write_rows.flatten()
-        self._read_rows = read_rows.flatten()
         # The queries of all heads that share a key head are stacked, so that it is read once.
-        num_rows, width = write_rows.shape
-        group = config.num_heads // config.num_kv_heads
+        (num_rows, width), group = batch.tokens.shape, config.num_heads // config.num_kv_heads
         self._query_shape = (num_rows, width, config.num_kv_heads, group, config.head_dim)
         self._stacked_shape = (num_rows, config.num_kv_heads, group * width, config.head_dim)
         self._split_shape = (num_rows, config.num_kv_heads, group, width, config.head_dim)
-        self._kv_shape = (*read_rows.shape, 2, config.num_kv_heads, config.head_dim)
-        self._window_of = config.sliding_window
-        self._masks = {window: mask.repeat(1, group, 1)[:, None] for window, mask in masks.items()}
+        self._kv_shape = (num_rows, num_keys, 2, config.num_kv_heads, config.head_dim)
+        self._q_size, self._window_of, self._cache = config.q_size, config.sliding_window, cache
+        last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
+        self._masks = {
+            window: _mask(keys, last_seen, window, cache.rows[0].dtype).repeat(1, group, 1)[:, None]
+            for window in set(config.sliding_windows) or {None}
+        }
         # One buffer for all layers: fresh memory of this size costs a CPU as much as filling it.
-        self._gathered = cache.rows[0].new_empty(read_rows.numel(), 2 * config.kv_size)
+        self._gathered = cache.rows[0].new_empty(self._read_rows.numel(), 2 * config.kv_size)
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
@@ -140,3 +111,11 @@ class GatheredAttention:
         mask = self._masks[self._window_of(layer)]
         output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask)
         return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
+
+
+def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """The mask that is added to the scores: [B, W, num_keys]."""
+    is_hidden = keys > last_seen
+    if window is not None:
+        is_hidden |= keys <= last_seen - window
+    return torch.zeros(1, dtype=dtype, device=keys.device).masked_fill(is_hidden, float("-inf"))

@@ -1,24 +1,109 @@
 """The shape of a decoder, as read from a checkpoint's `config.json` and `generation_config.json`.
 
-transformers is not imported, as that takes a second: `families.py` has the default values of its configurations.
+transformers is not imported, as that takes a second: `FAMILIES` has the default values of its configurations.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.families import FAMILIES, Windows
+
+if TYPE_CHECKING:
+    import torch
 
 RopeType = Literal["default", "linear", "llama3"]
 ROPE_TYPES = get_args(RopeType)
 _DEFAULT_THETA = 10000.0
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Windows(Enum):
+    """The layers that have a sliding window."""
+
+    NONE = auto()
+    ALL = auto()
+    """All layers, where `sliding_window` is a number."""
+    BY_LAYER = auto()
+    """The layers that `layer_types` names; without it, with `use_sliding_window`, all from `max_window_layers` on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One architecture. A bias is True, False, or the name of the field of `config.json` that says which."""
+
+    model_type: str
+    """The value that `model_type` of `config.json` must have."""
+    defaults: dict[str, Any]
+    """Values of fields that `config.json` leaves out, as in transformers; the rest have none."""
+    qkv_bias: bool | str
+    output_bias: bool | str
+    """Bias of attention's last projection."""
+    mlp_bias: bool | str
+    has_qk_norms: bool = False
+    """Each head's queries and keys are normalised before they are rotated."""
+    windows: Windows = Windows.NONE
+
+
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_MISTRAL = _LLAMA | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        model_type="llama",
+        defaults=_LLAMA,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "MistralForCausalLM": Family(
+        model_type="mistral", defaults=_MISTRAL, qkv_bias=False, output_bias=False, mlp_bias=False, windows=Windows.ALL
+    ),
+    "Qwen2ForCausalLM": Family(
+        model_type="qwen2", defaults=_QWEN2, qkv_bias=True, output_bias=False, mlp_bias=False, windows=Windows.BY_LAYER
+    ),
+    "Qwen3ForCausalLM": Family(
+        model_type="qwen3",
+        defaults=_QWEN2 | {"head_dim": 128},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias=False,
+        has_qk_norms=True,
+        windows=Windows.BY_LAYER,
+    ),
+}
+"""The architectures that the decoder can run, by their names in `architectures` of `config.json`."""
 
 
 class ConfigFields:
@@ -112,10 +197,7 @@ class ModelConfig:
     """Each head's queries and keys are normalised before they are rotated."""
     sliding_windows: tuple[int | None, ...] = ()
     """Tokens that a query sees in each layer, its own included; None is all. Empty where no layer has a window."""
-    bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
-    dtype: torch.dtype | None = None
-    """The dtype that the checkpoint says it was saved in; a backend may compute in another."""
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
@@ -149,9 +231,6 @@ class ModelConfig:
         num_kv_heads = fields.count("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
-        bos_token_id = fields.get("bos_token_id")
-        if bos_token_id is not None and not is_integer(bos_token_id):
-            raise fields.error("bos_token_id", "a token id")
         return cls(
             architecture=architecture,
             vocab_size=fields.count("vocab_size"),
@@ -170,9 +249,7 @@ class ModelConfig:
             has_mlp_bias=fields.flag(family.mlp_bias),
             has_qk_norms=family.has_qk_norms,
             sliding_windows=_sliding_windows(fields, family.windows),
-            bos_token_id=bos_token_id,
             eos_token_ids=_eos_token_ids(fields),
-            dtype=_dtype(fields),
         )
 
     @property
@@ -296,12 +373,3 @@ def _eos_token_ids(fields: ConfigFields) -> frozenset[int]:
 def is_integer(value: object) -> TypeGuard[int]:
     """True for an int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _dtype(fields: ConfigFields) -> torch.dtype | None:
-    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    given = fields.get(name)
-    dtype = getattr(torch, given, None) if isinstance(given, str) else None
-    if given is not None and not isinstance(dtype, torch.dtype):
-        raise fields.error(name, "the name of a dtype of PyTorch")
-    return dtype

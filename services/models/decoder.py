@@ -13,7 +13,7 @@ from torch import nn
 from slipstream.services.models.attention import TorchAttention
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, GatheredAttention, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.config import ModelConfig, RopeConfig
 
 
@@ -193,12 +193,12 @@ class DecoderLayer(nn.Module):
         """The norms of each head's queries and keys, before they are rotated; None if the model has none."""
         return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, attend: GatheredAttention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, attend: TorchAttention) -> torch.Tensor:
         """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
         return self.mix(x, self.attention_norm(x), rotation, attend)
 
     def mix(
-        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: GatheredAttention
+        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: TorchAttention
     ) -> torch.Tensor:
         """Adds both branches to `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed."""
         qkv = self.qkv(attention_input)
@@ -224,7 +224,6 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self._attention = TorchAttention(config)
         vocab_shape = (config.vocab_size, config.hidden_size)
         self.embedding = empty_parameter(*vocab_shape, device=device, dtype=dtype)
         self.layers = nn.ModuleList(
@@ -258,7 +257,7 @@ class Decoder(nn.Module):
         """`x`: [N, hidden_size]. Returns the final norm's output and the inputs of `aux_layers` by their numbers."""
         positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
         rotation = Rotation(self._inverse_frequencies, positions)
-        attend = self._attention.prepare(batch, cache)
+        attend = TorchAttention(self.config, batch, cache)
         stream = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:

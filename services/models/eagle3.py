@@ -124,7 +124,6 @@ class Eagle3Head(nn.Module):
         super().__init__()
         self.config = config
         layer = config.layer
-        self._attention = TorchAttention(layer)
         hidden = layer.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -167,7 +166,7 @@ class Eagle3Head(nn.Module):
         normed = self.hidden_norm(x)
         embedded = self.layer.attention_norm(F.embedding(tokens, self.embedding))
         both = torch.cat((embedded, normed), dim=-1)
-        attend = self._attention.prepare(batch, cache)
+        attend = TorchAttention(layer, batch, cache)
         output = self.layer.mix(normed if self.config.has_normed_residual else x, both, rotation, attend)
         return output.view_as(states)
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import DecoderLayer, RMSNorm
-    from slipstream.services.models.eagle3 import Eagle3Config
-    from slipstream.services.models.kernels.paged_attention import PagedLayerAttention
 
 
 class FusedDecoder(Decoder):
@@ -27,17 +25,17 @@ class FusedDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        self._paged = PagedAttention(config)
+        self._is_invariant = False
         self._stack = cast("list[DecoderLayer]", list(self.layers))
 
     def enable_batch_invariance(self) -> None:
-        self._paged.is_invariant = True
+        self._is_invariant = True
 
     def _run_layers(
         self, x: torch.Tensor, batch: ForwardBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         rotation = rotation_of(batch.positions, self._inverse_frequencies, self.config.max_position_embeddings)
-        attend = self._paged.prepare(batch, cache)
+        attend = PagedAttention(self.config, batch, cache, is_invariant=self._is_invariant)
         first, *following = *(layer.attention_norm for layer in self._stack), self.norm
         normed: torch.Tensor | Scaled = rms_norm(x, first.weight, first.eps)
         stream = {}
@@ -59,7 +57,7 @@ def run_layer(
     x: torch.Tensor,
     attention_input: torch.Tensor | Scaled,
     rotation: torch.Tensor,
-    attend: PagedLayerAttention,
+    attend: PagedAttention,
     norm: RMSNorm,
 ) -> tuple[torch.Tensor, torch.Tensor | Scaled]:
     """Runs a layer. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed. `norm`: of what comes next.
@@ -78,10 +76,6 @@ def run_layer(
 class FusedEagle3Head(Eagle3Head):
     """`Eagle3Head` by kernels; the launches depend on shapes alone, so that it can be captured in a CUDA graph."""
 
-    def __init__(self, config: Eagle3Config, *, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config, device=device, dtype=dtype)
-        self._paged = PagedAttention(config.layer)
-
     def pack(self) -> None:
         super().pack()
         # Of equals the sampler takes the lower column, which has to be the lower of the target's ids.
@@ -91,7 +85,7 @@ class FusedEagle3Head(Eagle3Head):
     def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
         layer = self.config.layer
         rotation = rotation_of(batch.positions, self._inverse_frequencies, layer.max_position_embeddings)
-        attend = self._paged.prepare(batch, cache)
+        attend = PagedAttention(layer, batch, cache)
         x = states.flatten(0, 1).contiguous()
         norms = self.layer.attention_norm.weight, self.hidden_norm.weight
         both = embed_and_norm(batch.tokens.reshape(-1), self.embedding, x, *norms, layer.rms_norm_eps)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.sampler import SimulatedAcceptance
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import StepNumber
-    from slipstream.services.worker.language_model import LanguageModel, SlotRows
+    from slipstream.services.worker.language_model import LanguageModel
     from slipstream.services.worker.slots import SamplingMode
     from slipstream.services.worker.staging import Staging
 
@@ -127,24 +127,17 @@ class Target:
         tokens = bonus_tokens[:, None]
         if has_draft:
             tokens = torch.cat((tokens, future_map.copy_in(step, rows)), dim=1)
-        if self._width is not None:
-            return self._padded_forward(rows, slots, seq_lens, tokens, self._width)
+        num_tokens, inputs, is_valid = tokens.shape[1], tokens, None
         positions = _positions(seq_lens, tokens)
-        output = self._model.forward(slots, tokens, positions, aux_layers=self._aux_layers)
-        return TargetForward(rows, seq_lens, tokens, self._model.decoder.logits(output.hidden), output.aux)
-
-    def _padded_forward(
-        self, rows: torch.Tensor, slots: SlotRows, seq_lens: torch.Tensor, tokens: torch.Tensor, width: int
-    ) -> TargetForward:
-        """The same in rows of `width` tokens: products of one size, whatever is in them."""
-        num_tokens = tokens.shape[1]
-        columns = torch.arange(width, device=tokens.device)
-        padded = torch.nn.functional.pad(tokens, (0, width - num_tokens))
-        positions = seq_lens[:, None] + columns.clamp_max(num_tokens - 1)
-        is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
-        output = self._model.forward(slots, padded, positions, is_valid=is_valid, aux_layers=self._aux_layers)
+        if self._width is not None:
+            columns = torch.arange(self._width, device=tokens.device)
+            inputs = torch.nn.functional.pad(tokens, (0, self._width - num_tokens))
+            positions = seq_lens[:, None] + columns.clamp_max(num_tokens - 1)
+            is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
+        output = self._model.forward(slots, inputs, positions, is_valid=is_valid, aux_layers=self._aux_layers)
         logits = self._model.decoder.logits(output.hidden)[:, :num_tokens].contiguous()
-        return TargetForward(rows, seq_lens, tokens, logits, None if output.aux is None else output.aux[:, :num_tokens])
+        aux = None if output.aux is None else output.aux[:, :num_tokens]
+        return TargetForward(rows, seq_lens, tokens, logits, aux)
 
     def sample(self, forward: TargetForward, mode: SamplingMode, top_logprobs: int | None = None) -> VerifyResult:
         """Samples the target's own token at each place, and accepts the draft's as far as they agree."""

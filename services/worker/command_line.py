@@ -1,18 +1,19 @@
-"""Starts the commands `slipstream-draft` and `slipstream-verify`. Light until the address is claimed."""
+"""The commands `slipstream-draft` and `slipstream-verify`. Light until the address is claimed."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.common.rpc import service_options
+from slipstream.common.rpc.service_options import ServiceOptions
+from slipstream.common.settings import with_options
 from slipstream.common.worker.step import Role
-from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.config import ONLY_DRAFT, ONLY_VERIFY, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from slipstream.common.rpc.listener import Listener
-    from slipstream.common.rpc.service_options import ServiceOptions
     from slipstream.services.worker.server import MakeRole
 
 
@@ -33,3 +34,15 @@ def serve(role: Role, values: Mapping[str, Any], *, make_role: MakeRole | None =
         return uvloop.run(run_worker(role, config, listener, options.metrics_port, make))
 
     service_options.serve(role.value, WorkerConfig, values, run)
+
+
+@with_options(WorkerConfig, ServiceOptions, without=ONLY_VERIFY)
+def draft(**values: Any) -> None:
+    """Serves a draft model, which proposes tokens."""
+    serve(Role.DRAFT, values)
+
+
+@with_options(WorkerConfig, ServiceOptions, without=ONLY_DRAFT)
+def verify(**values: Any) -> None:
+    """Serves the target model, which checks what a draft proposes."""
+    serve(Role.VERIFY, values)

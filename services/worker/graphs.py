@@ -148,7 +148,7 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
     Raises torch.OutOfMemoryError where such a batch would have no room either.
     """
     started = time.monotonic()
-    before = torch.cuda.memory_reserved() if _has_cuda() else 0
+    before = torch.cuda.memory_reserved()  # 0 where there is no GPU
     made: dict[int, T] = {}
     for number, size in enumerate(sorted(sizes, reverse=True), start=1):
         try:
@@ -165,12 +165,7 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
             cause, consequence = first_line(error), "the next larger graph takes them"
         logger.warning("graphs of %s: no memory for %d rows, %s (%s)", what, size, consequence, cause)
         # Outside of the handlers: their error holds the attempt's tensors.
-        if _has_cuda():
-            torch.cuda.empty_cache()
-    taken = ((torch.cuda.memory_reserved() if _has_cuda() else 0) - before) / MIB
+        torch.cuda.empty_cache()
+    taken = (torch.cuda.memory_reserved() - before) / MIB
     logger.info("graphs of %s: %d in %.1f s, %.0f MiB", what, len(made), time.monotonic() - started, taken)
     return Buckets(made)
-
-
-def _has_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -14,6 +14,8 @@ from slipstream.services.models.sampler import sample
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import Decoder, DecoderOutput
     from slipstream.services.models.sampler import SamplingRows
@@ -102,6 +104,15 @@ class PagedSlots:
         """`rows`: [B] int64 slots."""
         return SlotRows(rows, self.state.slots)
 
+    def warm_up(self) -> Iterator[tuple[SlotRows, torch.Tensor, torch.Tensor]]:
+        """Yields a padding row, its tokens and its positions ([1, W]), for each width that different code runs for."""
+        shape = self.state.attachment.shape
+        prompts = (16,) if self._device.type == "cpu" else (16, 32, 64, 300, shape.chunk_tokens)
+        for width in sorted({1, shape.num_draft_tokens + 1, *(min(width, shape.chunk_tokens) for width in prompts)}):
+            positions = torch.arange(width, device=self._device)[None]
+            slots = self.take(torch.zeros(1, dtype=torch.int64, device=self._device))
+            yield slots, torch.zeros_like(positions), positions
+
     def batch(
         self, slots: SlotRows, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
     ) -> ForwardBatch:
@@ -172,11 +183,7 @@ class LanguageModel:
     def open(self, state: EpochState) -> None:
         """Allocates the KV pages and runs one forward of each width, so that the first request finds it warm."""
         self.slots.open(state)
-        padding = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for width in warm_up_widths(state, self.device):
-            slots = self.slots.take(padding)
-            tokens = torch.zeros((1, width), dtype=torch.int64, device=self.device)
-            positions = torch.arange(width, device=self.device)[None]
+        for slots, tokens, positions in self.slots.warm_up():
             output = self.forward(slots, tokens, positions)
             logits = self.decoder.logits(output.hidden[:, -1:])
             self.slots.sample(slots, logits, positions[:, -1:] + 1, SamplingMode.FILTERS)
@@ -199,10 +206,3 @@ class LanguageModel:
         self.slots.record_prompt(chunks)
         is_valid = chunks.is_valid
         return self.forward(slots, chunks.tokens, chunks.positions, is_valid=is_valid, aux_layers=aux_layers)
-
-
-def warm_up_widths(state: EpochState, device: torch.device) -> list[int]:
-    """Widths of steps and prompts for which different code runs."""
-    shape = state.attachment.shape
-    prompts = (16,) if device.type == "cpu" else (16, 32, 64, 300, shape.chunk_tokens)
-    return sorted({1, shape.num_draft_tokens + 1, *(min(width, shape.chunk_tokens) for width in prompts)})

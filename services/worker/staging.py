@@ -90,7 +90,7 @@ class PinnedStaging:
         # Views made once, so that a step only writes.
         self._bytes = [buffer.numpy() for buffer in self._host]
         self._heads = [buffer[: (1 + num_slots) * 8].view(torch.int64).numpy() for buffer in self._host]
-        self._copied = [_Event(device) for _ in range(depth)]
+        self._copied = _events(device, depth)
         self._spilled: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._first_free = fixed
         self._used = fixed
@@ -104,9 +104,9 @@ class PinnedStaging:
     def begin(self, ring_row: int, slots: Sequence[int]) -> None:
         """See `Staging.begin`. Blocks only if the device is a whole ring of steps behind."""
         self._turn = (self._turn + 1) % len(self._host)
-        if not self._copied[self._turn].is_done():
+        if self._copied and not self._copied[self._turn].query():  # type: ignore[no-untyped-call]
             with self._blocked():
-                self._copied[self._turn].wait()
+                self._copied[self._turn].synchronize()
         head = self._heads[self._turn]
         head[0] = ring_row
         head[1 : 1 + len(slots)] = slots
@@ -128,7 +128,8 @@ class PinnedStaging:
         self._fetch(self._device[: self._used], self._host[self._turn][: self._used])
         for source, target in self._spilled:
             target.copy_(source, non_blocking=True)
-        self._copied[self._turn].record()
+        if self._copied:
+            self._copied[self._turn].record()
 
     def _spill(self, values: torch.Tensor) -> torch.Tensor:
         source = values.pin_memory() if self._device.is_cuda else values
@@ -137,22 +138,9 @@ class PinnedStaging:
         return target
 
 
-class _Event:
-    """Tells when a copy is done: at once where there are no streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(blocking=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        if self._event is not None:
-            self._event.record()
-
-    def is_done(self) -> bool:
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+def _events(device: torch.device, count: int) -> list[torch.cuda.Event]:
+    """An event for each host buffer, which tells when it is fetched; none where there are no streams."""
+    return [torch.cuda.Event(blocking=True) for _ in range(count)] if device.type == "cuda" else []  # type: ignore[no-untyped-call]
 
 
 def staged_bytes(attachment: Attachment) -> int:

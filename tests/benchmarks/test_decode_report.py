@@ -1,10 +1,12 @@
-"""The summary of decode measurements."""
+"""The medians of decode measurements."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, summary
+import pytest
+
+from slipstream.benchmarks.decode_report import ONE, THREE, Measurement, medians
 
 MEASURED = Measurement(
     shape="small",
@@ -30,6 +32,13 @@ BOTH = (MEASURED, replace(MEASURED, mode=ONE, step_ms=4.0))
 
 
 def test_both_modes_are_compared() -> None:
-    _, _, said, floors = summary(BOTH)
-    assert said == ("small, batch 1: step 5.000 ms, 1.2500 of one process; overlap efficiency 0.9800; 700 tokens/s")
-    assert floors == "    verify 1.300 of its floor, draft 2.000"
+    (found,) = medians(BOTH)
+    assert (found.shape, found.batch, found.num_repeats, found.step_ms) == ("small", 1, 1, 5.0)
+    assert (found.one_process_ms, found.over_one) == (4.0, 1.25)
+    assert found.overlap_efficiency == pytest.approx(0.98)
+    assert (found.verify_over_floor, found.draft_over_floor) == pytest.approx((1.3, 2.0))
+
+
+def test_a_floor_that_is_not_known_is_left_out() -> None:
+    (found,) = medians([replace(m, draft_floor_ms=None, verify_floor_ms=None) for m in BOTH])
+    assert found.verify_over_floor is found.draft_over_floor is None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +14,6 @@ from slipstream.benchmarks.models import STANDALONE, Models
 from slipstream.benchmarks.stack import Stack, free_ports
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 from slipstream.client import AsyncClient
-from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.scrape import scrape
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
@@ -25,6 +22,7 @@ from tests.harness.trace_format import check, slices_by_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from slipstream.client.requests import RequestOptions
 
@@ -107,24 +105,3 @@ async def test_its_steps_are_traced(tmp_path: Path) -> None:
     check(content)
     hosts = {lane: slices_by_thread(content)[lane] for lane in ((2, 21), (3, 31))}
     assert all(len(slices) == 10 for slices in hosts.values()), "what each worker's half was enqueued by"
-
-
-def test_settings_come_over_the_command_line(tmp_path: Path) -> None:
-    verify = WorkerConfig(model=tmp_path, threads=2, simulate_accept_length=2.5, access_log_dir=tmp_path / "log")
-    settings = InProcessSettings(
-        verify=verify,
-        draft=WorkerConfig(model=Path("/usr"), algorithm=EAGLE3, target=tmp_path),
-        scheduler=SchedulerConfig(verify="unix:/a", slots=3),
-    )
-    assert InProcessSettings.from_json(settings.as_json()) == settings
-    alone = replace(settings, draft=None)
-    assert InProcessSettings.from_json(alone.as_json()) == alone
-
-
-def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
-    settings = InProcessSettings(
-        verify=WorkerConfig(model=tmp_path), draft=None, scheduler=SchedulerConfig(verify="unix:/a")
-    )
-    text = settings.as_json().replace('"slots": 16', '"slots": 0')
-    with pytest.raises(ConfigError, match=r"^slots: got 0"):
-        InProcessSettings.from_json(text)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from slipstream.benchmarks import near_ties
+from slipstream.benchmarks.models import EAGLE3, NONE
 from slipstream.benchmarks.near_tie_scores import Parting
-from slipstream.benchmarks.near_ties import EAGLE3, NONE, SAMPLINGS, NearTies, Report, problems_of, row_of
+from slipstream.benchmarks.near_ties import SAMPLINGS, NearTies, Report, problems_of, row_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,35 +9,19 @@ from rich.console import Console
 
 from slipstream.bundled import Prompt
 from slipstream.cli.demo import DemoRun, DemoScreen, first_difference, legend, pieces, report
-from slipstream.common.api.output_chunk import Usage
 
 INTERVAL = {"seconds": 2.0, "steps_per_s": 2.0, "step_s": 0.5, "bubbles_s": {"draft_to_verify": 0.125}}
 
 
 def run(
-    token_ids: tuple[tuple[int, ...], ...] = ((1, 2, 3), (4, 5, 6)), *, seconds: float = 1.0, accepted: int = 0
+    token_ids: tuple[tuple[int, ...], ...] = ((1, 2, 3), (4, 5, 6)),
+    *,
+    seconds: float = 1.0,
+    accept_length: float | None = None,
 ) -> DemoRun:
-    """A run with as many verify steps as accepted tokens."""
-    return DemoRun(
-        title="a run",
-        token_ids=token_ids,
-        seconds=seconds,
-        usages=(
-            Usage(
-                prompt_tokens=1,
-                completion_tokens=accepted,
-                num_verify_steps=accepted,
-                total_draft_tokens=4 * accepted,
-                total_accepted_tokens=accepted,
-                mean_accept_length=2.0,
-                seed=1,
-                queue_seconds=0.0,
-                time_to_first_token_seconds=0.0,
-                end_to_end_seconds=seconds,
-            ),
-        ),
-        interval=INTERVAL | {"overlap_efficiency": 0.75},
-    )
+    """A run, without drafts unless there is an accept length."""
+    interval = INTERVAL | {"overlap_efficiency": 0.75, "mean_accept_length": accept_length}
+    return DemoRun(title="a run", token_ids=token_ids, seconds=seconds, interval=interval)
 
 
 def test_text_is_cut_where_each_token_made_it_certain() -> None:
@@ -78,8 +62,18 @@ def test_the_legend_reads_like_the_screen() -> None:
 
 def test_the_report_has_both_runs() -> None:
     output = io.StringIO()
-    assert report(Console(file=output, width=100), run(accepted=3), run(seconds=3.0)) == 0
-    for words in ("tokens per second", "6.0", "2.0", "mean accept length", "2.00", "500 ms", "0.750", "3.00 times"):
+    assert report(Console(file=output, width=100), run(accept_length=2.5), run(seconds=3.0)) == 0
+    for words in (
+        "tokens per second",
+        "6.0",
+        "2.0",
+        "mean accept length",
+        "2.50",
+        "1.00",
+        "500 ms",
+        "0.750",
+        "3.00 times",
+    ):
         assert words in output.getvalue()
     assert "the same, all 6 tokens of 2 prompts" in output.getvalue()
 

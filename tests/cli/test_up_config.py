@@ -47,7 +47,7 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("log_level", {"log_level": "LOUD"}),
         ("log_format", {"log_format": "xml"}),
         ("listen", {"listen": "50051"}),
-        ("listen", {"listen": "unix:/tmp/a.sock"}),
+        ("listen", {"listen": "0.0.0.0:50051"}),
         ("state_dir", {"state_dir": Path("/tmp") / ("x" * 100)}),
     ],
 )
@@ -77,6 +77,8 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         metrics_port=9500,
         log_level="DEBUG",
         log_format="json",
+        log_max_mib=5,
+        insecure_public=True,
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     commands = scheduler_command(config), gateway_command(config, "0.0.0.0:1234")
@@ -94,6 +96,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert f"--draft unix:{tmp_path}/sockets/draft.sock --num-draft-tokens 3" in scheduler
     assert f"--listen unix:{tmp_path}/sockets/scheduler.sock" in scheduler
     assert "--listen 0.0.0.0:1234" in gateway
+    assert "--insecure-public" in gateway
     assert f"--scheduler unix:{tmp_path}/sockets/scheduler.sock" in gateway
     assert "--slots 5" in scheduler
     assert "--device cuda --fence event" in scheduler

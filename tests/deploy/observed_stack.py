@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.benchmarks.stack import Stack, end, free_ports
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.client import AsyncClient
@@ -142,7 +143,7 @@ async def observed_stack(
         starts = [
             stack.worker(role, model=model, metrics_port=ports[role])
             if dummy_ms is None
-            else stack.dummy(role, length_ms, model=model, metrics_port=ports[role])
+            else stack.worker(role, program=dummy_worker(role, length_ms), model=model, metrics_port=ports[role])
             for (role, model), length_ms in zip(models.items(), dummy_ms or (0.0, 0.0), strict=True)
         ]
         await asyncio.gather(*starts)

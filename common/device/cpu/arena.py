@@ -100,10 +100,9 @@ class HostArena:
         return flat.view(spec.shape)
 
     def fence(self, name: FenceName) -> HostFence:
-        fence = self._fences.get(name)
-        if fence is None:
+        if name not in self._fences:
             raise ManifestError(f"the arena has no fence {name.name}")
-        return fence
+        return self._fences[name]
 
     def seal(self) -> None:
         """Removes the file's name: the memory lives as long as it is mapped, and a crash leaves nothing behind."""

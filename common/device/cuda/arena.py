@@ -187,10 +187,9 @@ class CudaArena:
         return self.memory.view(placed.spec, placed.offset)
 
     def fence(self, name: FenceName) -> TimelineFence | EventFence:
-        fence = self._fences.get(name)
-        if fence is None:
+        if name not in self._fences:
             raise ManifestError(f"the arena has no fence {name.name}")
-        return fence
+        return self._fences[name]
 
     def seal(self) -> None:
         """Frees earlier arenas. This one can still be opened by a process that has the handle: CUDA keeps no name."""

@@ -68,31 +68,23 @@ _SWIGLU_COLUMNS = 1024
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm. `x`: [N, size], contiguous. Returns the same shape and dtype."""
-    normed = x.new_empty(x.shape)
-    if len(x):
-        _launch_norm(x, None, weight, x, normed, eps)
-    return normed
+    return _norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds `delta` to `x`, both [N, size], contiguous. Returns the sum, rounded to their dtype, and its norm."""
-    summed, normed = x.new_empty(x.shape), x.new_empty(x.shape)
-    if len(x):
-        _launch_norm(x, delta, weight, summed, normed, eps)
-    return summed, normed
+    return _norm(x, delta, weight, eps)
 
 
-def _launch_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    summed: torch.Tensor,
-    normed: torch.Tensor,
-    eps: float,
-) -> None:
+def _norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, size = x.shape
+    summed, normed = x if delta is None else x.new_empty(x.shape), x.new_empty(x.shape)
+    if not num_rows:
+        return summed, normed
     assert x.is_contiguous(), "a kernel reads rows side by side"
     assert delta is None or delta.is_contiguous(), "a kernel reads rows side by side"
     block = max(16, 1 << (size - 1).bit_length())
@@ -109,6 +101,7 @@ def _launch_norm(
         **overlapping(x.device),
         num_warps=min(16, max(1, block // 512)),
     )
+    return summed, normed
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

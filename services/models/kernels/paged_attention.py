@@ -23,30 +23,19 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 class PagedAttention:
-    """Reads keys and values from their pages, those of a row split over several programs.
+    """Attention of one forward, called once for each layer: reads keys and values from their pages.
 
-    What a query sees, what is kept and what goes to the padding page is as `TorchAttention` has it; a query that is
-    not valid reads nothing and gives zeros. Everything it launches depends on shapes alone, so that it can be
-    captured in a CUDA graph.
+    Several programs share the keys of a row. What a query sees, what is kept and what goes to the padding page is as
+    `TorchAttention` has it; a query that is not valid reads nothing and gives zeros. Everything it launches depends on
+    shapes alone, so that it can be captured in a CUDA graph.
     """
 
-    def __init__(self, config: ModelConfig, *, is_invariant: bool = False) -> None:
-        """`is_invariant`: a query gets the same bits in any row and batch, which is slower."""
+    def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, *, is_invariant: bool = False) -> None:
+        """Allocates the partial results of the programs that share keys; computes nothing.
+
+        `is_invariant`: a query gets the same bits in any row and batch, which is slower: no programs share keys.
+        """
         self._config = config
-        self.is_invariant = is_invariant
-
-    def prepare(self, batch: ForwardBatch, cache: PagedKV) -> PagedLayerAttention:
-        """Allocates the partial results of the splits; computes nothing."""
-        return PagedLayerAttention(self._config, batch, cache, splits_keys=not self.is_invariant)
-
-
-class PagedLayerAttention:
-    """Attention of one forward, called once for each layer."""
-
-    def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, *, splits_keys: bool = True) -> None:
-        """`splits_keys`: the splits depend on the batch and on how many keys a row's last query sees."""
-        self._config = config
-        self._splits_keys = splits_keys
         self._cache = cache
         self._num_rows, self._width = batch.tokens.shape
         self._page_table = batch.page_table.contiguous()
@@ -56,7 +45,7 @@ class PagedLayerAttention:
         self._group = config.num_heads // config.num_kv_heads
         self._tile = _tile(self._width * self._group, config.head_dim, cache.rows[0].element_size())
         self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
-        self._num_splits = self._choose_splits()
+        self._num_splits = 1 if is_invariant else self._choose_splits()
         is_split = self._num_splits > 1
         num_partials = self._num_rows * self._width * config.num_heads * self._num_splits if is_split else 1
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
@@ -116,7 +105,7 @@ class PagedLayerAttention:
             self._combine(output)
 
     def _choose_splits(self) -> int:
-        if not self._num_rows or self._num_query_blocks > 1 or not self._splits_keys:
+        if not self._num_rows or self._num_query_blocks > 1:
             return 1
         capacity = self._page_table.shape[1] * self._cache.page_size
         wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)

@@ -97,16 +97,15 @@ class _Sampling:
         )
         if self._has_filters:
             for level in range(int(LEVELS)):
-                self._count(level)
+                count_kernel[self._grid](
+                    *self._filtered, *self._sizes, level, BLOCK=_BLOCK, num_warps=8, **self._options
+                )
         self._draw(is_second=False)
         if self._has_filters:
             for _ in range(_LOOKS):
                 self._look()
                 self._draw(is_second=True)
             self._settle()
-
-    def _count(self, level: int) -> None:
-        count_kernel[self._grid](*self._filtered, *self._sizes, level, BLOCK=_BLOCK, num_warps=8, **self._options)
 
     def _draw(self, *, is_second: bool) -> None:
         rows = self._rows

@@ -26,6 +26,8 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.metrics import RpcMetrics
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.protos import generation_pb2
+from slipstream.protos.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from tests.harness.grpc_server import bytes_service, running_server
 from tests.harness.waiting import until
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 NAME = "test.v1.Test"
+SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -299,3 +302,18 @@ async def test_a_method_that_nobody_serves(fixture: Fixture) -> None:
         await fixture.channel.unary_unary(f"/{NAME}/other", None, None)(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert isinstance(error_from_rpc(caught.value), FailedPreconditionError)
+
+
+async def test_a_request_that_is_no_message_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    service = (SERVICE_NAME, add_GenerationServicer_to_server, GenerationServicer())
+    async with running_server(service) as server, grpc.aio.insecure_channel(server.address) as channel:
+        for _ in range(50):
+            for kind, method in (("unary_unary", "GetJob"), ("unary_stream", "Generate")):
+                call = getattr(channel, kind)(f"/{SERVICE_NAME}/{method}")(b"\xff\xff\xff\xff")
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await (call if kind == "unary_unary" else call.read())
+                error = error_from_rpc(caught.value)
+                assert str(error) == "request: got 4 bytes that are no message of the method's type"
+                assert isinstance(error, InvalidArgumentError)
+    (line,) = caplog.messages
+    assert line == f"/{SERVICE_NAME}/GetJob: a request of 4 bytes cannot be decoded"

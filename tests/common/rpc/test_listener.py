@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,44 @@ async def test_the_port_is_taken_between_the_claim_and_the_server() -> None:
         assert caught.value.field == "listen"
 
 
+def test_a_socket_name_that_any_user_can_take_blocks_no_port() -> None:
+    with Listener.claim(FREE_PORT) as listener:
+        port = listener.address.rpartition(":")[2]
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0slipstream/127.0.0.1/{port}")
+        with Listener.claim(listener.address):
+            pass
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_a_port_is_locked_in_a_directory_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    home, shared = tmp_path / "home", tmp_path / "shared"
+    taken = home / ".local" / "state" / "slipstream-ports"
+    taken.mkdir(parents=True)
+    taken.chmod(mode)
+    shared.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(shared))
+    with Listener.claim(FREE_PORT) as listener:
+        # A directory that others could write to is left alone.
+        where = taken if mode == 0o700 else shared / f"slipstream-ports-{os.getuid()}"
+        (lock,) = where.iterdir()
+        assert lock.name.endswith(f"-127.0.0.1-{listener.address.rpartition(':')[2]}.lock")
+        with pytest.raises(AddressInUseError), Listener.claim(listener.address):
+            pass
+    assert list(where.iterdir()) == []
+
+
+def test_a_port_is_claimed_where_nothing_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    with Listener.claim(FREE_PORT) as listener:
+        assert listener.address
+
+
 @pytest.mark.parametrize("address", ["192.0.2.1:50051", "no-such-host.invalid:50051"])
 def test_an_address_of_somebody_else_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="listen") as caught, Listener.claim(address, field="listen"):
@@ -101,6 +140,13 @@ async def test_only_this_user_can_reach_the_socket(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     assert list((tmp_path / "new/dir").iterdir()) == []
+
+
+def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="a link"), Listener.claim(f"unix:{tmp_path}/link/a.sock"):
+        pass
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o777])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.logs import configure_logging
+from slipstream.common.rpc.logs import RateLimitedLog, configure_logging
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}"
 
@@ -66,3 +71,51 @@ def test_as_json_an_exception_stays_on_its_line() -> None:
 def test_a_setting_that_is_none_is_refused(level: str, log_format: str, field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}: got"):
         configure_logging("draft", level, log_format)
+
+
+def test_lines_that_come_often_are_counted_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    log = RateLimitedLog(logging.getLogger("a.b"), logging.WARNING, interval_s=10, clock=lambda: now)
+    for now in (0.0, 1.0, 9.9, 10.0, 15.0, 20.0, 31.0):
+        log.write("at %g", now)
+    assert caplog.messages == [
+        "at 0",
+        "at 10 (2 such lines were left out)",
+        "at 20 (1 such lines were left out)",
+        "at 31",
+    ]
+
+
+def test_a_log_file_takes_all_output_and_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "draft.log"
+    source = """
+import logging, os, sys
+from pathlib import Path
+from slipstream.common.rpc.logs import configure_logging
+configure_logging("draft", "info", "console", log_file=Path(sys.argv[1]), max_bytes=10_000)
+for number in range(1000):
+    logging.getLogger("a").info("line %d %s", number, "x" * 40)
+    if number % 10 == 0:
+        os.write(1, b"to stdout" + bytes([10]))
+        os.write(2, b"to stderr" + bytes([10]))
+"""
+    done = subprocess.run([sys.executable, "-c", source, str(path)], capture_output=True, timeout=30, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["draft.log", "draft.log.1"]
+    older, newer = (tmp_path / "draft.log.1").read_text(), path.read_text()
+    assert 5_000 < len(older) < 10_200
+    assert len(newer) < 10_200
+    assert "line 999 " in newer
+    lines = (older + newer).splitlines()
+    numbers = [int(line.split(" line ")[1].split()[0]) for line in lines if " line " in line]
+    assert numbers == list(range(numbers[0], 1000))
+    first = next(number for number in numbers if number % 10 == 0)
+    assert lines.count("to stdout") == lines.count("to stderr") == len(range(first, 1000, 10))
+
+
+def test_a_link_in_the_place_of_a_log_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "draft.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"^log_file: "):
+        configure_logging("draft", log_file=tmp_path / "draft.log")
+    assert (tmp_path / "precious").read_text() == "precious"

@@ -73,10 +73,11 @@ def test_the_second_signal_ends_at_once(ending: str, second: signal.Signals) -> 
 async def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with ShutdownSignals() as signals:
-        assert not signals.is_requested
+        waiting = asyncio.ensure_future(signals.wait())
+        await asyncio.sleep(0)
+        assert not waiting.done()
         os.kill(os.getpid(), signal.SIGTERM)
-        await signals.wait()
-        assert signals.is_requested
+        await waiting
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 

@@ -14,10 +14,12 @@ from slipstream.common.rpc.status import CODES, DETAILS_KEY, code_of, error_from
 
 EXAMPLES: list[errors.SlipstreamError] = [
     errors.InvalidArgumentError("sampling_params.top_p", 2.0, "above 0 to 1"),
+    errors.UnauthenticatedError("no key"),
     errors.NotFoundError("no job 'a'"),
     errors.AlreadyExistsError("a job 'a' is alive"),
     errors.ResourceExhaustedError("the queue is full", retry_after_ms=1234),
     errors.UnavailableError("gone"),
+    errors.UnavailableError("the workers are lost", retry_after_ms=500),
     errors.ConnectionLostError("the connection broke"),
     errors.DeadlineExceededError("too long"),
     errors.CancelledError("on the way down"),
@@ -113,3 +115,12 @@ def test_a_long_error_fits_into_metadata() -> None:
         status = status_from_error(error)
         # The message is percent-encoded, three bytes for one; the details in base64.
         assert 3 * len(status.message.encode()) + 4 * status.ByteSize() // 3 < 14_000
+
+
+def test_an_unavailable_service_says_whether_the_call_may_be_made_again() -> None:
+    safe = status_from_error(errors.UnavailableError("the workers are lost", retry_after_ms=1500))
+    assert detail(safe, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1500
+    assert not detail(safe, error_details_pb2.ErrorInfo).metadata
+    unsafe = status_from_error(errors.UnavailableError("the model changed"))
+    assert detail(unsafe, error_details_pb2.ErrorInfo).metadata == {"retry": "unsafe"}
+    assert not [packed for packed in unsafe.details if packed.Is(error_details_pb2.RetryInfo.DESCRIPTOR)]

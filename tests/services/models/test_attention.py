@@ -25,7 +25,7 @@ def test_cache_has_a_row_of_keys_and_values_for_each_token(model: PagedModel) ->
     config = model.decoder.config
     cache = PagedKV(config, num_pages=5, page_size=8, device=CPU, dtype=torch.bfloat16)
     assert [rows.shape for rows in cache.rows] == [(5 * 8, 2 * 2 * 16)] * config.num_layers
-    assert cache.num_bytes == 5 * 8 * config.kv_bytes_per_token(torch.bfloat16)
+    assert sum(rows.nbytes for rows in cache.rows) == 5 * 8 * config.kv_bytes_per_token(torch.bfloat16)
     assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
 
 

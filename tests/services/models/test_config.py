@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config import ModelConfig, RopeConfig
-from tests.harness.checkpoints import BOS_ID, FAMILIES, LLAMA, write_json
+from tests.harness.checkpoints import FAMILIES, LLAMA, write_json
 from tests.harness.sampling import examples
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def config_error(path: Path) -> str:
 
 
 def test_all_fields(tmp_path: Path) -> None:
-    config = ModelConfig.from_directory(write_config(tmp_path, {"dtype": "bfloat16"}))
+    config = ModelConfig.from_directory(write_config(tmp_path, {}))
     assert config == ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=272,
@@ -51,9 +51,7 @@ def test_all_fields(tmp_path: Path) -> None:
         max_position_embeddings=512,
         rope=RopeConfig(),
         tie_word_embeddings=False,
-        bos_token_id=BOS_ID,
         eos_token_ids=frozenset({257}),
-        dtype=torch.bfloat16,
     )
     assert config.kv_bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 16 * 2
     assert config.kv_bytes_per_token(torch.float32) == 2 * 2 * 2 * 16 * 4
@@ -64,11 +62,10 @@ def test_older_files_leave_fields_out(tmp_path: Path) -> None:
         "head_dim": "absent",
         "num_key_value_heads": "absent",
         "rope_parameters": "absent",
-        "dtype": "absent",
     }
-    changes |= {"rope_theta": 500.0, "torch_dtype": "float16", "rope_scaling": {"type": "linear", "factor": 2.0}}
+    changes |= {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     config = ModelConfig.from_directory(write_config(tmp_path, changes))
-    assert (config.head_dim, config.num_kv_heads, config.dtype) == (16, 4, torch.float16)
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)
     assert config.rope == RopeConfig(rope_type="linear", theta=500.0, factor=2.0)
 
 
@@ -176,8 +173,6 @@ def test_unsupported_field(tmp_path: Path, changes: dict[str, Any], expected: st
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"tie_word_embeddings": None}, "tie_word_embeddings"),
         ({"attention_bias": "false"}, "attention_bias"),
-        ({"bos_token_id": "<s>"}, "bos_token_id"),
-        ({"dtype": "fp16"}, "dtype"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": "full_attention"}, "layer_types"),
     ],
@@ -215,9 +210,7 @@ class Reference:
             "has_output_bias": getattr(config, "attention_bias", False),
             "has_mlp_bias": getattr(config, "mlp_bias", False),
             "sliding_windows": tuple(windows) if any(windows) else (),
-            "bos_token_id": config.bos_token_id,
             "eos_token_ids": frozenset([] if config.eos_token_id is None else [config.eos_token_id]),
-            "dtype": config.dtype,
         }
         self.rope = {"rope_type": rope["rope_type"], "theta": rope["rope_theta"]}
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slipstream.services.models import decoder as decoder_module
 from slipstream.services.models.attention import PagedKV, TorchAttention
-from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.decoder import Decoder
 from tests.harness.checkpoints import write_checkpoint
-from tests.harness.paged_model import CPU, PagedModel, random_tokens
+from tests.harness.paged_model import PagedModel, random_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,20 +112,20 @@ def test_tokens_that_were_rejected_leave_no_trace(model: PagedModel) -> None:
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_layers_share_what_attention_prepares(checkpoint: Path, model: PagedModel) -> None:
-    calls = []
+def test_layers_share_what_attention_prepares(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
 
     class Counted(TorchAttention):
-        def prepare(self, batch: Any, cache: Any) -> Any:
-            calls.append(batch)
-            return super().prepare(batch, cache)
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            super().__init__(*arguments)
 
-    decoder = load_decoder(checkpoint, device=CPU, dtype=torch.float32)
-    decoder._attention = Counted(model.decoder.config)
     batch = model.batch([(0, [1, 2, 3])])
-    hidden = decoder(batch, model.cache).hidden
-    assert len(calls) == 1, "what layers share is computed once"
-    torch.testing.assert_close(hidden, model.output(batch).hidden)
+    expected = model.output(batch).hidden
+    monkeypatch.setattr(decoder_module, "TorchAttention", Counted)
+    hidden = model.decoder(batch, model.cache).hidden
+    assert len(made) == 1, "what layers share is computed once"
+    torch.testing.assert_close(hidden, expected)
 
 
 def test_nothing_is_read_back_from_other_devices(model: PagedModel) -> None:

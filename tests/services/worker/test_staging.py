@@ -92,21 +92,20 @@ def test_on_the_host_nothing_moves() -> None:
 class SlowCopy:
     """A copy that is done when somebody waits for it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_under_way = False
+    is_under_way = False
 
     def record(self) -> None:
         self.is_under_way = True
 
-    def is_done(self) -> bool:
+    def query(self) -> bool:
         return not self.is_under_way
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.is_under_way = False
 
 
 def test_who_waits_for_the_device_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_module, "_Event", SlowCopy)
+    monkeypatch.setattr(staging_module, "_events", lambda _, count: [SlowCopy() for _ in range(count)])
     waits = []
     step = 0
 

@@ -96,7 +96,7 @@ class AttentionCase:
         """`PagedAttention` with queries and keys that are not rotated: [B * W, q_size]."""
         rotation = torch.zeros(len(self.qkv), 2, self.config.head_dim // 2, device=self.qkv.device)
         rotation[:, 0] = 1.0
-        attend = PagedAttention(self.config, is_invariant=is_invariant).prepare(self.batch, self.cache)
+        attend = PagedAttention(self.config, self.batch, self.cache, is_invariant=is_invariant)
         return attend(layer, self.qkv.clone(), rotation)
 
     def change(self, **changes: torch.Tensor) -> AttentionCase:

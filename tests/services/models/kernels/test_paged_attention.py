@@ -87,7 +87,7 @@ def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> 
     for rows in case.cache.rows:
         rows.nan_to_num_(nan=0.25)
     before = case.cache.rows[0].clone()
-    expected = TorchAttention(config).prepare(case.batch, case.cache)(0, case.qkv.clone())
+    expected = TorchAttention(config, case.batch, case.cache)(0, case.qkv.clone())
     pages = case.kept_pages()
     case.cache.rows[0].copy_(before)
     output = case.attend()

@@ -54,7 +54,7 @@ def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: tor
     expected_queries = rotated(heads[:, :2], rotation, weights[0] if has_norms else None)
     expected_keys = rotated(heads[:, 2:3], rotation, weights[1] if has_norms else None)
     qkv = case.qkv.clone()
-    attend = PagedAttention(config).prepare(case.batch, case.cache)
+    attend = PagedAttention(config, case.batch, case.cache)
     output = attend(0, qkv, rotation, (norms[0], norms[1]) if has_norms else None)
 
     tolerance = 2 * TOLERANCES[dtype]
