@@ -87,9 +87,9 @@ class Batch:
         if self._over:
             queue.release(self._over)
             self._over.clear()
-        for sequence in queue.take_expired():
-            sequence.is_over = True
-            self.outbox.add_refused(sequence, DeadlineExceededError("the deadline passed before a slot was free"))
+        for expired in queue.take_expired():
+            expired.is_over = True
+            self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
         while (sequence := queue.take_next(self._has_room_for)) is not None:
             sequence.lease = self.slots.allocate()
             sequence.pages = self.pages.allocate(self._num_pages(sequence))

@@ -91,7 +91,7 @@ class Outbox:
             )
             yield Delivery(stream, output)
 
-    def _admissions(self, stream: int) -> dict[str, list[int]]:
+    def _admissions(self, stream: int) -> dict[str, Any]:
         admitted = self._admitted.pop(stream, ())
         return {"admitted": [number for number, _ in admitted], "admitted_ns": [when for _, when in admitted]}
 
