@@ -216,7 +216,7 @@ class PromptChunk(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class SlotUpdate(_message.Message):
-    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens")
+    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class SlotUpdate(_message.Message):
     LIMIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     first_page_index: int
@@ -231,7 +232,8 @@ class SlotUpdate(_message.Message):
     limit_tokens: int
     sampling: SlotSampling
     max_draft_tokens: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class SlotSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "masked_before", "masked_token_ids")

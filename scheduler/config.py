@@ -61,6 +61,13 @@ class SchedulerConfig(ServingSettings, AccessSettings):
     draft: str | None = setting(
         None, help="Address of the draft service; without one, verify decodes plainly.", unit="ADDRESS"
     )
+    max_sequences: int = setting(
+        8192,
+        help="Sequences held at most, waiting and running, of all gateways together; more are refused.",
+        unit="N",
+        low=1,
+        high=2**20,
+    )
     num_draft_tokens: int = setting(4, help="Tokens drafted in a step.", unit="K", low=1, high=16)
     memory_reserve_mib: int = setting(
         1024,

@@ -1,25 +1,15 @@
-"""`slipstream-scheduler`: the service that clients talk to. Nothing heavy is imported before the address is claimed."""
+"""`slipstream-scheduler`: the service behind the gateways. Nothing heavy is imported before the address is claimed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.rpc.service_options import ServiceOptions, run_command, serve
-from slipstream.common.settings import setting, with_options
+from slipstream.common.settings import with_options
 from slipstream.scheduler.config import SchedulerConfig
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.listener import Listener
-
-LISTEN = "127.0.0.1:50051"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerOptions(ServiceOptions):
-    """Address for clients, and logging."""
-
-    listen: str = setting(LISTEN, help="HOST:PORT or unix:PATH for clients.", unit="ADDRESS")
 
 
 def main() -> None:
@@ -27,9 +17,9 @@ def main() -> None:
     run_command(scheduler)
 
 
-@with_options(SchedulerConfig, SchedulerOptions)
+@with_options(SchedulerConfig, ServiceOptions)
 def scheduler(**values: Any) -> None:
-    """Takes generation jobs and drives the draft and the verify service."""
+    """Runs sequences for gateways and drives the draft and the verify service."""
     serve("scheduler", SchedulerConfig, values, _run)
 
 

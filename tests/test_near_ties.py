@@ -13,10 +13,10 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_verify
 from tests.harness.checkpoints import write_checkpoint
+from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker
 
@@ -37,7 +37,7 @@ def test_the_best_score_is_the_token_that_was_chosen(sampling: SamplingParams, t
     )
     worker = LocalWorker(make_verify(WorkerConfig(model=target), HostDevice(), 0))
     config = SchedulerConfig(verify="unix:/none", slots=1, context_tokens=64)
-    job = Sequence(spec)
+    job = Job(spec)
     output = LocalEpoch(1, config, [worker]).run([job])[job]
     worker.close()
     scores = Scores(target)

@@ -55,14 +55,14 @@ class FenceOps(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:
-    """Tokens `[start, start + len(tokens))` of a slot's prompt."""
+    """Tokens `[start, start + len(tokens))` of a slot's prompt, and of the output that its sequence came with."""
 
     slot: int
     start: int
     """Position of the first token of the chunk."""
     tokens: tuple[int, ...]
     is_last: bool
-    """True if the prompt ends here: verify samples the first token after it."""
+    """True if they end here: verify samples the first token after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,8 @@ class SlotUpdate:
     """Set when a request takes the slot; None leaves the slot's parameters as they are."""
     max_draft_tokens: int | None = None
     """Most draft tokens of the slot that verify accepts in a step; None is all."""
+    prompt_tokens: int | None = None
+    """Set for a sequence that comes with output: chunks hold both, and positions from here on are its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

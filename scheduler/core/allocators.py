@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from slipstream.common.errors import ResourceExhaustedError
 from slipstream.common.worker.layout import PADDING_SLOT
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 PADDING_PAGE = 0
 
@@ -31,7 +37,8 @@ class SlotAllocator:
         self.num_slots = num_slots - 1
         """Slots in all."""
         self._free = list(range(num_slots - 1, PADDING_SLOT, -1))
-        self._generations = [0] * num_slots
+        self.generations: NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        """Of the current lease of each slot, or of none."""
 
     @property
     def num_free(self) -> int:
@@ -42,18 +49,18 @@ class SlotAllocator:
         """Takes a slot; there must be a free one."""
         assert self._free, "a free slot was seen before"
         slot = self._free.pop()
-        self._generations[slot] += 1
-        return SlotLease(slot, self._generations[slot])
+        self.generations[slot] += 1
+        return SlotLease(slot, int(self.generations[slot]))
 
     def release(self, lease: SlotLease) -> None:
         """Gives a slot back; the lease is not current from now on."""
         assert self.is_current(lease), f"slot {lease.slot}: generation {lease.generation} is over"
-        self._generations[lease.slot] += 1
+        self.generations[lease.slot] += 1
         self._free.append(lease.slot)
 
     def is_current(self, lease: SlotLease) -> bool:
         """True while the sequence that was given this lease has the slot."""
-        return self._generations[lease.slot] == lease.generation
+        return bool(self.generations[lease.slot] == lease.generation)
 
 
 class PageAllocator:

@@ -6,20 +6,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.sequence import SequenceOutput
-from slipstream.common.errors import FutureMapError
+import numpy as np
+
+from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.accounts import GOES_ON, SlotAccounts
 from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
-from slipstream.scheduler.core.results import Step
+from slipstream.scheduler.core.outbox import Outbox
+from slipstream.scheduler.core.results import Step, StepSlots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.common.api.sequence import Outputs, SubmittedSequence
-    from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.allocators import SlotLease
+    from slipstream.scheduler.core.accounts import Bools, Ints, TakenIn
     from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -46,31 +43,14 @@ class BatchSizes:
         return -(-(num_tokens + slack) // self.page_tokens)
 
 
-class Applied(NamedTuple):
-    """The outcome of a step for the sequences that still run."""
-
-    outputs: Outputs
-    num_accepted: list[int]
-    """Accepted draft tokens of each sequence with speculation enabled."""
-
-
 class _Decoding(NamedTuple):
     """The sequences that decode, the same from step to step until one comes or goes."""
 
-    sequences: tuple[Sequence, ...]
-    members: tuple[SlotLease, ...]
+    members: StepSlots
+    most_more: Ints | int
+    """Most tokens that a step brings to each."""
     is_drafted: bool
-    top_logprobs: tuple[int | None, ...]
-
-    @classmethod
-    def of(cls, running: Iterable[Sequence]) -> _Decoding:
-        sequences = tuple([sequence for sequence in running if sequence.wants_decode])
-        return cls(
-            sequences=sequences,
-            members=tuple([sequence.lease for sequence in sequences]),
-            is_drafted=any(sequence.num_drafted for sequence in sequences),
-            top_logprobs=_top_logprobs(sequences),
-        )
+    top_logprobs: dict[int, int]
 
 
 class Batch:
@@ -80,12 +60,19 @@ class Batch:
         self.sizes = sizes
         self.pages = PageAllocator(sizes.num_pages)
         self.slots = SlotAllocator(sizes.num_slots)
+        self.accounts = SlotAccounts(sizes.num_slots, sizes.num_draft_tokens)
+        self.outbox = Outbox()
+        """Gets all output."""
         self._running: dict[int, Sequence] = {}
         """By slot, in the order of their start."""
         self._prefilling: list[Sequence] = []
-        """The running sequences whose prompt was not sent in full, in the same order."""
+        """The running sequences whose tokens were not sent in full, in the same order."""
+        self._is_prefilled = np.zeros(sizes.num_slots, np.bool_)
+        """[slots]: the slot has a sequence all of whose tokens were sent."""
         self._decoding: _Decoding | None = None
         """None if a sequence came or went since it was made."""
+        self._over: list[Sequence] = []
+        """Sequences that the queue still counts."""
         self.last_step = 0
         """Number of the last step that was made."""
         self._was_prefill = False
@@ -96,85 +83,62 @@ class Batch:
         return len(self._running)
 
     def admit(self, queue: WaitingQueue) -> None:
-        """Starts waiting sequences, oldest first, while a slot and the pages of the whole request are free."""
+        """Starts waiting sequences in the queue's order, while a slot and the pages of the whole sequence are free."""
+        if self._over:
+            queue.release(self._over)
+            self._over.clear()
+        for expired in queue.take_expired():
+            expired.is_over = True
+            self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
         while (sequence := queue.take_next(self._has_room_for)) is not None:
-            lease, pages = self.slots.allocate(), self.pages.allocate(self._num_pages(sequence))
-            sequence.admit(lease, pages, self.sizes.num_draft_tokens)
-            self._running[lease.slot] = sequence
+            sequence.lease = self.slots.allocate()
+            sequence.pages = self.pages.allocate(self._num_pages(sequence))
+            self.accounts.admit(sequence)
+            self._running[sequence.lease.slot] = sequence
             self._prefilling.append(sequence)
+            self.outbox.add_admitted(sequence)
 
     def next_step(self) -> Step | None:
         """The next step, or None if there is nothing to do: prompts and decoding take turns."""
-        decoding = self._decoding = self._decoding or _Decoding.of(self._running.values())
-        if not self._prefilling and not decoding.sequences:
+        decoding = self._decoding = self._decoding or self._find_decoding()
+        if not self._prefilling and not decoding.members.slots:
             return None
-        self._was_prefill = bool(self._prefilling) and not (decoding.sequences and self._was_prefill)
+        self._was_prefill = bool(self._prefilling) and not (decoding.members.slots and self._was_prefill)
         self.last_step += 1
         return self._prefill_step() if self._was_prefill else self._decode_step(decoding)
 
-    def apply(self, step: Step, result: StepResult) -> Applied:
+    def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> TakenIn:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
 
-        Raises FutureMapError, and takes in nothing, if it has more tokens of a sequence than there can be.
+        Raises FutureMapError or PendingLengthError, and takes in nothing, if it has more tokens of a sequence than
+        there can be. `published_ns`: when the result was on the host; None is now.
         """
-        is_drafted = step.kind is StepKind.DECODE
-        outputs: Outputs = []
-        accepted: list[int] = []
-        now = time.monotonic()
-        for sequence, tokens, likely, num_drafted in self._rows(step, result, is_drafted=is_drafted):
-            if num_drafted:
-                num_accepted = len(tokens) - 1
-                sequence.stats.add_draft(self.sizes.num_draft_tokens, num_accepted)
-                accepted.append(num_accepted)
-            output = sequence.end_output(tokens, num_drafted + 1, likely, now)
-            if output.finish_reason is not None:
-                self._end(sequence)
-            elif sequence.is_sure_to_end:
-                self._decoding = None
-            outputs.append((sequence, output))
-        return Applied(outputs, accepted)
+        rows, is_drafted = step.yielding.rows, step.kind is StepKind.DECODE
+        taken_in = self.accounts.take_in(step, result, self.slots.generations[rows] == step.yielding.generations)
+        num_draft_tokens = self.sizes.num_draft_tokens if is_drafted else 0
+        self.outbox.add_step(taken_in, num_draft_tokens, published_ns or time.monotonic_ns())
+        for slot in taken_in.rows[taken_in.reasons != GOES_ON].tolist():
+            self._end(self._running[slot])
+        if self._decoding is not None and self.accounts.is_sure_to_end(self._decoding.members.rows).any():
+            self._decoding = None
+        return taken_in
 
-    def cancel(self, sequences: list[Sequence]) -> Outputs:
+    def cancel(self, sequences: list[Sequence]) -> None:
         """Ends sequences, running or not yet; those that are over stay as they are."""
-        abort = SequenceOutput(finish_reason=FinishReason.ABORT)
-        return [self._abort(sequence, abort) for sequence in sequences if not sequence.is_over]
-
-    def fail(self, error: SlipstreamError, *, waiting: list[Sequence]) -> Outputs:
-        """Ends every running sequence, and those that wait, with an error."""
-        failed = SequenceOutput(error=error)
-        return [self._abort(sequence, failed) for sequence in (*self._running.values(), *waiting)]
-
-    def _rows(
-        self, step: Step, result: StepResult, *, is_drafted: bool
-    ) -> list[tuple[Sequence, list[int], tuple[TokenLogprobs, ...], int]]:
-        """For each sequence that still runs: its tokens, their logprobs, and how many tokens may be the draft's.
-
-        All rows are checked before any is taken in: no sequence may have ended with a step that fails.
-        """
-        rows = []
-        is_current, running = self.slots.is_current, self._running
-        logprobs = result.logprobs or [()] * len(result.tokens)
-        for lease, tokens, likely in zip(step.yielding, result.tokens, logprobs, strict=True):
-            if not is_current(lease):
-                continue
-            sequence = running[lease.slot]
-            most = sequence.num_drafted if is_drafted else 0
-            if len(tokens) > most + 1:
-                raise FutureMapError(
-                    f"step {step.number}, slot {lease.slot}: {len(tokens) - 1} tokens accepted of {most} at most"
-                )
-            rows.append((sequence, tokens, likely, most))
-        return rows
-
-    def _abort(self, sequence: Sequence, output: SequenceOutput) -> tuple[SubmittedSequence, SequenceOutput]:
-        sequence.stats.finished_at = time.monotonic()
-        if self._running.get(sequence.lease.slot) is sequence:
-            self._end(sequence)
-        return sequence, output
+        for sequence in sequences:
+            if not sequence.is_over:
+                self.outbox.add_aborted(sequence)
+                self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        del self._running[sequence.lease.slot]
+        sequence.is_over = True
+        self._over.append(sequence)
+        slot = sequence.lease.slot
+        if self._running.get(slot) is not sequence:
+            return
+        del self._running[slot]
         self._decoding = None
+        self._is_prefilled[slot] = False
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.slots.release(sequence.lease)
@@ -185,6 +149,20 @@ class Batch:
 
     def _num_pages(self, sequence: Sequence) -> int:
         return self.sizes.pages_for(sequence.num_tokens_at_most)
+
+    def _find_decoding(self) -> _Decoding:
+        rows = self._is_prefilled.nonzero()[0]
+        is_decoding = self._is_prefilled.copy()
+        is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
+        rows = is_decoding.nonzero()[0]
+        members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
+        num_drafted = self.accounts.num_drafted[rows]
+        is_drafted = bool(num_drafted.any())
+        return _Decoding(members, num_drafted + 1 if is_drafted else 1, is_drafted, self._top_logprobs(rows))
+
+    def _top_logprobs(self, rows: Ints) -> dict[int, int]:
+        asked = self.accounts.top_logprobs[rows]
+        return {at: int(asked[at]) for at in (asked >= 0).nonzero()[0].tolist()}
 
     def _prefill_step(self) -> Step:
         chunks, members, ending, updates = [], [], [], []
@@ -199,35 +177,37 @@ class Batch:
             if chunk.start == 0:
                 updates.append(sequence.slot_update())
             if chunk.is_last:
-                ending.append(sequence)
+                ending.append(sequence.lease)
+        yielding = StepSlots.of(ending)
         if ending:
             self._prefilling = self._prefilling[len(ending) :]
+            self._is_prefilled[yielding.rows] = True
+            self.accounts.lengths.begin(yielding.rows, 1)
             self._decoding = None
         return Step(
             number=self.last_step,
             kind=StepKind.PREFILL,
-            members=tuple(members),
-            yielding=tuple(sequence.lease for sequence in ending),
-            top_logprobs=_top_logprobs(ending),
+            members=StepSlots.of(members),
+            yielding=yielding,
+            top_logprobs=self._top_logprobs(yielding.rows),
             chunks=tuple(chunks),
             updates=tuple(updates),
         )
 
     def _decode_step(self, decoding: _Decoding) -> Step:
-        is_drafted = decoding.is_drafted
-        for sequence in decoding.sequences:
-            sequence.begin_output(1 + (sequence.num_drafted if is_drafted else 0))
-            if sequence.is_sure_to_end:
-                self._decoding = None
+        rows = decoding.members.rows
+        self.accounts.lengths.begin(rows, decoding.most_more)
+        if self.accounts.is_sure_to_end(rows).any():
+            self._decoding = None
         return Step(
             number=self.last_step,
-            kind=StepKind.DECODE if is_drafted else StepKind.PLAIN,
+            kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,
             members=decoding.members,
             yielding=decoding.members,
             top_logprobs=decoding.top_logprobs,
         )
 
 
-def _top_logprobs(sequences: Iterable[Sequence]) -> tuple[int | None, ...]:
-    asked = tuple([sequence.spec.top_logprobs for sequence in sequences])
-    return asked if any(number is not None for number in asked) else ()
+def _mask(rows: Bools) -> int:
+    """[slots] as the bits of a number, row 0 the lowest."""
+    return int.from_bytes(np.packbits(rows, bitorder="little").tobytes(), "little")

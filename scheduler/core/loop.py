@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role, StepCommand, StepKind
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, mask_of, plan_step
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, RESULT
 
 if TYPE_CHECKING:
-    from slipstream.common.api.sequence import Outputs, OutputSink
     from slipstream.common.device.interface import Fence
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.step import FenceOps
-    from slipstream.scheduler.core.batch import Applied, Batch
+    from slipstream.scheduler.core.accounts import TakenIn
+    from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.results import ResultReader, Step, StepResult
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
@@ -78,13 +79,13 @@ class StepLoop:
         self._in_flight: deque[Step] = deque()
         self._sent_ns: deque[int] = deque()
         self._draft_steps: deque[int] = deque()
-        self._taken_in: Applied | None = None
+        self._taken_in: TakenIn | None = None
         """The outcome of the last result, not handed out yet."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
         while not self._queue.is_stopped:
-            cancelled = self._batch.cancel(self._queue.take_cancelled())
+            self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
             step = self._batch.next_step()
             try:
@@ -92,7 +93,7 @@ class StepLoop:
                     self._send(step)
             finally:
                 # After the commands, which the workers wait for.
-                self._hand_out(cancelled)
+                self._hand_out()
             if len(self._in_flight) > (0 if step is None else self._settings.run_ahead):
                 self._consume()
             elif step is None:
@@ -110,20 +111,21 @@ class StepLoop:
             self._consume()
             self._hand_out()
 
-    def _hand_out(self, cancelled: Outputs | None = None) -> None:
-        """Hands out the output of the last result, and the ends of cancelled sequences."""
+    def _hand_out(self) -> None:
+        """Hands out the output of the last result, and what begins or ends otherwise."""
+        deliveries = self._batch.outbox.take()
+        if deliveries:
+            self._sink.put(deliveries)
         taken_in, self._taken_in = self._taken_in, None
-        outputs = [*(() if taken_in is None else taken_in.outputs), *(cancelled or ())]
-        if outputs:
-            self._sink.put(outputs)
         if taken_in is not None:
-            self._metrics.drafted(taken_in.num_accepted, self._batch.sizes.num_draft_tokens)
+            num_accepted = taken_in.num_accepted[taken_in.is_speculating]
+            self._metrics.drafted(num_accepted, self._batch.sizes.num_draft_tokens)
         self._timings.report()
 
     def _send(self, step: Step) -> None:
         self._bound_draft(step)
         decided_ns = time.monotonic_ns()
-        ordered = OrderedStep(step.number, step.kind, mask_of(step.slots))
+        ordered = OrderedStep(step.number, step.kind, step.members.mask)
         planned, self._plan = plan_step(self._plan, ordered)
         commands = [(Role.VERIFY, planned.verify)]
         if planned.draft is not None:
@@ -155,7 +157,7 @@ class StepLoop:
             while self._draft_steps and self._draft_steps[0] <= step.number:
                 self._draft_steps.popleft()
         self._timings.came(step, result.stamps_before)
-        self._taken_in = self._batch.apply(step, result)
+        self._taken_in = self._batch.apply(step, result, landed_ns)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
 
     def _sleep(self) -> None:
@@ -199,7 +201,7 @@ class StepLoop:
             epoch=self._settings.epoch,
             step=step.number,
             kind=step.kind,
-            slots=step.slots,
+            slots=step.members.slots,
             ops=ops,
             chunks=step.chunks,
             updates=step.updates,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.scheduler.core.plan import mask_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
+    from numpy.typing import NDArray
 
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
@@ -24,45 +29,62 @@ if TYPE_CHECKING:
 _PUBLISHED = (BufferName.NEW_SEQ_LENS, BufferName.NUM_ACCEPTED, BufferName.OUTPUT_TOKENS)
 _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_LOGPROBS)
 
-
 Interval = tuple[int, int]
 """Start and end of a worker's part of a step, in nanoseconds of the clock that all stamps share."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class StepSlots:
+    """Some slots that take part in a step, with the leases that they have then."""
+
+    slots: tuple[int, ...]
+    rows: NDArray[np.int64]
+    """The same numbers."""
+    generations: NDArray[np.int64]
+    """Of the leases: a result for another lease belongs to another sequence."""
+    mask: int
+    """The same slots as a mask of rows."""
+
+    @classmethod
+    def of(cls, leases: Iterable[SlotLease]) -> StepSlots:
+        """Those of these leases, in their order."""
+        leases = list(leases)
+        slots = tuple([lease.slot for lease in leases])
+        generations = np.array([lease.generation for lease in leases], np.int64)
+        return cls(slots, np.array(slots, np.int64), generations, mask_of(slots))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step: the sequences that take part, and the data that the workers need for it."""
 
     number: int
     kind: StepKind
-    members: tuple[SlotLease, ...]
+    members: StepSlots
     """The slots that take part."""
-    yielding: tuple[SlotLease, ...]
+    yielding: StepSlots
     """The slots that the step brings tokens for."""
-    top_logprobs: tuple[int | None, ...] = ()
-    """For each of `yielding`, how many of the most likely tokens its sequence asked for; empty if none asked at all."""
+    top_logprobs: dict[int, int] = field(default_factory=dict)
+    """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
     chunks: tuple[PrefillChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
-
-    @cached_property
-    def slots(self) -> tuple[int, ...]:
-        """The numbers of the slots that take part."""
-        return tuple([lease.slot for lease in self.members])
 
     @property
     def most_top_logprobs(self) -> int | None:
         """The most top logprobs that a sequence asked for; None if none asked for logprobs."""
-        return max((asked for asked in self.top_logprobs if asked is not None), default=None)
+        return max(self.top_logprobs.values(), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step, on the host."""
+    """The result of a step, on the host: one row for each of the step's `yielding`, in order."""
 
-    tokens: list[list[int]]
-    """For each of the step's `yielding`, in order: accepted draft tokens, then the target's own."""
-    logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
-    """For these tokens, for each slot whose sequence asked for them; empty for a step in which none asked."""
+    num_accepted: NDArray[np.int64]
+    """[rows]: accepted draft tokens."""
+    tokens: NDArray[np.int64]
+    """[rows, K + 1]: those, then the target's own; the rest of a row means nothing."""
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """By row, for its tokens, of sequences that asked for them."""
     stamps_before: tuple[Interval, ...] = ()
     """Stamps of the step before, as of this step's publication: verify's, and draft's if there is one."""
 
@@ -106,11 +128,12 @@ class ResultReader:
             for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
         published, stamps = copied[: len(_PUBLISHED)], copied[len(_PUBLISHED) :]
-        tokens = self._tokens(step, *published)
+        num_accepted, tokens = self._rows(step, *[column.numpy() for column in published])
         return StepResult(
+            num_accepted=num_accepted,
             tokens=tokens,
             stamps_before=tuple((start, end) for start, end in (stamp.tolist() for stamp in stamps)),
-            logprobs=_token_logprobs(step, tokens, *likely) if likely else [],
+            logprobs=_token_logprobs(step, num_accepted + 1, *likely) if likely else {},
         )
 
     def close(self) -> None:
@@ -118,24 +141,23 @@ class ResultReader:
         self._copy.close()
         self._logprobs.close()
 
-    def _tokens(
-        self, step: Step, seq_lens: torch.Tensor, num_accepted: torch.Tensor, output_tokens: torch.Tensor
-    ) -> list[list[int]]:
+    def _rows(
+        self,
+        step: Step,
+        seq_lens: NDArray[np.int64],
+        num_accepted: NDArray[np.int32],
+        output_tokens: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Copies the rows of the step: the next step's result may overwrite the shared ones."""
+        rows = step.yielding.rows
         most = self._shape.num_draft_tokens if step.kind is StepKind.DECODE else 0
-        slots = [lease.slot for lease in step.yielding]
-        accepted, lengths = num_accepted.tolist(), seq_lens.tolist()
-        rows = output_tokens.tolist()
-        counts = [accepted[slot] for slot in slots]
-        if slots and (min(counts) < 0 or max(counts) > most or min([lengths[slot] for slot in slots]) < 0):
-            raise FutureMapError(_unpublished(step, lengths, accepted, most))
-        return [rows[slot][: count + 1] for slot, count in zip(slots, counts, strict=True)]
-
-
-def _unpublished(step: Step, lengths: list[int], accepted: list[int], most: int) -> str:
-    slots = (lease.slot for lease in step.yielding)
-    slot = next(slot for slot in slots if lengths[slot] < 0 or not 0 <= accepted[slot] <= most)
-    found = f"length {lengths[slot]} and {accepted[slot]} accepted tokens"
-    return f"step {step.number}, slot {slot}: {found} were never published"
+        accepted, lengths = num_accepted[rows].astype(np.int64), seq_lens[rows]
+        is_wrong = (accepted < 0) | (accepted > most) | (lengths < 0)
+        if is_wrong.any():
+            at = is_wrong.argmax()
+            found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
+            raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found} were never published")
+        return accepted, output_tokens[rows]
 
 
 def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -144,17 +166,21 @@ def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def _token_logprobs(
-    step: Step, tokens: list[list[int]], output: torch.Tensor, top_tokens: torch.Tensor, top: torch.Tensor
-) -> list[tuple[TokenLogprobs, ...]]:
+    step: Step,
+    num_tokens: NDArray[np.int64],
+    output: torch.Tensor,
+    top_tokens: torch.Tensor,
+    top: torch.Tensor,
+) -> dict[int, tuple[TokenLogprobs, ...]]:
     """`output`: [slots, K+1]; `top_tokens`, `top`: [slots, K+1, 20]."""
-    found: list[tuple[TokenLogprobs, ...]] = []
-    for lease, asked, row in zip(step.yielding, step.top_logprobs, tokens, strict=True):
-        num_places = 0 if asked is None else len(row)
+    found: dict[int, tuple[TokenLogprobs, ...]] = {}
+    for at, asked in step.top_logprobs.items():
+        slot, num_places = step.yielding.slots[at], int(num_tokens[at])
         places = zip(
-            output[lease.slot, :num_places].tolist(),
-            top_tokens[lease.slot, :num_places, :asked].tolist(),
-            top[lease.slot, :num_places, :asked].tolist(),
+            output[slot, :num_places].tolist(),
+            top_tokens[slot, :num_places, :asked].tolist(),
+            top[slot, :num_places, :asked].tolist(),
             strict=True,
         )
-        found.append(tuple(TokenLogprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in places))
+        found[at] = tuple(TokenLogprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in places)
     return found

@@ -1,127 +1,185 @@
-"""The bounded queue through which the gateway's event loop hands sequences to the step loop's thread."""
+"""The bounded queue through which the event loop hands sequences to the step loop's thread."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import RETRY_AFTER_MS, ResourceExhaustedError, UnavailableError
-from slipstream.scheduler.core.sequence import Sequence
+from slipstream.common.errors import RETRY_AFTER_MS, ResourceExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from slipstream.common.api.sequence import SequenceSpec, SubmittedSequence
+    from slipstream.scheduler.core.sequence import Sequence
+
+_MOST_STALE = 64
+"""Entries that are not queued any more and may lie in a heap, beside as many as are queued."""
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot, first come first served, and those to cancel. Implements `Core`."""
+    """All sequences that the scheduler holds: those that wait for a slot in order, and those to cancel.
+
+    The order is by priority, the highest first, then by arrival.
+    """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: sequences that may wait at the same time."""
+        """`capacity`: sequences that are held at most, waiting and running."""
         self.capacity = capacity
-        self._waiting: deque[Sequence] = deque()
+        self.is_stopped = False
+        """True once `stop` was called."""
+        self._epoch: int | None = None
+        self._held: dict[tuple[int, int], Sequence] = {}
+        self._waiting: list[tuple[int, int, int, Sequence]] = []
+        """A heap: negative priority, arrival, number."""
+        self._deadlines: list[tuple[int, int, Sequence]] = []
+        """A heap: deadline, number."""
+        self._num_added = 0
+        self._num_waiting = 0
         self._cancelled: list[Sequence] = []
-        self._closed_by: str | None = "the scheduler has not started yet"
-        self._is_stopped = False
-        self._is_shut = False
         self._changed = threading.Condition()
 
-    def submit(self, *specs: SequenceSpec) -> tuple[Sequence, ...]:
-        """See `Core.submit`."""
-        sequences = tuple([Sequence(spec) for spec in specs])
-        self.add(*sequences)
-        return sequences
+    def add(self, *sequences: Sequence, epoch: int | None = None) -> bool:
+        """Adds sequences, all or none. Returns False, with none added, unless `epoch` is open; None is any.
 
-    def add(self, *sequences: Sequence) -> None:
-        """Adds sequences, all or none. Raises ResourceExhaustedError, or UnavailableError if it is closed."""
+        Raises ResourceExhaustedError.
+        """
         with self._changed:
-            self.check_room(len(sequences))
-            self._waiting.extend(sequences)
+            if self._epoch is None or epoch not in (None, self._epoch):
+                return False
+            if len(self._held) + len(sequences) > self.capacity:
+                message = f"the scheduler is full: it has {len(self._held)} sequences, of at most {self.capacity}"
+                raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+            for sequence in sequences:
+                self._add(sequence)
+            self._changed.notify()
+            return True
+
+    def _add(self, sequence: Sequence) -> None:
+        assert sequence.key not in self._held, "ids of a stream only grow"
+        self._held[sequence.key] = sequence
+        self._num_added += 1
+        self._num_waiting += 1
+        sequence.is_queued = True
+        spec = sequence.spec
+        heappush(self._waiting, (-spec.priority, spec.arrived_ns, self._num_added, sequence))
+        if spec.deadline_ns:
+            heappush(self._deadlines, (spec.deadline_ns, self._num_added, sequence))
+
+    def cancel(self, stream: int, ids: Iterable[int]) -> None:
+        """Asks for the end of sequences of a stream, waiting or running; no effect on those that are over."""
+        with self._changed:
+            self._cancelled += [found for one in ids if (found := self._held.get((stream, one))) is not None]
             self._changed.notify()
 
-    def check_room(self, num_sequences: int = 1) -> None:
-        """See `Core.check_room`."""
+    def drop(self, stream: int) -> None:
+        """Asks for the end of all sequences of a stream."""
         with self._changed:
-            if self._closed_by is not None:
-                raise UnavailableError(self._closed_by, retry_after_ms=RETRY_AFTER_MS)
-            if len(self._waiting) + num_sequences > self.capacity:
-                few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
-                message = f"the queue is {few}: {len(self._waiting)} jobs are waiting, of at most {self.capacity}"
-                raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
-
-    def cancel(self, sequence: SubmittedSequence) -> None:
-        """See `Core.cancel`."""
-        assert isinstance(sequence, Sequence), "a sequence that `submit` returned"
-        with self._changed:
-            self._cancelled.append(sequence)
+            self._cancelled += [sequence for sequence in self._held.values() if sequence.stream == stream]
             self._changed.notify()
 
     def take_cancelled(self) -> list[Sequence]:
         """Returns the sequences to end since the last call, after removing those that still waited."""
+        # A look without the lock, as this is called in each step: a later one finds what comes now.
+        if not self._cancelled:
+            return []
         with self._changed:
             cancelled, self._cancelled = self._cancelled, []
             for sequence in cancelled:
-                if sequence in self._waiting:
-                    self._waiting.remove(sequence)
+                self._unqueue(sequence)
+            self._compact()
             return cancelled
 
-    def take_next(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """Takes the oldest waiting sequence if `fits` says that there is room for it."""
+    def take_expired(self) -> list[Sequence]:
+        """Removes and returns waiting sequences whose deadline is over. They are not held any more."""
+        expired: list[Sequence] = []
+        if not self._deadlines:
+            return expired
+        now = time.monotonic_ns()
         with self._changed:
-            if self._waiting and fits(self._waiting[0]):
-                return self._waiting.popleft()
+            while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][-1].is_queued):
+                sequence = heappop(self._deadlines)[-1]
+                if sequence.is_queued:
+                    self._unqueue(sequence)
+                    del self._held[sequence.key]
+                    expired.append(sequence)
+        return expired
+
+    def take_next(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
+        """Takes the first waiting sequence if `fits` says that there is room for it."""
+        if not self._num_waiting:
             return None
+        with self._changed:
+            while self._waiting and not self._waiting[0][-1].is_queued:
+                heappop(self._waiting)
+            if not self._waiting or not fits(self._waiting[0][-1]):
+                return None
+            sequence = heappop(self._waiting)[-1]
+            self._unqueue(sequence)
+            return sequence
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Forgets sequences that are over."""
+        with self._changed:
+            for sequence in sequences:
+                self._held.pop(sequence.key, None)
+            self._changed.notify_all()
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        if sequence.is_queued:
+            sequence.is_queued = False
+            self._num_waiting -= 1
+
+    def _compact(self) -> None:
+        """Drops what is not queued any more from the heaps, once it is the larger part."""
+        if len(self._waiting) > 2 * self._num_waiting + _MOST_STALE:
+            self._waiting = [entry for entry in self._waiting if entry[-1].is_queued]
+            heapify(self._waiting)
+        if len(self._deadlines) > 2 * self._num_waiting + _MOST_STALE:
+            self._deadlines = [entry for entry in self._deadlines if entry[-1].is_queued]
+            heapify(self._deadlines)
 
     def wait_for_change(self, timeout_s: float) -> None:
         """Sleeps until there is a sequence to start or to end, the queue is stopped, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._cancelled or self._is_stopped, timeout_s)
+            self._changed.wait_for(lambda: self._num_waiting or self._cancelled or self.is_stopped, timeout_s)
 
     def wait_for_stop(self, timeout_s: float) -> None:
         """Sleeps until the queue is stopped or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped, timeout_s)
+            self._changed.wait_for(lambda: self.is_stopped, timeout_s)
 
-    def open(self) -> None:
-        """Lets sequences in, unless the queue was shut."""
+    def wait_until_empty(self, timeout_s: float) -> bool:
+        """Sleeps until no sequence is held; False if the time is over first."""
         with self._changed:
-            if not self._is_shut:
-                self._closed_by = None
+            return self._changed.wait_for(lambda: not self._held, timeout_s)
 
-    def close(self, reason: str) -> None:
-        """Refuses new sequences with `reason`; those that wait stay."""
+    def open(self, epoch: int) -> None:
+        """Lets sequences of this epoch in."""
         with self._changed:
-            if not self._is_shut:
-                self._closed_by = reason
+            self._epoch = epoch
 
-    def shut(self, reason: str) -> None:
-        """Closes it for good: `open` has no effect any more."""
+    def close(self) -> None:
+        """Forgets all sequences, and lets none in until it is opened again."""
         with self._changed:
-            self._closed_by, self._is_shut = reason, True
+            self._epoch = None
+            self._num_waiting = 0
+            for held in (self._held, self._waiting, self._deadlines, self._cancelled):
+                held.clear()
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Ends the step loop."""
         with self._changed:
-            self._is_stopped = True
+            self.is_stopped = True
             self._changed.notify_all()
 
-    def take_all(self) -> list[Sequence]:
-        """Empties the queue."""
-        with self._changed:
-            waiting, self._waiting = list(self._waiting), deque()
-            return waiting
-
     @property
-    def is_shut(self) -> bool:
-        """True once `shut` was called."""
-        return self._is_shut
-
-    @property
-    def is_stopped(self) -> bool:
-        """True once `stop` was called."""
-        return self._is_stopped
+    def num_held(self) -> int:
+        """Sequences that wait or run."""
+        return len(self._held)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """Sequences that wait."""
+        return self._num_waiting

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
@@ -19,8 +20,9 @@ from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.telemetry.timings import EDGES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
+    from numpy.typing import NDArray
     from prometheus_client import Counter, Metric
 
     from slipstream.scheduler.telemetry.timings import StepTiming
@@ -155,18 +157,20 @@ class StepMetrics:
         with self._lock:
             self._stall[site].inc(seconds)
 
-    def drafted(self, num_accepted: Sequence[int], num_draft_tokens: int) -> None:
+    def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         """Counts the drafts of a step: the accepted tokens of each, and K."""
-        if not num_accepted:
+        if not len(num_accepted):
             return
+        # Drafts with at least 0, 1, … accepted tokens.
+        at_least = np.bincount(num_accepted, minlength=num_draft_tokens + 1)[::-1].cumsum()[::-1].tolist()
         with self._lock:
-            self._drafts.inc(len(num_accepted))
-            self._draft_tokens.inc(len(num_accepted) * num_draft_tokens)
-            self._accepted.inc(sum(num_accepted))
+            self._drafts.inc(at_least[0])
+            self._draft_tokens.inc(at_least[0] * num_draft_tokens)
+            self._accepted.inc(sum(at_least[1:]))
             for position in range(len(self._accepted_at) + 1, num_draft_tokens + 1):
                 self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
-            for position, at_position in enumerate(self._accepted_at, start=1):
-                at_position.inc(sum([number >= position for number in num_accepted]))
+            for at_position, count in zip(self._accepted_at, at_least[1:], strict=False):
+                at_position.inc(count)
 
 
 class _EfficiencyWindow:

@@ -201,7 +201,7 @@ class StepRecorder:
 
     def sent(self, step: Step, verify: FenceOps, draft: FenceOps | None, begin_ns: int, end_ns: int) -> None:
         """Adds a step that was decided on at `begin_ns`, with its commands handed over until `end_ns`."""
-        self._planned.append((step.number, step.kind, len(step.members), verify, draft))
+        self._planned.append((step.number, step.kind, len(step.members.slots), verify, draft))
         self._host.add(Site.SEND, step.number, begin_ns, end_ns)
         self.last_sent = step.number
 

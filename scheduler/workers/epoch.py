@@ -22,10 +22,10 @@ from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
 
 if TYPE_CHECKING:
-    from slipstream.common.api.sequence import OutputSink
     from slipstream.common.device.interface import Arena, ClockSample, Device
     from slipstream.common.worker.trace import HostRecords
     from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.workers.link import Dispatch, Link

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import (
-    RETRY_AFTER_MS,
     CheckpointError,
     ConfigError,
     ManifestError,
     MismatchError,
     OutOfMemoryError,
     SlipstreamError,
-    UnavailableError,
 )
 from slipstream.common.host import STEP_LOOP, name_this_thread, pid_namespace, shm_device
 from slipstream.common.worker.step import Role
@@ -30,16 +28,16 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from slipstream.common.api.sequence import OutputSink
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.link import Link
 
 logger = logging.getLogger(__name__)
 
-_FINAL = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
+FINAL_ERRORS = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
 """Errors that a retry cannot fix."""
 RETRY_S = 0.2
 """Between two tries to reach the workers."""
@@ -125,7 +123,7 @@ class WorkerSession:
             epoch = self._epoch_with(links)
         except SlipstreamError as error:
             _close(links)
-            if isinstance(error, _FINAL):
+            if isinstance(error, FINAL_ERRORS):
                 raise
             logger.debug("waiting for the workers: %s", error)
             self._queue.wait_for_stop(RETRY_S)
@@ -133,16 +131,14 @@ class WorkerSession:
         reason = None
         try:
             self._run_epoch(epoch)
-        except _FINAL as error:
+        except FINAL_ERRORS as error:
             reason = str(error)
             raise
         except SlipstreamError as error:
             reason = f"epoch {epoch.number} is over: {error}"
             self._lose(epoch, reason)
         finally:
-            self._queue.close(reason or "the scheduler is not attached to its workers")
-            lost = UnavailableError(reason or "the server is shutting down", retry_after_ms=RETRY_AFTER_MS)
-            self._end_jobs(epoch, lost)
+            self._queue.close()
             epoch.close(drain=reason is None)
         self._queue.wait_for_stop(RETRY_S)
 
@@ -169,7 +165,7 @@ class WorkerSession:
 
     def _run_epoch(self, epoch: Epoch) -> None:
         loop = epoch.open()
-        self._queue.open()
+        self._queue.open(epoch.number)
         self._listener.attached(epoch)
         loop.run()
         loop.finish()
@@ -180,13 +176,8 @@ class WorkerSession:
         level = logging.DEBUG if cause == self._last_cause else logging.ERROR
         logger.log(level, "%s", reason, extra={"epoch": epoch.number, "step": epoch.batch.last_step})
         self._last_cause = cause
-        self._queue.close(reason)
+        self._queue.close()
         self._listener.detached(reason)
-
-    def _end_jobs(self, epoch: Epoch, error: UnavailableError) -> None:
-        outputs = epoch.batch.fail(error, waiting=self._queue.take_all())
-        if outputs:
-            self._sink.put(outputs)
 
     def _next_epoch(self, workers: Workers) -> int:
         """A number above every epoch that the workers or this process have seen."""

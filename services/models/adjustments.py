@@ -171,11 +171,10 @@ class TokenHistory:
         places = torch.where(is_valid, rows[:, None] * self._vocab_size + tokens, 0)  # the padding row's first token
         self._in_prompt.view(-1).index_fill_(0, places.view(-1), True)
 
-    def add_output(self, rows: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
-        """Adds output: the first `num_tokens` ([B] int64) of each row of `tokens` ([B, W] int64). `rows`: [B] int64."""
+    def add_output(self, rows: Tensor, tokens: Tensor, is_valid: Tensor) -> None:
+        """Adds output. `rows`: [B] int64; `tokens`: [B, W] int64; `is_valid`: [B, W] bool, False for what is none."""
         places = rows[:, None] * self._vocab_size + tokens
-        counts = torch.arange(tokens.shape[1], device=tokens.device) < num_tokens[:, None]
-        self._num_in_output.view(-1).scatter_add_(0, places.view(-1), counts.view(-1).to(torch.int32))
+        self._num_in_output.view(-1).scatter_add_(0, places.view(-1), is_valid.reshape(-1).to(torch.int32))
 
     def take(self, rows: Tensor) -> TokensSoFar:
         """Copies some rows: [B] int64."""

@@ -160,16 +160,19 @@ class PagedSlots:
         return tokens.view(num_rows, width)
 
     def record_prompt(self, chunks: PaddedChunks) -> None:
-        """Records chunks of B prompts, for the penalties."""
+        """Records chunks of B prompts, and of output that their sequences came with, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
-            slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid)
+            is_prompt = chunks.positions < slots.prompt_tokens.index_select(0, chunks.rows)[:, None]
+            slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid & is_prompt)
+            slots.history.add_output(chunks.rows, chunks.tokens, chunks.is_valid & ~is_prompt)
 
     def record_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Records the first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) as output, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
-            slots.history.add_output(rows, tokens, num_tokens)
+            is_valid = torch.arange(tokens.shape[1], device=tokens.device) < num_tokens[:, None]
+            slots.history.add_output(rows, tokens, is_valid)
 
 
 class LanguageModel:

@@ -51,6 +51,8 @@ class SlotTable:
         """[slots, pages] int64 page numbers; 0 where a slot has none."""
         self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
         """[slots] int64: positions from here on have no KV."""
+        self.prompt_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[slots] int64: tokens of chunks at positions from here on are output."""
         self.max_draft_tokens = torch.full((slots,), self._num_draft_tokens, dtype=torch.int64, device=device)
         """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
         self.sampling = SamplingRows.greedy(slots, device=device)
@@ -101,6 +103,7 @@ class SlotTable:
         return SlotChanges(
             slots=put_integers(staging, [update.slot for update in updates]),
             limits=put_integers(staging, [update.limit_tokens for update in updates]),
+            prompt_tokens=put_integers(staging, [self._end_of_prompt(update.prompt_tokens) for update in updates]),
             max_draft_tokens=put_integers(staging, [self._clamped(update.max_draft_tokens) for update in updates]),
             emptied=put_integers(staging, [update.slot for update in updates if update.first_page_index == 0]),
             places=put_integers(staging, places),
@@ -116,6 +119,7 @@ class SlotTable:
         self.page_table.index_fill_(0, changes.emptied, 0)
         self.page_table.view(-1).index_copy_(0, changes.places, changes.pages)
         self.limits.index_copy_(0, changes.slots, changes.limits)
+        self.prompt_tokens.index_copy_(0, changes.slots, changes.prompt_tokens)
         self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
         if changes.taken is None or changes.sampling is None:
             return
@@ -133,6 +137,9 @@ class SlotTable:
     def _clamped(self, max_draft_tokens: int | None) -> int:
         return self._num_draft_tokens if max_draft_tokens is None else min(self._num_draft_tokens, max_draft_tokens)
 
+    def _end_of_prompt(self, prompt_tokens: int | None) -> int:
+        return self._max_limit if prompt_tokens is None else prompt_tokens
+
     def _check_chunks(self, command: StepCommand) -> None:
         slots = tuple(chunk.slot for chunk in command.chunks)
         if slots != (command.slots if command.kind is StepKind.PREFILL else ()):
@@ -149,6 +156,7 @@ class SlotTable:
         _check("updates.slot", update.slot, 1, self._num_slots - 1)
         _check("updates.first_page_index", update.first_page_index, 0, self._max_pages - len(update.pages))
         _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
+        _check("updates.prompt_tokens", self._end_of_prompt(update.prompt_tokens), 0, self._max_limit)
         for page in update.pages:
             _check("updates.pages", page, 1, self._num_pages - 1)
         if update.sampling is not None:
@@ -167,6 +175,8 @@ class SlotChanges:
     slots: torch.Tensor
     """[U] int64."""
     limits: torch.Tensor
+    """[U] int64."""
+    prompt_tokens: torch.Tensor
     """[U] int64."""
     max_draft_tokens: torch.Tensor
     """[U] int64."""

@@ -22,8 +22,8 @@ from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import TraceRequest
-from slipstream.scheduler.core.sequence import Sequence
 from tests.harness.checkpoints import write_checkpoint
+from tests.harness.counted_jobs import Job
 from tests.harness.trace_format import check
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
@@ -66,7 +66,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
         yield made
 
 
-def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Sequence]:
+def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Job]:
     """Greedy, sampled, and sampled with filters; every prompt repeats itself."""
     rng = random.Random(SEED)
     jobs = []
@@ -77,9 +77,9 @@ def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Sequence]:
     return jobs
 
 
-def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max_new_tokens: int) -> Sequence:
+def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max_new_tokens: int) -> Job:
     """A request that ends with its last token."""
-    return Sequence(
+    return Job(
         SequenceSpec(
             job_id=job_id,
             prompt=prompt,
@@ -97,7 +97,7 @@ def settings(**changes: object) -> dict[str, Any]:
 
 
 async def serve(
-    processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
+    processes: WorkerProcesses, jobs: list[Job], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
     """The tokens of jobs, by a session of their own."""
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:

@@ -14,9 +14,9 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import EAGLE3, STANDALONE, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, local_workers
 from tests.ordering.replay import Replay
@@ -57,11 +57,11 @@ class WatchedWorker(LocalWorker):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def make_jobs(count: int = NUM_PROMPTS) -> list[Sequence]:
+def make_jobs(count: int = NUM_PROMPTS) -> list[Job]:
     """Held-out prompts, each with another sampling."""
     tokenizer = AutoTokenizer.from_pretrained(target_dir())
     return [
-        Sequence(
+        Job(
             SequenceSpec(
                 job_id=prompt.id,
                 prompt=tuple(tokenizer(prompt.text).input_ids),
@@ -93,7 +93,7 @@ def serve_ways(
     draft: str,
     dtype: str,
     *,
-    at_once: abc.Sequence[int],
+    at_once: abc.Job[int],
     slots: int = SLOTS,
     log_dir: Path | None = None,
     is_deterministic: bool = False,

@@ -15,7 +15,7 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.core.sequence import Sequence
+from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 
@@ -36,7 +36,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
         yield made
 
 
-def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Sequence:
+def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Job:
     """A greedy job."""
     spec = SequenceSpec(
         job_id=str(prompt_tokens),
@@ -45,10 +45,10 @@ def make_job(prompt_tokens: int, max_new_tokens: int = 60) -> Sequence:
         sampling=SamplingParams(),
         stop_token_ids=frozenset(),
     )
-    return Sequence(spec)
+    return Job(spec)
 
 
-def expected(job: Sequence) -> list[int]:
+def expected(job: Job) -> list[int]:
     """The output of the dummies."""
     first = len(job.spec.prompt)
     tokens: list[int] = token_at(torch.arange(first, first + job.spec.max_new_tokens)).tolist()

@@ -15,6 +15,7 @@ from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from tests.harness.counted_jobs import JobBook
 from tests.harness.workers import LocalWorker, local_workers
 
 if TYPE_CHECKING:
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.api.output_chunk import FinishReason
-    from slipstream.common.api.sequence import Outputs, SequenceOutput
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
-    from slipstream.scheduler.core.sequence import Sequence
+    from slipstream.scheduler.core.outbox import Delivery
     from slipstream.scheduler.telemetry.timings import StepTiming
     from slipstream.scheduler.workers.link import WorkerLink
     from slipstream.services.worker.engine import RoleEngine
+    from tests.harness.counted_jobs import Job, OutputRow
 
 
 class RecordingMetrics(StepMetrics):
@@ -58,12 +59,12 @@ class LocalEpoch:
         described = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
         self.registry = CollectorRegistry()
         self.metrics = RecordingMetrics(self.registry)
-        self.queue = WaitingQueue(config.queue)
-        self.queue.open()
-        self.outputs: dict[Sequence, list[int]] = {}
-        self.ends: dict[Sequence, SequenceOutput] = {}
-        self._to_come: list[abc.Sequence[Sequence]] = []
-        self.on_progress: Callable[[Sequence, SequenceOutput], None] = lambda job, progress: None
+        self.queue = WaitingQueue(config.max_sequences)
+        self.queue.open(number)
+        self.jobs = JobBook(self.queue)
+        self.outputs = self.jobs.outputs
+        self._to_come: list[abc.Sequence[Job]] = []
+        self.on_progress: Callable[[Job, OutputRow], None] = lambda job, row: None
         """Called on the loop's thread."""
         self.epoch = Epoch(
             number,
@@ -86,7 +87,7 @@ class LocalEpoch:
         finally:
             self.epoch.close(drain=True)
 
-    def run(self, *waves: abc.Sequence[Sequence]) -> dict[Sequence, list[int]]:
+    def run(self, *waves: abc.Sequence[Job]) -> dict[Job, list[int]]:
         """Runs each wave of jobs when the last one is over; returns the tokens of each."""
         self._to_come = list(waves)
         self._next_wave()
@@ -95,27 +96,22 @@ class LocalEpoch:
             loop.finish()
         return self.outputs
 
-    def finish_reason(self, job: Sequence) -> FinishReason | None:
+    def finish_reason(self, job: Job) -> FinishReason:
         """Why the job ended."""
-        return self.ends[job].finish_reason
+        return self.jobs.ends[job]
 
     def _next_wave(self) -> None:
         if not self._to_come:
             self.queue.stop()
             return
-        for job in self._to_come.pop(0):
-            self.outputs[job] = []
-            self.queue.add(job)
+        self.jobs.add(*self._to_come.pop(0))
 
-    def put(self, outputs: Outputs) -> None:
-        assert outputs, "nothing is put without need"
-        for job, progress in outputs:
-            assert job not in self.ends, "nothing comes after the end"
-            self.outputs[job] += progress.token_ids
-            if progress.is_last:
-                self.ends[job] = progress
-            self.on_progress(job, progress)
-        if len(self.ends) == len(self.outputs):
+    def put(self, deliveries: list[Delivery]) -> None:
+        """See `OutputSink.put`."""
+        assert deliveries, "nothing is put without need"
+        for job, row in self.jobs.take(deliveries):
+            self.on_progress(job, row)
+        if len(self.jobs.ends) == len(self.outputs):
             self._next_wave()
 
 
@@ -171,8 +167,8 @@ class Served:
         workers = self._open.enter_context(local_workers(*roles, log_dir=log_dir, before_send=self._stripped))
         self.epoch = LocalEpoch(1, way.config(log_dir), workers)
 
-    def run(self, *waves: list[Sequence]) -> list[list[int]]:
-        """Returns the tokens of each sequence."""
+    def run(self, *waves: list[Job]) -> list[list[int]]:
+        """Returns the new tokens of each job."""
         outputs = self.epoch.run(*waves)
         self.close()
         return [outputs[job] for wave in waves for job in wave]

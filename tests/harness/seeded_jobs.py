@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
-from slipstream.scheduler.core.sequence import Sequence
+from tests.harness.counted_jobs import Job
 
 SEED = 11
 SAMPLINGS = (
@@ -25,7 +25,7 @@ def make_jobs(
     *,
     stop_token_ids: frozenset[int] = frozenset(),
     max_draft_tokens: tuple[int | None, ...] = (None,),
-) -> list[Sequence]:
+) -> list[Job]:
     """Prompts of 1 to 40 tokens, the same ones each time; `max_draft_tokens` of one job after the other, in turn."""
     rng = random.Random(SEED)
     specs = [
@@ -39,10 +39,10 @@ def make_jobs(
         )
         for number in range(count)
     ]
-    return [Sequence(spec) for spec in specs]
+    return [Job(spec) for spec in specs]
 
 
-def adjusted_jobs(plain: list[list[int]]) -> list[Sequence]:
+def adjusted_jobs(plain: list[list[int]]) -> list[Job]:
     """Jobs with bias, penalties and masks, greedy and sampled, of which some speculate; and one with nothing of it.
 
     `plain`: what the same jobs bring with nothing of it.

@@ -6,19 +6,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import Batch, BatchSizes
 from slipstream.scheduler.core.results import Step, StepResult
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from tests.harness.counted_jobs import Job, JobBook
 
 if TYPE_CHECKING:
     from random import Random
-
-    from slipstream.common.api.sequence import Outputs
 
 STOP = 7
 """A token that some jobs end at."""
@@ -37,13 +37,15 @@ def make_job(
     stops: bool = False,
     max_draft_tokens: int | None = None,
     top_logprobs: int | None = None,
-) -> Sequence:
+    output: tuple[int, ...] = (),
+) -> Job:
     """A job that is not submitted yet."""
     stop_token_ids = frozenset({STOP}) if stops else frozenset()
-    return Sequence(
+    return Job(
         SequenceSpec(
             job_id=name,
             prompt=prompt,
+            output=output,
             max_new_tokens=max_new_tokens,
             sampling=SamplingParams(),
             stop_token_ids=stop_token_ids,
@@ -53,7 +55,7 @@ def make_job(
     )
 
 
-def reference(job: Sequence) -> tuple[list[int], FinishReason]:
+def reference(job: Job) -> tuple[list[int], FinishReason]:
     """Returns a job's complete output and its finish reason."""
     output = []
     for index in range(job.spec.max_new_tokens):
@@ -70,6 +72,7 @@ class Slot:
     pages: tuple[int, ...] = ()
     limit_tokens: int = 0
     max_draft_tokens: int | None = None
+    prompt_tokens: int | None = None
     prompt: tuple[int, ...] = ()
     num_output: int = 0
 
@@ -88,28 +91,33 @@ class Device:
         assert step.number == self.last_step + 1
         self.last_step = step.number
         for update in step.updates:
-            self.slots[update.slot] = Slot(update.pages, update.limit_tokens, update.max_draft_tokens)
+            self.slots[update.slot] = Slot(
+                update.pages, update.limit_tokens, update.max_draft_tokens, update.prompt_tokens
+            )
         if step.kind is StepKind.PREFILL:
             self._prefill(step)
-            accepted = [0] * len(step.yielding)
+            accepted = [0] * len(step.yielding.slots)
         else:
             most = self.sizes.num_draft_tokens if step.kind is StepKind.DECODE else 0
-            for lease in step.members:
-                self._check_room(self.slots[lease.slot], most)
-            bounds = [self._most_accepted(lease.slot) for lease in step.yielding]
+            for slot in step.members.slots:
+                self._check_room(self.slots[slot], most)
+            bounds = [self._most_accepted(slot) for slot in step.yielding.slots]
             assert any(bounds) == (step.kind is StepKind.DECODE), "a step drafts for somebody, or it is plain"
             accepted = [self.random.randint(0, min(most, bound)) for bound in bounds]
-        return StepResult([self._output(lease.slot, a + 1) for lease, a in zip(step.yielding, accepted, strict=True)])
+        outputs = [self._output(slot, a + 1) for slot, a in zip(step.yielding.slots, accepted, strict=True)]
+        return result_of(outputs, self.sizes.num_draft_tokens + 1)
 
     def _prefill(self, step: Step) -> None:
         assert 0 < sum(len(chunk.tokens) for chunk in step.chunks) <= self.sizes.chunk_tokens
-        assert [chunk.slot for chunk in step.chunks] == list(step.slots)
+        assert [chunk.slot for chunk in step.chunks] == list(step.members.slots)
         for chunk in step.chunks:
             slot = self.slots[chunk.slot]
-            assert chunk.start == len(slot.prompt), "chunks follow each other"
+            assert chunk.start == len(slot.prompt) + slot.num_output, "chunks follow each other"
             assert chunk.tokens, "no chunk is empty"
-            slot.prompt += chunk.tokens
-        assert [lease.slot for lease in step.yielding] == [chunk.slot for chunk in step.chunks if chunk.is_last]
+            end = len(chunk.tokens) if slot.prompt_tokens is None else max(0, slot.prompt_tokens - chunk.start)
+            slot.prompt += chunk.tokens[:end]
+            slot.num_output += len(chunk.tokens[end:])
+        assert list(step.yielding.slots) == [chunk.slot for chunk in step.chunks if chunk.is_last]
 
     def _output(self, slot_number: int, count: int) -> list[int]:
         slot = self.slots[slot_number]
@@ -127,23 +135,29 @@ class Device:
         assert length + most_accepted < len(slot.pages) * self.sizes.page_tokens
 
 
+def result_of(outputs: list[list[int]], width: int) -> StepResult:
+    """A step's result: for each row its tokens."""
+    tokens = np.array([output + [-1] * (width - len(output)) for output in outputs], np.int64)
+    num_accepted = np.array([len(output) - 1 for output in outputs], np.int64)
+    return StepResult(num_accepted, tokens.reshape(len(outputs), width))
+
+
 class Run:
     """The scheduler's loop without its surroundings."""
 
     def __init__(self, sizes: BatchSizes, random: Random) -> None:
         self.queue = WaitingQueue(100)
-        self.queue.open()
+        self.queue.open(1)
         self.batch = Batch(sizes)
         self.device = Device(sizes, random)
         self.in_flight: deque[tuple[Step, StepResult]] = deque()
         self.num_accepted: list[int] = []
         """The number of accepted tokens of each draft."""
-        self.outputs: dict[Sequence, list[int]] = {}
-        self.ends: dict[Sequence, FinishReason | None] = {}
+        self.jobs = JobBook(self.queue)
 
     def turn(self) -> bool:
         """One turn of the loop; False when there is nothing to do."""
-        self.take(self.batch.cancel(self.queue.take_cancelled()))
+        self.batch.cancel(self.queue.take_cancelled())
         self.batch.admit(self.queue)
         self._check_pages()
         step = self.batch.next_step()
@@ -151,21 +165,21 @@ class Run:
             running = set(self.batch._running)
             assert {update.slot for update in step.updates} <= running, "nothing is told of requests that are over"
             self.in_flight.append((step, self.device.run(step)))
+        self.take()
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
-            outputs, num_accepted = self.batch.apply(step, result)
-            self.num_accepted += num_accepted
-            self.take(outputs)
+            self.apply(step, result)
         return step is not None or bool(self.in_flight)
 
-    def take(self, outputs: Outputs) -> None:
-        """Records and checks the outputs that the clients' side would get."""
-        for job, progress in outputs:
-            assert job not in self.ends, "nothing comes after the end"
-            assert 0 <= progress.num_draft <= len(progress.token_ids)
-            self.outputs.setdefault(job, []).extend(progress.token_ids)
-            if progress.is_last:
-                self.ends[job] = progress.finish_reason
+    def apply(self, step: Step, result: StepResult) -> None:
+        """Takes a result in, and its output."""
+        taken_in = self.batch.apply(step, result)
+        self.num_accepted += taken_in.num_accepted[taken_in.is_speculating].tolist()
+        self.take()
+
+    def take(self) -> None:
+        """Takes what a gateway would get."""
+        self.jobs.take(self.batch.outbox.take())
 
     def _check_pages(self) -> None:
         held = [page for request in self.batch._running.values() for page in request.pages]

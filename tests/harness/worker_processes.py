@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from slipstream.common.api.sequence import Outputs, SequenceOutput
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.workers.epoch import Epoch
+    from tests.harness.counted_jobs import Job
 
 
 class WorkerProcesses:
@@ -97,7 +97,7 @@ class Client:
         self.errors: list[SlipstreamError] = []
         """Why there will be no other."""
         self.epoch: Epoch | None = None
-        self._inboxes: dict[Sequence, asyncio.Queue[SequenceOutput]] = {}
+        self._inboxes: dict[Job, asyncio.Queue[SequenceOutput]] = {}
         self._loop = asyncio.get_running_loop()
 
     def put(self, outputs: Outputs) -> None:
@@ -108,13 +108,13 @@ class Client:
         """To be told what happens."""
         return _Listener(self, self._loop)
 
-    async def run(self, *jobs: Sequence) -> list[list[int]]:
+    async def run(self, *jobs: Job) -> list[list[int]]:
         """The tokens of each. Raises the error that a job ends with."""
         for job in jobs:
             self.queue.add(job)
         return list(await asyncio.gather(*map(self.tokens, jobs)))
 
-    async def tokens(self, job: Sequence) -> list[int]:
+    async def tokens(self, job: Job) -> list[int]:
         """All tokens of a job that was submitted."""
         tokens: list[int] = []
         while True:
@@ -125,7 +125,7 @@ class Client:
             if progress.is_last:
                 return tokens
 
-    def _inbox(self, job: Sequence) -> asyncio.Queue[SequenceOutput]:
+    def _inbox(self, job: Job) -> asyncio.Queue[SequenceOutput]:
         return self._inboxes.setdefault(job, asyncio.Queue())
 
     def _take_in(self, outputs: Outputs) -> None:

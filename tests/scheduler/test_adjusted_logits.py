@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,10 +11,6 @@ from transformers import AutoModelForCausalLM
 from slipstream.common.api.sampling import SamplingParams
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
-
-if TYPE_CHECKING:
-    from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.scheduler.core.sequence import Sequence
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +95,7 @@ def test_logprobs_are_those_of_a_plain_forward(
     for job, number in zip(jobs, asked, strict=True):
         job.spec = replace(job.spec, top_logprobs=number)
     served = Served(models, Way(num_draft_tokens=num_draft_tokens, run_ahead=2, slots=3))
-    found: dict[Sequence, list[TokenLogprobs]] = {job: [] for job in jobs}
-    served.epoch.on_progress = lambda job, progress: found[job].extend(progress.logprobs)
+    found = served.epoch.jobs.logprobs
     assert served.run(jobs) == adjusted_reference
     reference_model = AutoModelForCausalLM.from_pretrained(models.path, dtype=torch.float32)
     for job, output, number in zip(jobs, adjusted_reference, asked, strict=True):

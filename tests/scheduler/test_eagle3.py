@@ -12,9 +12,9 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
+from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import LAYOUTS, make_head, write_head
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
@@ -105,7 +105,7 @@ def test_the_bundled_head_is_right_more_often_than_not() -> None:
     verify = make_verify(WorkerConfig(model=target), device, 0)
     head = make_draft(WorkerConfig(model=bundled.eagle3_dir(), target=target, algorithm=EAGLE3), device, 0)
     jobs = [
-        Sequence(
+        Job(
             SequenceSpec(
                 job_id=str(number),
                 prompt=tuple(range(300 * number, 300 * number + 20)),

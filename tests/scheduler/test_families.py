@@ -11,10 +11,10 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.transformers_reference import greedy_tokens
 from tests.harness.workers import local_workers
@@ -64,7 +64,7 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]
         debug=True,
     )
     jobs = [
-        Sequence(
+        Job(
             SequenceSpec(
                 job_id=str(number),
                 prompt=tuple(prompt),

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.worker.contract import Attachment
-    from slipstream.scheduler.core.sequence import Sequence
     from slipstream.services.worker.engine import RoleEngine
+    from tests.harness.counted_jobs import Job
 
 PAUSE_S = 0.0003
 """Between two scribbles, at most: many in a step."""
@@ -77,7 +77,7 @@ class Vandal(LocalWorker):
         arena.close()
 
 
-def serve_plainly(verify: RoleEngine, jobs: list[Sequence]) -> list[list[int]]:
+def serve_plainly(verify: RoleEngine, jobs: list[Job]) -> list[list[int]]:
     """Plain decoding, one request at a time, nothing runs ahead."""
     with local_workers(verify) as workers:
         outputs = LocalEpoch(1, Way(run_ahead=0, slots=1).config(None), workers).run(*([job] for job in jobs))

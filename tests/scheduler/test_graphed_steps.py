@@ -14,7 +14,6 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import MismatchError
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
@@ -23,6 +22,7 @@ from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.graphs import HostCapture
 from slipstream.services.worker.language_model import LanguageModel
 from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.counted_jobs import Job
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.inline_device import InlineDevice
 from tests.harness.leaks import nothing_left
@@ -78,7 +78,7 @@ def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | Non
     return made
 
 
-def make_jobs() -> list[Sequence]:
+def make_jobs() -> list[Job]:
     """Prompts of 1 to 40 tokens; one of each kind of sampling, twice; every third asks for logprobs."""
     rng = random.Random(SEED)
     specs = [
@@ -92,7 +92,7 @@ def make_jobs() -> list[Sequence]:
         )
         for number in range(2 * len(SAMPLINGS))
     ]
-    return [Sequence(spec) for spec in specs]
+    return [Job(spec) for spec in specs]
 
 
 def serve(

@@ -15,7 +15,7 @@ from slipstream.common.errors import FutureMapError, PendingLengthError, Unavail
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import BatchSizes
 from slipstream.scheduler.core.results import StepResult
-from slipstream.scheduler.core.sequence import Sequence
+from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference
 
 if TYPE_CHECKING:
@@ -75,26 +75,25 @@ def test_every_job_gets_its_own_tokens(
         make_job(str(number), prompt, most, stops=stops, max_draft_tokens=max_draft_tokens)
         for number, (prompt, most, stops, max_draft_tokens) in enumerate(jobs)
     ]
-    to_submit, cancelled = deque(made), set[Sequence]()
+    to_submit, cancelled = deque(made), set[Job]()
     turns = 0
     while run.turn() or to_submit or len(run.queue):
         turns += 1
         assert turns < 5000, "the batch makes no progress"
         if to_submit and (random.random() < 0.4 or turns % 50 == 0):
-            run.queue.add(to_submit.popleft())
+            run.jobs.add(to_submit.popleft())
         if random.random() < cancel_rate and len(to_submit) < len(made):
             job = made[random.randrange(len(made) - len(to_submit))]
-            run.queue.cancel(job)
+            run.jobs.cancel(job)
             cancelled.add(job)
     for job in made:
         expected, reason = reference(job)
-        output = run.outputs.get(job, [])
-        if run.ends[job] is FinishReason.ABORT:
+        output = run.jobs.outputs.get(job, [])
+        if run.jobs.ends[job] is FinishReason.ABORT:
             assert job in cancelled
             assert output == expected[: len(output)]
         else:
-            assert (output, run.ends[job]) == (expected, reason)
-        assert job.stats.num_output_tokens == len(output)
+            assert (output, run.jobs.ends[job]) == (expected, reason)
         assert sum(job.stats.accepted_per_position) == job.stats.total_accepted_tokens
         bound = sizes.num_draft_tokens if job.spec.max_draft_tokens is None else job.spec.max_draft_tokens
         assert job.stats.total_draft_tokens == job.stats.num_verify_steps * sizes.num_draft_tokens
@@ -126,10 +125,10 @@ def _run(sizes: BatchSizes = SMALL) -> Run:
 
 def test_prompts_and_decoding_take_turns() -> None:
     run, kinds = _run(), []
-    run.queue.add(make_job("decodes", (1,), 12))
+    run.jobs.add(make_job("decodes", (1,), 12))
     for _ in range(3):
         run.turn()
-    run.queue.add(make_job("prompt", tuple(range(24)), 4))
+    run.jobs.add(make_job("prompt", tuple(range(24)), 4))
     steps = run.device.last_step
     while run.turn():
         if run.device.last_step > steps:
@@ -144,24 +143,24 @@ def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> N
     run, told = _run(sizes), list[tuple[tuple[int, ...], list[tuple[int, int]]]]()
     jobs = [make_job(name, (number,) * 6, 1) for number, name in enumerate("abcde")]
     *_, cancelled, last = jobs
-    run.queue.add(*jobs)
+    run.jobs.add(*jobs)
     while run.turn():
         if run.device.last_step > len(told):
             step, _ = run.in_flight[-1]
-            told.append((step.slots, [(update.slot, update.generation) for update in step.updates]))
+            told.append((step.members.slots, [(update.slot, update.generation) for update in step.updates]))
         if len(told) == 1:
             # It has the slot that the last waits for, and nobody was told.
-            run.queue.cancel(cancelled)
+            run.jobs.cancel(cancelled)
     assert told == [((1, 2), [(1, 1), (2, 1)]), ((2, 3), [(3, 1)]), ((3, 4), [(4, 3)])]
-    assert run.ends == dict.fromkeys(jobs, FinishReason.LENGTH) | {cancelled: FinishReason.ABORT}
-    assert run.outputs[last] == reference(last)[0]
+    assert run.jobs.ends == dict.fromkeys(jobs, FinishReason.LENGTH) | {cancelled: FinishReason.ABORT}
+    assert run.jobs.outputs[last] == reference(last)[0]
 
 
 def test_a_job_that_is_sure_to_end_with_what_is_under_way_takes_part_in_no_more_steps() -> None:
     """Two tokens: the prompt's end and one decode step bring them for sure."""
     run = _run()
     job = make_job("short", (1, 2), 2)
-    run.queue.add(job)
+    run.jobs.add(job)
     while run.turn():
         pass
     assert run.device.last_step == 2
@@ -172,15 +171,15 @@ def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot
     sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=2)
     run = _run(sizes)
     first, second = make_job("first", (1,), 20), make_job("second", (2,), 5)
-    run.queue.add(first)
+    run.jobs.add(first)
     for _ in range(4):
         run.turn()
-    run.queue.add(second)
-    run.queue.cancel(first)
+    run.jobs.add(second)
+    run.jobs.cancel(first)
     while run.turn():
         pass
-    assert run.ends == {first: FinishReason.ABORT, second: FinishReason.LENGTH}
-    assert run.outputs[second] == reference(second)[0]
+    assert run.jobs.ends == {first: FinishReason.ABORT, second: FinishReason.LENGTH}
+    assert run.jobs.outputs[second] == reference(second)[0]
     # Both had slot 1: the only one.
     assert run.batch.slots.num_free == 1
 
@@ -188,7 +187,7 @@ def test_the_result_of_a_finished_request_is_dropped_though_another_has_its_slot
 def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
     run = _run()
     job = make_job("job", (1, 2, 3), 7)
-    run.queue.add(job)
+    run.jobs.add(job)
     while run.turn():
         pass
     # 1 token from the prompt, 3 of each decode step.
@@ -208,13 +207,13 @@ def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobod
     one = make_job("one", (2,), 5, max_draft_tokens=1)
     full = make_job("all", (3,), 5, max_draft_tokens=9)
     for job in (off, one, full):
-        run.queue.add(job)
+        run.jobs.add(job)
     while run.turn():
         if run.in_flight and (not kinds or kinds[-1] is not run.in_flight[-1][0].kind):
             kinds.append(run.in_flight[-1][0].kind)
     assert kinds == [StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN]
     for job in (off, one, full):
-        assert run.outputs[job] == reference(job)[0]
+        assert run.jobs.outputs[job] == reference(job)[0]
     counts = [(job.stats.num_verify_steps, job.stats.total_draft_tokens) for job in (off, one, full)]
     assert counts == [(0, 0), (2, 6), (1, 3)]
     assert [job.stats.accepted_per_position for job in (off, one, full)] == [[0, 0, 0], [2, 0, 0], [1, 1, 1]]
@@ -226,7 +225,7 @@ def test_logprobs_end_where_the_output_does() -> None:
     asked = make_job("asked", (1,), 5, top_logprobs=2)
     other = make_job("other", (2,), 5)
     for job in (asked, other):
-        run.queue.add(job)
+        run.jobs.add(job)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None:
         assert step.most_top_logprobs == 2
@@ -244,7 +243,7 @@ def test_logprobs_end_where_the_output_does() -> None:
                 assert progress.logprobs == ()
     assert [-logprob.logprob for logprob in got] == reference(asked)[0]
     plain = make_job("plain", (3,), 1)
-    run.queue.add(plain)
+    run.jobs.add(plain)
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None
@@ -254,7 +253,7 @@ def test_logprobs_end_where_the_output_does() -> None:
 def test_draft_tokens_are_told_from_the_targets_own() -> None:
     run, flags = _run(), list[bool]()
     job = make_job("job", (1,), 6)
-    run.queue.add(job)
+    run.jobs.add(job)
     while (outputs := _turn(run)) is not None:
         flags += [flag for _, progress in outputs for flag in _flags(progress)]
     assert flags == [False, True, True, False, True, True]
@@ -274,10 +273,10 @@ def test_jobs_that_cannot_go_on_end_with_the_error_wherever_they_are() -> None:
     sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
     run, error = _run(sizes), UnavailableError("verify is lost")
     running, waiting = make_job("running", (1,), 20), make_job("waiting", (2,), 5)
-    run.queue.add(running)
+    run.jobs.add(running)
     run.turn()
-    run.queue.add(waiting)
-    run.queue.cancel(waiting)
+    run.jobs.add(waiting)
+    run.jobs.cancel(waiting)
     outputs = run.batch.fail(error, waiting=run.queue.take_all())
     assert [(job, progress.error) for job, progress in outputs] == [(running, error), (waiting, error)]
     assert run.batch.pages.num_free == 8
@@ -290,19 +289,19 @@ def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
     run = _run(sizes)
     large, larger, small = make_job("a", (1,) * 30, 18), make_job("b", (2,) * 60, 12), make_job("c", (3,), 1)
     for job in (large, larger, small):
-        run.queue.add(job)
+        run.jobs.add(job)
     run.turn()
     assert (run.batch.num_running, len(run.queue)) == (1, 2)
     while run.turn():
         pass
-    assert list(run.ends) == [large, small, larger]
+    assert list(run.jobs.ends) == [large, small, larger]
 
 
 def test_too_many_tokens_for_one_request_end_no_other() -> None:
     """A request that ended with such a step would be missing from the ends that `fail` returns."""
     run = _run()
     short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
-    run.queue.add(short, bounded)
+    run.jobs.add(short, bounded)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None and step.kind is StepKind.PREFILL:
         run.take(run.batch.apply(step, run.device.run(step)).outputs)
@@ -315,7 +314,7 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run = _run()
-    run.queue.add(make_job("job", (1,), 5))
+    run.jobs.add(make_job("job", (1,), 5))
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None

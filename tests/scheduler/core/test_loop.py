@@ -16,7 +16,7 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence
+from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(30)
 
 
-def make_job(prompt_tokens: int = 4, max_new_tokens: int = 8, max_draft_tokens: int | None = None) -> Sequence:
+def make_job(prompt_tokens: int = 4, max_new_tokens: int = 8, max_draft_tokens: int | None = None) -> Job:
     """A greedy job."""
     spec = SequenceSpec(
         job_id="job",
@@ -37,7 +37,7 @@ def make_job(prompt_tokens: int = 4, max_new_tokens: int = 8, max_draft_tokens: 
         stop_token_ids=frozenset(),
         max_draft_tokens=max_draft_tokens,
     )
-    return Sequence(spec)
+    return Job(spec)
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def test_a_worker_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
     with workers() as both:
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
-        epoch.queue.add(job)
+        epoch.jobs.add(job)
         both[0].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
         with pytest.raises(DeadlineExceededError, match=r"step 1 did not end within 0\.3 s: a worker hangs"):
@@ -92,7 +92,7 @@ def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkey
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
         epoch.outputs[job] = []
-        epoch.queue.add(job)
+        epoch.jobs.add(job)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
         with pytest.raises(DeadlineExceededError):
@@ -111,7 +111,7 @@ def test_a_draft_that_hangs_in_a_prefill_is_noticed_before_its_rows_are_used_aga
     go_on = threading.Event()
     with workers() as both:
         epoch = make_epoch(both, step_timeout_s=0.3, chunk_tokens=2)
-        epoch.queue.add(make_job(prompt_tokens=100))
+        epoch.jobs.add(make_job(prompt_tokens=100))
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         loop = epoch.epoch.open()
         with pytest.raises(DeadlineExceededError, match="step 1 did not end"):
@@ -166,7 +166,7 @@ def test_a_lost_worker_ends_the_loop(is_idle: bool) -> None:
             epoch.on_progress = lose
             job = make_job(max_new_tokens=100)
             epoch.outputs[job] = []
-            epoch.queue.add(job)
+            epoch.jobs.add(job)
         with pytest.raises(UnavailableError, match="draft service is lost"):
             loop.run()
         epoch.epoch.close(drain=False)
@@ -177,7 +177,7 @@ def test_stops_while_it_is_busy_and_takes_in_what_is_under_way() -> None:
         epoch = make_epoch(both, run_ahead=2)
         job = make_job(max_new_tokens=200)
         epoch.outputs[job] = []
-        epoch.queue.add(job)
+        epoch.jobs.add(job)
         epoch.on_progress = lambda job, progress: epoch.queue.stop() if len(epoch.outputs[job]) > 20 else None
         with epoch.loop() as loop:
             loop.run()

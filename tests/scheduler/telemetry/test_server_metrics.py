@@ -13,10 +13,10 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
 from slipstream.scheduler.workers.sizing import Workers
+from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
@@ -68,10 +68,12 @@ def test_sizes_pages_and_what_runs() -> None:
     used: set[float | None] = set()
     with epoch_with(3, draft_kv_bytes=8) as running:
         registry = registry_of(running)
-        running.on_progress = lambda _job, progress: (
-            None if progress.is_last else used.add(scraped(registry, "slipstream_kv_pages_used", service="draft"))
+        running.on_progress = lambda _job, row: (
+            None
+            if row.finish_reason is not None
+            else used.add(scraped(registry, "slipstream_kv_pages_used", service="draft"))
         )
-        running.run([Sequence(spec)])
+        running.run([Job(spec)])
         # 3 + 9 tokens and (2 + 1) * (3 + 1) that run-ahead may add, in pages of 16.
         assert used == {2}
         for service, page_bytes in (("draft", 8 * 16), ("verify", 64 * 16)):

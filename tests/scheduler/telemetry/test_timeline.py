@@ -24,10 +24,10 @@ from slipstream.common.worker.step import Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.counted_jobs import Job
 from tests.harness.grpc_server import running_server
 from tests.harness.trace_format import check
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
@@ -58,7 +58,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProces
         yield made
 
 
-def make_job(max_new_tokens: int = 400) -> Sequence:
+def make_job(max_new_tokens: int = 400) -> Job:
     """A request that takes many steps, with a prompt of three chunks."""
     spec = SequenceSpec(
         job_id="a",
@@ -67,7 +67,7 @@ def make_job(max_new_tokens: int = 400) -> Sequence:
         sampling=SamplingParams(),
         stop_token_ids=frozenset(),
     )
-    return Sequence(spec)
+    return Job(spec)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])

@@ -21,7 +21,6 @@ from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import Step
-from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.telemetry.timings import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
@@ -31,6 +30,7 @@ from slipstream.scheduler.telemetry.timings import (
     StepTimings,
     time_step,
 )
+from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
@@ -238,7 +238,7 @@ def _measure(late: LateSend, *, late_role: Role, run_ahead: int, has_draft: bool
         sampling=SamplingParams(),
         stop_token_ids=frozenset(),
     )
-    epoch.run([Sequence(spec)])
+    epoch.run([Job(spec)])
     for worker in workers:
         worker.close()
     # Step 1 is the prefill; the last step's stamps are not read any more.

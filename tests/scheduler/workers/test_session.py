@@ -15,8 +15,8 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.core.sequence import Sequence
 from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
@@ -48,7 +48,7 @@ def processes(models: dict[Role, Path], tmp_path_factory: pytest.TempPathFactory
         yield made
 
 
-def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Sequence]:
+def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Job]:
     """Greedy and sampled."""
     rng = random.Random(SEED)
     jobs = []
@@ -62,7 +62,7 @@ def make_jobs(count: int, *, max_new_tokens: int = 40) -> list[Sequence]:
             sampling=sampling,
             stop_token_ids=frozenset(),
         )
-        jobs.append(Sequence(spec))
+        jobs.append(Job(spec))
     return jobs
 
 
@@ -82,7 +82,7 @@ def settings(log_dir: Path | None = None, **changes: object) -> dict[str, Any]:
 
 
 async def serve(
-    processes: WorkerProcesses, jobs: list[Sequence], *, has_draft: bool = True, **changes: object
+    processes: WorkerProcesses, jobs: list[Job], *, has_draft: bool = True, **changes: object
 ) -> list[list[int]]:
     """The tokens of jobs, by a session of their own that gives everything back."""
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:

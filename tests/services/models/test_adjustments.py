@@ -57,7 +57,7 @@ def history_of(rows: list[Row], slots: list[int], vocab_size: int, *, commit: in
         output = row.output + row.chain[:commit]
         if output:
             # A token behind the output that does not count.
-            history.add_output(at, torch.tensor([[*output, 0]]), torch.tensor([len(output)]))
+            history.add_output(at, torch.tensor([[*output, 0]]), torch.tensor([[True] * len(output) + [False]]))
     return history
 
 
@@ -161,8 +161,12 @@ def test_the_history_of_a_slot_goes_with_its_request() -> None:
     history.add_prompt(
         torch.tensor([1, 3]), torch.tensor([[4, 2], [0, 0]]), torch.tensor([[True, True], [True, False]])
     )
-    history.add_output(torch.tensor([3, 1]), torch.tensor([[1, 1, 1], [4, 0, 2]]), torch.tensor([2, 1]))
-    history.add_output(torch.tensor([3]), torch.tensor([[1]]), torch.tensor([1]))
+    history.add_output(
+        torch.tensor([3, 1]),
+        torch.tensor([[1, 1, 1], [4, 0, 2]]),
+        torch.tensor([[True, True, False], [True, False, False]]),
+    )
+    history.add_output(torch.tensor([3]), torch.tensor([[1]]), torch.tensor([[True]]))
     so_far = history.take(torch.tensor([1, 2, 3]))
     assert so_far.in_prompt.int().tolist() == [[0, 0, 1, 0, 1], [0] * 5, [1, 0, 0, 0, 0]]
     assert so_far.num_in_output.tolist() == [[0, 0, 0, 0, 1], [0] * 5, [0, 3, 0, 0, 0]]
@@ -195,7 +199,7 @@ def test_nothing_is_read_back_off_the_cpu() -> None:
     tokens = torch.zeros((2, 4), dtype=torch.int64, device=meta)
     history.clear(rows)
     history.add_prompt(rows, tokens, tokens.to(torch.bool))
-    history.add_output(rows, tokens, rows)
+    history.add_output(rows, tokens, tokens.to(torch.bool))
     logits = torch.zeros((2, 5, 50), device=meta)
     positions = torch.zeros((2, 5), dtype=torch.int64, device=meta)
     adjusted = adjust(logits, AdjustmentRows.off(3, device=meta), history, rows, positions, tokens)

@@ -1,0 +1,189 @@
+"""The accounts of the running sequences in arrays over slots: how long their output is, and where it ends.
+
+Every operation is over all rows of a step at once, so that its time hardly grows with their number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from slipstream.common.errors import FutureMapError, PendingLengthError
+from slipstream.common.worker.step import StepKind
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from slipstream.common.api.output_chunk import TokenLogprobs
+    from slipstream.scheduler.core.results import Step, StepResult
+    from slipstream.scheduler.core.sequence import Sequence
+
+    Ints = NDArray[np.int64]
+    Bools = NDArray[np.bool_]
+
+NUM_STOPS = 8
+"""Stop tokens of a sequence that are compared at once; sequences with more are looked at one by one."""
+_NO_TOKEN = -1
+
+GOES_ON, STOP, LENGTH = 0, 1, 2
+"""How a row goes on, or why it ends."""
+
+
+class PendingLengths:
+    """The lengths of the outputs of all slots, to which steps under way add. Read bounds, or one slot's `exactly`."""
+
+    __slots__ = ("_known", "_least_more", "_most_more")
+
+    def __init__(self, num_slots: int) -> None:
+        self._known = np.zeros(num_slots, np.int64)
+        self._least_more = np.zeros(num_slots, np.int64)
+        self._most_more = np.zeros(num_slots, np.int64)
+
+    def reset(self, slot: int, known: int) -> None:
+        """Begins anew: no step under way counts for this slot's length."""
+        self._known[slot] = known
+        self._least_more[slot] = self._most_more[slot] = 0
+
+    def begin(self, rows: Ints, most_more: Ints | int) -> None:
+        """Counts one more step under way, which adds 1 to `most_more` tokens to each of `rows`."""
+        self._least_more[rows] += 1
+        self._most_more[rows] += most_more
+
+    def end(self, rows: Ints, found: Ints, most_more: Ints | int) -> Ints:
+        """Ends the oldest step under way, begun with the same bounds: it added `found`. Returns the lengths before it.
+
+        Raises PendingLengthError, and changes nothing, if a row has no such step or `found` is out of bounds.
+        """
+        pending = self._most_more[rows]
+        if (pending < most_more).any():
+            row = rows[(pending < most_more).argmax()]
+            raise PendingLengthError(f"a step added to the length of slot {row}, which no step was to change")
+        is_wrong = (found < 1) | (found > most_more)
+        if is_wrong.any():
+            at = is_wrong.argmax()
+            raise PendingLengthError(f"a step added {found[at]} tokens to slot {rows[at]}, which are not in its bounds")
+        before = self._known[rows]
+        self._known[rows] = before + found
+        self._least_more[rows] -= 1
+        self._most_more[rows] = pending - most_more
+        return before
+
+    def least(self, rows: Ints) -> Ints:
+        """Lower bounds once the steps under way are done."""
+        bounds: Ints = self._known[rows] + self._least_more[rows]
+        return bounds
+
+    def most(self, rows: Ints) -> Ints:
+        """Upper bounds once the steps under way are done."""
+        bounds: Ints = self._known[rows] + self._most_more[rows]
+        return bounds
+
+    def exactly(self, slot: int) -> int:
+        """The length. Raises PendingLengthError while a step is under way."""
+        if self._most_more[slot]:
+            raise PendingLengthError(f"the length of slot {slot} is not known yet")
+        return int(self._known[slot])
+
+
+class TakenIn(NamedTuple):
+    """The outcome of a step for the sequences that still run, one item for each."""
+
+    rows: Ints
+    """Their slots."""
+    streams: Ints
+    ids: NDArray[np.uint64]
+    num_tokens: Ints
+    """New tokens, cut where the output ends."""
+    num_accepted: Ints
+    """Accepted draft tokens, before the cut."""
+    reasons: NDArray[np.int8]
+    """GOES_ON, STOP or LENGTH."""
+    tokens: Ints
+    """[rows, K + 1], of which the first `num_tokens` count."""
+    is_speculating: Bools
+    """Whether a draft was checked for the sequence."""
+    logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    """By sequence's place in these arrays, as many as it has new tokens."""
+
+
+class SlotAccounts:
+    """One row for each slot, row 0 (padding) included."""
+
+    def __init__(self, num_slots: int, num_draft_tokens: int) -> None:
+        self.lengths = PendingLengths(num_slots)
+        """Of the outputs, with what the sequences came with."""
+        self.num_drafted = np.zeros(num_slots, np.int64)
+        """How many of the tokens drafted in a step are for the sequence."""
+        self.top_logprobs = np.full(num_slots, -1, np.int64)
+        """Most likely tokens that it asked for at each place; -1 for no logprobs."""
+        self._num_draft_tokens = num_draft_tokens
+        self._streams = np.zeros(num_slots, np.int64)
+        self._ids = np.zeros(num_slots, np.uint64)
+        self._max_new_tokens = np.zeros(num_slots, np.int64)
+        self._stops = np.full((num_slots, NUM_STOPS), _NO_TOKEN, np.int64)
+        self._many_stops: dict[int, frozenset[int]] = {}
+        self._columns = np.arange(num_draft_tokens + 1)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Writes the row of the slot that a sequence was given."""
+        slot, spec = sequence.lease.slot, sequence.spec
+        self.lengths.reset(slot, len(spec.output))
+        self.num_drafted[slot] = sequence.num_drafted(self._num_draft_tokens)
+        self.top_logprobs[slot] = -1 if spec.top_logprobs is None else spec.top_logprobs
+        self._streams[slot], self._ids[slot] = sequence.stream, sequence.id
+        self._max_new_tokens[slot] = spec.max_new_tokens
+        self._stops[slot] = _NO_TOKEN
+        self._many_stops.pop(slot, None)
+        if len(spec.stop_token_ids) <= NUM_STOPS:
+            self._stops[slot, : len(spec.stop_token_ids)] = list(spec.stop_token_ids)
+        else:
+            self._many_stops[slot] = spec.stop_token_ids
+
+    def is_sure_to_end(self, rows: Ints) -> Bools:
+        """Whether the steps under way reach the end in any case, for each of these slots."""
+        sure: Bools = self.lengths.least(rows) >= self._max_new_tokens[rows]
+        return sure
+
+    def take_in(self, step: Step, result: StepResult, is_current: Bools) -> TakenIn:
+        """Takes in a step's tokens, cut where an output ends; rows that are not current are left out.
+
+        Raises FutureMapError or PendingLengthError, and takes in nothing, if a sequence has more than it can have.
+        """
+        rows, accepted, tokens, logprobs = step.yielding.rows, result.num_accepted, result.tokens, result.logprobs
+        if not is_current.all():
+            rows, accepted, tokens = rows[is_current], accepted[is_current], tokens[is_current]
+            places = is_current.cumsum() - 1
+            logprobs = {int(places[at]): likely for at, likely in logprobs.items() if is_current[at]}
+        most = self.num_drafted[rows] if step.kind is StepKind.DECODE else np.zeros(len(rows), np.int64)
+        if (accepted > most).any():
+            at = (accepted > most).argmax()
+            found = f"{accepted[at]} tokens accepted of {most[at]} at most"
+            raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found}")
+        before = self.lengths.end(rows, accepted + 1, most + 1)
+        num_tokens, reasons = self._cut(rows, tokens, accepted + 1, self._max_new_tokens[rows] - before)
+        return TakenIn(
+            rows=rows,
+            streams=self._streams[rows],
+            ids=self._ids[rows],
+            num_tokens=num_tokens,
+            num_accepted=accepted,
+            reasons=reasons,
+            tokens=tokens,
+            is_speculating=most > 0,
+            logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()},
+        )
+
+    def _cut(self, rows: Ints, tokens: Ints, num_tokens: Ints, room: Ints) -> tuple[Ints, NDArray[np.int8]]:
+        """Returns the number of tokens up to the end of each output, and the reasons."""
+        reasons = np.where(num_tokens >= room, LENGTH, GOES_ON).astype(np.int8)
+        num_tokens = np.minimum(num_tokens, room)
+        is_stop = (tokens[:, :, None] == self._stops[rows][:, None, :]).any(axis=2)
+        for at in np.isin(rows, list(self._many_stops)).nonzero()[0] if self._many_stops else ():
+            is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(rows[at])]))
+        is_stop &= self._columns[: tokens.shape[1]] < num_tokens[:, None]
+        ends = is_stop.any(axis=1)
+        if ends.any():
+            num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
+            reasons[ends] = STOP
+        return num_tokens, reasons
