@@ -73,6 +73,11 @@ class ResourceExhaustedError(SlipstreamError):
 class UnavailableError(SlipstreamError):
     """A service that is needed is not there."""
 
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        """`retry_after_ms`: set where the same call may succeed later."""
+        self.retry_after_ms = retry_after_ms
+        super().__init__(message)
+
 
 class ConnectionLostError(UnavailableError):
     """No answer came, or no end of one: a job that was created may still go on."""

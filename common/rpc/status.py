@@ -88,7 +88,7 @@ def _details(error: errors.SlipstreamError) -> list[Message]:
                 field=_clip(error.field), description=_clip(error.description)
             )
             return [error_details_pb2.BadRequest(field_violations=[violation])]
-        case errors.ResourceExhaustedError():
+        case errors.ResourceExhaustedError() | errors.UnavailableError() if error.retry_after_ms is not None:
             delay = Duration()
             delay.FromMilliseconds(error.retry_after_ms)
             return [error_details_pb2.RetryInfo(retry_delay=delay)]
@@ -119,6 +119,10 @@ def _build(kind: type[errors.SlipstreamError], message: str, status: status_pb2.
         retry = error_details_pb2.RetryInfo()
         _unpack(status, retry)
         return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds())
+    if issubclass(kind, errors.UnavailableError):
+        retry = error_details_pb2.RetryInfo()
+        has_time = _unpack(status, retry)
+        return kind(message, retry_after_ms=retry.retry_delay.ToMilliseconds() if has_time else None)
     if issubclass(kind, errors.MismatchError):
         failure = error_details_pb2.PreconditionFailure()
         _unpack(status, failure)
