@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
-import grpc.aio
 
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.server_state import SchedulerDescription, SchedulerState
@@ -19,9 +19,8 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
-from slipstream.common.rpc.keepalive import SAME_HOST
-from slipstream.common.rpc.status import error_from_rpc
 from slipstream.gateway.running_sequence import RunningSequence
+from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerGoneError, SchedulerStream, channel_options
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_S = 0.2
 RETRY_AFTER_MS = 500
 MAX_TOKENS_PER_MESSAGE = 2**19
 """Prompts and outputs in one message to the scheduler; a longer sequence goes alone. 2 MiB or less."""
@@ -97,10 +95,11 @@ class SchedulerLink:
         self._last_id = 0
         self._outgoing: list[RunningSequence] = []
         self._cancelled: list[int] = []
-        self._has_outgoing = asyncio.Event()
+        self._is_flushing = False
         self._outage_at = time.monotonic()
         self._expiry: asyncio.TimerHandle | None = None
         self._stub: Any = None
+        self._stream: SchedulerStream | None = None
 
     @property
     def num_running(self) -> int:
@@ -128,8 +127,8 @@ class SchedulerLink:
         if self._absence is None:
             try:
                 request = scheduler_pb2.DescribeSchedulerRequest()
-                answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
-                return SchedulerDescription.from_pb(answer)
+                ask = partial(self._stub.Describe, request, timeout=DESCRIBE_TIMEOUT_S)
+                return SchedulerDescription.from_pb(await asyncio.to_thread(ask))
             except grpc.RpcError:
                 logger.debug("the scheduler does not describe itself", exc_info=True)
         assert self.description is not None, "a model comes with a description"
@@ -168,7 +167,7 @@ class SchedulerLink:
         sequence.is_cancelled = True
         if sequence.id:
             self._cancelled.append(sequence.id)
-            self._has_outgoing.set()
+            self._flush_soon()
         else:
             asyncio.get_running_loop().call_soon(self._abort, sequence)
 
@@ -187,64 +186,51 @@ class SchedulerLink:
     async def run(self, receiver: Receiver) -> NoReturn:
         """Keeps the link until it is cancelled. Raises CheckpointError when the tokenizer cannot be loaded."""
         self._receiver = receiver
-        options = [
-            *SAME_HOST.options(),
-            ("grpc.initial_reconnect_backoff_ms", int(1000 * RECONNECT_S)),
-            ("grpc.min_reconnect_backoff_ms", int(1000 * RECONNECT_S)),
-            ("grpc.max_reconnect_backoff_ms", int(1000 * RECONNECT_S)),
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1),
-            ("grpc.use_local_subchannel_pool", 1),
-        ]
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
+        with grpc.insecure_channel(self._address, options=channel_options()) as channel:
             self._stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
             while True:
+                self._stream = SchedulerStream(self._stub)
                 try:
-                    await self._run_stream(receiver)
-                    reason = "the scheduler ended the stream"
-                except grpc.RpcError as error:
-                    reason = str(error_from_rpc(error))
-                if not self._is_final:
-                    await self._pause(receiver, reason)
+                    while True:
+                        for message in await self._stream.receive():
+                            await self._take(message, receiver)
+                except SchedulerGoneError as error:
+                    if not self._is_final:
+                        await self._pause(receiver, str(error))
+                finally:
+                    await asyncio.to_thread(self._stream.close)
                 await asyncio.sleep(RECONNECT_S)
 
-    async def _run_stream(self, receiver: Receiver) -> None:
-        call = self._stub.Run()
-        writer = asyncio.create_task(self._write(call))
-        try:
-            while (message := await call.read()) is not grpc.aio.EOF:
-                if message.HasField("state"):
-                    await self._change_state(SchedulerState.from_pb(message.state), receiver)
-                if message.HasField("output"):
-                    step = StepOutput.from_pb(message.output)
-                    self._note_admitted(step)
-                    receiver.deliver(step)
-                for refusal in map(Refusal.from_pb, message.refusals):
-                    if (sequence := self.running.get(refusal.sequence)) is not None:
-                        receiver.end(sequence, error=refusal.error)
-        finally:
-            writer.cancel()
-            call.cancel()
+    async def _take(self, message: scheduler_pb2.RunResponse, receiver: Receiver) -> None:
+        if message.HasField("state"):
+            await self._change_state(SchedulerState.from_pb(message.state), receiver)
+        if message.HasField("output"):
+            step = StepOutput.from_pb(message.output)
+            self._note_admitted(step)
+            receiver.deliver(step)
+        for refusal in map(Refusal.from_pb, message.refusals):
+            if (sequence := self.running.get(refusal.sequence)) is not None:
+                receiver.end(sequence, error=refusal.error)
 
-    async def _write(self, call: Any) -> None:
-        """Sends what there is to send, all of it together."""
-        while True:
-            await self._has_outgoing.wait()
-            self._has_outgoing.clear()
-            while self._outgoing or self._cancelled:
-                assert self.description is not None, "ids are given while a scheduler serves"
-                num_sequences = _num_in_message(self._outgoing)
-                now, self._outgoing = self._outgoing[:num_sequences], self._outgoing[num_sequences:]
-                request = scheduler_pb2.RunRequest(
-                    sequences=[sequence.to_pb(self.description.server.epoch) for sequence in now]
-                )
-                if not self._outgoing:
-                    request.cancelled.extend(self._cancelled)
-                    self._cancelled.clear()
-                try:
-                    await call.write(request)
-                except (grpc.RpcError, asyncio.InvalidStateError):
-                    return  # the reader sees why
+    def _flush(self) -> None:
+        """Sends new sequences and cancels, those of one turn of the event loop together."""
+        self._is_flushing = False
+        if self._absence is not None or self.description is None or self._stream is None:
+            return
+        epoch = self.description.server.epoch
+        while self._outgoing or self._cancelled:
+            num_sequences = _num_in_message(self._outgoing)
+            now, self._outgoing = self._outgoing[:num_sequences], self._outgoing[num_sequences:]
+            cancelled: list[int] = []
+            if not self._outgoing:
+                cancelled, self._cancelled = self._cancelled, []
+            sequences = [sequence.to_pb(epoch) for sequence in now]
+            self._stream.send(scheduler_pb2.RunRequest(sequences=sequences, cancelled=cancelled))
+
+    def _flush_soon(self) -> None:
+        if not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
 
     async def _change_state(self, state: SchedulerState, receiver: Receiver) -> None:
         if state.serving is not None:
@@ -297,7 +283,7 @@ class SchedulerLink:
         sequence.id = self._last_id
         self.running[sequence.id] = sequence
         self._outgoing.append(sequence)
-        self._has_outgoing.set()
+        self._flush_soon()
 
     def _abort(self, sequence: RunningSequence) -> None:
         if self._receiver is not None and sequence in self._sequences:

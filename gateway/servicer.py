@@ -184,7 +184,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
 def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], int]:
     """Takes the offsets and the attempt out of a request; what remains is the same for every call for its job."""
-    reject_unknown_fields(request.resume)
+    if not request.HasField("resume"):
+        return [], 0
+    reject_unknown_fields(request.resume, "resume")
     from_tokens, attempt = list(request.resume.from_tokens), request.resume.attempt
     request.ClearField("resume")
     return from_tokens, attempt

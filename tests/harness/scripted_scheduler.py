@@ -50,9 +50,7 @@ STATE = ServerState(
     ),
     fence="timeline",
 )
-DESCRIPTION = SchedulerDescription(
-    server=STATE, tokenizer_path="/nowhere", eos_token_ids=(EOS_ID,), max_sequences=8192
-)
+DESCRIPTION = SchedulerDescription(server=STATE, tokenizer_path="/nowhere", eos_token_ids=(EOS_ID,), max_sequences=8192)
 
 
 @dataclass(slots=True, eq=False)
@@ -263,14 +261,15 @@ def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
 
 
 @contextmanager
-def serving(scheduler: ScriptedScheduler, path: Path) -> Iterator[str]:
-    """Serves it at a Unix socket and yields the address."""
+def serving(scheduler: ScriptedScheduler, directory: str | Path) -> Iterator[str]:
+    """Serves it at a Unix socket in a directory, and yields the address."""
+    address = f"unix:{directory}/scheduler.sock"
     server = grpc.server(ThreadPoolExecutor(16))
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
-    server.add_insecure_port(f"unix:{path}")
+    server.add_insecure_port(address)
     server.start()
     try:
-        yield f"unix:{path}"
+        yield address
     finally:
         scheduler.break_streams("the scheduler ends")
         server.stop(0).wait()
