@@ -13,16 +13,18 @@ from slipstream.common.api.job_info import JobInfo, JobState
 from slipstream.common.api.output_chunk import FinishReason, Usage
 from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError
 from slipstream.gateway.request_metrics import FAILED
-from slipstream.gateway.sample import MAX_CHUNK_TOKENS, Sample, SampleOutput
+from slipstream.gateway.sample import Sample
+from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS, SampleOutput
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 
     from slipstream.common.api.output_chunk import OutputChunk
-    from slipstream.common.api.sequence import SubmittedSequence
     from slipstream.common.errors import SlipstreamError
     from slipstream.gateway.detokenizer import Detokenizer
     from slipstream.gateway.request_metrics import RequestMetrics
+    from slipstream.gateway.running_sequence import RunningSequence
+    from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest
 
 _STRONGEST_FIRST = (FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
@@ -34,17 +36,23 @@ class Job:
     def __init__(
         self,
         request: CheckedRequest,
-        sequences: Iterable[SubmittedSequence],
-        new_detokenizer: Callable[[], Detokenizer],
+        sequences: Iterable[RunningSequence],
+        model: ServedModel,
         *,
         number: int,
+        attempt: int,
     ) -> None:
-        """`sequences`: one for each sample. `number` grows from job to job."""
+        """`sequences`: one for each sample. `number` grows from job to job, `attempt` with each of the same name."""
         self.job_id = request.job_id
         self.digest = request.digest
         self.number = number
+        self.attempt = attempt
+        self.model_identity = model.identity
         self.samples = tuple(
-            Sample(sequence, SampleOutput(request, new_detokenizer(), sample_index=index))
+            Sample(
+                sequence,
+                SampleOutput(request, model.vocabulary.new_detokenizer(), sample_index=index, attempt=attempt),
+            )
             for index, sequence in enumerate(sequences)
         )
         self.num_callers = 0
@@ -60,9 +68,10 @@ class Job:
         self._has_started = False
         self._failure: SlipstreamError | None = None
         self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting_for_turn: set[asyncio.Future[None]] = set()
 
     @property
-    def sequences(self) -> tuple[SubmittedSequence, ...]:
+    def sequences(self) -> tuple[RunningSequence, ...]:
         """The sequences that are not over."""
         return tuple(sample.sequence for sample in self.samples if sample.sequence is not None)
 
@@ -82,8 +91,8 @@ class Job:
         return None
 
     @property
-    def can_be_repeated(self) -> bool:
-        """True if the same request may run again: its caller went away, or the job failed."""
+    def can_go_on(self) -> bool:
+        """True if the same request would run on: its caller went away, or the job failed."""
         return self.left_as is not None or self.error is not None
 
     @property
@@ -105,36 +114,54 @@ class Job:
         if not self.is_over:
             self._failure = error
 
-    async def wait_for_change(self, wake: asyncio.Future[None]) -> None:
-        """Returns when there is more to read than at the call, or when `wake` is set otherwise."""
-        self._waiting.add(wake)
+    def go_on(self, new_detokenizer: Callable[[], Detokenizer]) -> list[tuple[Sample, RunningSequence]]:
+        """Begins again from the output kept. Returns the samples that are not whole, with their new sequences."""
+        self.left_as = self._failure = None
+        self.is_over = False
+        return [
+            (sample, sequence) for sample in self.samples if (sequence := sample.go_on(new_detokenizer())) is not None
+        ]
+
+    async def wait_for_change(self, wake: asyncio.Future[None], *, is_urgent: bool = True) -> None:
+        """Returns when there is more to read than at the call, or when `wake` is set otherwise.
+
+        Where it is not urgent, more to read is the first token or the end of a sample.
+        """
+        waiting = self._waiting if is_urgent else self._waiting_for_turn
+        waiting.add(wake)
         try:
             await wake
         finally:
-            self._waiting.discard(wake)
+            waiting.discard(wake)
 
     def measure(self, metrics: RequestMetrics, now: float) -> int:
         """Measures the tokens added since the last call, wakes the readers and returns the number of tokens.
 
         `now` is in seconds of `time.monotonic`. Called until the job is over, not after.
         """
+        is_urgent = False
         if not self._has_started and self.num_tokens:
-            self._has_started = True
+            is_urgent = self._has_started = True
             self._measure_start(metrics, now)
         num_new, is_over = 0, True
         for sample in self.samples:
             num_new += sample.measure(metrics, now)
-            is_over = is_over and sample.sequence is None
-        self.is_over = is_over
+            if sample.sequence is None:
+                is_urgent = True
+            else:
+                is_over = False
         if is_over:
+            self.is_over = True
             reason = self.finish_reason
             if self.left_as is None and reason is not None:
                 metrics.finished(reason, now - self._arrived_at)
             else:
                 metrics.lost(self.left_as or FAILED)
         for wake in self._waiting:
-            if not wake.done():
-                wake.set_result(None)
+            _set(wake)
+        if is_urgent:
+            for wake in self._waiting_for_turn:
+                _set(wake)
         return num_new
 
     def info(self) -> JobInfo:
@@ -154,14 +181,15 @@ class Job:
             error="" if self.error is None else str(self.error),
             usage=self.usage,
             samples=tuple(sample.info() for sample in self.samples),
+            attempt=self.attempt,
         )
 
     def _measure_start(self, metrics: RequestMetrics, now: float) -> None:
-        sequences = self.sequences
-        admitted_at = min((sequence.stats.admitted_at or now for sequence in sequences), default=now)
-        first_token_at = min((sequence.stats.first_token_at or now for sequence in sequences), default=now)
+        stats = [sequence.stats for sequence in self.sequences]
+        admitted_at = min((one.admitted_at or now for one in stats), default=now)
+        first_token_at = min((one.first_token_at or now for one in stats), default=now)
         metrics.started(
-            prompt_tokens=len(sequences[0].spec.prompt),
+            prompt_tokens=len(self.samples[0].spec.prompt),
             queue_seconds=admitted_at - self._arrived_at,
             first_token_seconds=first_token_at - self._arrived_at,
         )
@@ -170,10 +198,19 @@ class Job:
 class JobReader:
     """Reads every sample of a job from a token on, up to its end. Belongs to the event loop."""
 
-    def __init__(self, job: Job, from_tokens: Sequence[int], *, field: str) -> None:
+    def __init__(
+        self,
+        job: Job,
+        from_tokens: Sequence[int],
+        metrics: RequestMetrics,
+        *,
+        field: str = "from_token",
+        interval_s: float = 0.0,
+    ) -> None:
         """`from_tokens`: an offset for each sample, 0 for samples without one; `field` is its name on the wire.
 
-        Raises InvalidArgumentError for an offset beyond the output, and for a sample that does not exist.
+        `interval_s`: least time between two chunks, first tokens and ends excepted. Raises InvalidArgumentError for an
+        offset beyond the output, and for a sample that does not exist.
         """
         samples = job.samples
         if len(from_tokens) > len(samples):
@@ -184,11 +221,18 @@ class JobReader:
                 accepted = f"0 to {sample.output.num_tokens}, the tokens that there are"
                 raise InvalidArgumentError(name, offset, accepted)
         self._job = job
+        self._metrics = metrics
+        self._interval_s = interval_s
         self._offsets = [*from_tokens, *(0 for _ in samples[len(from_tokens) :])]
+        self._steps = [0 for _ in samples]
+        """For each sample, the steps whose output was read."""
         self._unfinished = list(range(len(samples)))
         self._loop = asyncio.get_running_loop()
         self._wake: asyncio.Future[None] | None = None
         self._is_late = False
+        self._is_live = False
+        """True once all that there was is read."""
+        self._sent_at = 0.0
 
     async def chunks(self, *, timeout_s: float | None = None) -> AsyncGenerator[OutputChunk, None]:
         """Yields the output as it comes.
@@ -206,16 +250,34 @@ class JobReader:
                         yield chunk
                 if not has_read:
                     await self._wait()
+                elif self._interval_s:
+                    await self._wait_for_turn()
 
     def _read(self, index: int) -> OutputChunk | None:
         """The next chunk of a sample, if it has one."""
-        chunk = self._job.samples[index].output.read(self._offsets[index])
+        output = self._job.samples[index].output
+        chunk = output.read(self._offsets[index])
         if chunk is None:
             return None
-        self._offsets[index] += len(chunk.token_ids)
+        if chunk.published_ns:
+            if self._is_live:
+                self._measure(output, index)
+            self._steps[index] = output.num_steps
+            self._offsets[index] += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             self._unfinished.remove(index)
-        return chunk if self._unfinished else replace(chunk, job_usage=self._job.usage)
+            if not self._unfinished:
+                return replace(chunk, job_usage=self._job.usage)
+        return chunk
+
+    def _measure(self, output: SampleOutput, index: int) -> None:
+        """Measures a chunk that is sent while the job runs."""
+        now = time.monotonic()
+        self._metrics.sent(now - output.published_ns / 1e9)
+        is_behind = output.published_before_ns / 1e9 >= self._sent_at + self._interval_s
+        if output.num_steps - self._steps[index] > 1 and (is_behind or not self._interval_s):
+            self._metrics.coalesced()
+        self._sent_at = now
 
     async def _spell_what_is_known(self) -> None:
         """Spells the text before the offsets bit by bit, so that the event loop serves other calls in between."""
@@ -232,8 +294,18 @@ class JobReader:
             raise job.error.with_traceback(None)
         if self._is_late:
             raise DeadlineExceededError(f"job {job.job_id!r} had {job.num_tokens} tokens at the call's deadline")
+        self._is_live = True
         self._wake = self._loop.create_future()
         await job.wait_for_change(self._wake)
+
+    async def _wait_for_turn(self) -> None:
+        """Waits until the next chunk may be sent."""
+        self._wake = self._loop.create_future()
+        timer = self._loop.call_later(self._interval_s, _set, self._wake)
+        try:
+            await self._job.wait_for_change(self._wake, is_urgent=False)
+        finally:
+            timer.cancel()
 
     @contextmanager
     def _deadline(self, timeout_s: float | None) -> Iterator[None]:
@@ -247,5 +319,10 @@ class JobReader:
 
     def _be_late(self) -> None:
         self._is_late = True
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        if self._wake is not None:
+            _set(self._wake)
+
+
+def _set(wake: asyncio.Future[None]) -> None:
+    if not wake.done():
+        wake.set_result(None)

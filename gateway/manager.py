@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.api.job_info import JobPage
 from slipstream.common.errors import (
     AlreadyExistsError,
+    FailedPreconditionError,
     InternalError,
     InvalidArgumentError,
     NotFoundError,
@@ -22,13 +22,15 @@ from slipstream.gateway.job import Job, JobReader
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from slipstream.common.api.output_chunk import OutputChunk
-    from slipstream.common.api.sequence import Core, SequenceOutput, SubmittedSequence
-    from slipstream.gateway.detokenizer import Detokenizer
+    from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.common.api.step_output import StepOutput
     from slipstream.gateway.request_metrics import RequestMetrics
+    from slipstream.gateway.running_sequence import RunningSequence
     from slipstream.gateway.sample import Sample
+    from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest
 
 DEADLINE_SLACK_S = 0.05
@@ -41,6 +43,29 @@ _BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 logger = logging.getLogger(__name__)
 
 
+class Core(Protocol):
+    """What runs sequences. All methods return at once."""
+
+    @property
+    def running(self) -> Mapping[int, RunningSequence]:
+        """The sequences of steps, by their ids."""
+
+    def submit(self, *specs: SequenceSpec) -> tuple[RunningSequence, ...]:
+        """Submits new sequences, all or none. Raises ResourceExhaustedError if the queue is full, UnavailableError."""
+
+    def add(self, *sequences: RunningSequence) -> None:
+        """Adds sequences that may have output already, without a look at the queue's bound."""
+
+    def check_room(self, num_sequences: int = 1) -> None:
+        """Raises the error that `submit` would raise for so many sequences now."""
+
+    def cancel(self, sequence: RunningSequence) -> None:
+        """Asks for the end of a sequence; no effect if it is over."""
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Called when a sequence is over."""
+
+
 class JobManager:
     """Jobs by their ids. Belongs to the event loop.
 
@@ -48,44 +73,76 @@ class JobManager:
     path as one that comes back for it.
     """
 
-    def __init__(self, core: Core, store: JobStore, metrics: RequestMetrics) -> None:
+    def __init__(
+        self,
+        core: Core,
+        store: JobStore,
+        metrics: RequestMetrics,
+        *,
+        stream_interval_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`stream_interval_s` returns the least time between two messages of a stream."""
         self._core = core
         self._store = store
         self._metrics = metrics
-        self._alive: dict[SubmittedSequence, tuple[Job, Sample]] = {}
+        self._stream_interval_s = stream_interval_s
+        self._alive: dict[RunningSequence, tuple[Job, Sample]] = {}
         self._numbers = itertools.count(1)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def num_jobs(self) -> int:
-        """Jobs with a sequence in the core."""
+        """Jobs that are not over."""
         return len({job for job, _ in self._alive.values()})
 
     async def wait_idle(self) -> None:
         """Returns when no job is alive."""
         await self._is_idle.wait()
 
-    def find(self, job_id: str, digest: bytes) -> Job | None:
-        """Finds the job that the same request made before; None if there is none, or if it may run again.
+    def find(self, job_id: str, digest: bytes, model: ServedModel | None = None) -> Job | None:
+        """Finds the job that the same request made before; None if there is none, or if it has to begin anew.
 
-        Raises AlreadyExistsError if another request made the job of this id.
+        A job that its caller left, or that failed, goes on from the output that it has if `model` is still the same.
+        Raises AlreadyExistsError if another request made the job of this id, and the errors of `Core.check_room`.
         """
         job = self._store.get(job_id)
         if job is None:
             return None
         if job.digest != digest:
             raise AlreadyExistsError(f"there is a job {job_id!r}, and another request made it")
-        return None if job.can_be_repeated else job
+        if not job.can_go_on:
+            return job
+        if model is None or model.identity != job.model_identity:
+            return None
+        self._go_on(job, model)
+        return job
 
-    def create(self, request: CheckedRequest, new_detokenizer: Callable[[], Detokenizer]) -> Job:
+    def _go_on(self, job: Job, model: ServedModel) -> None:
+        self.check_room()
+        # What the scheduler still sends for the sequences before is of no interest.
+        self._cancel_sequences(job)
+        for sequence in job.sequences:
+            self._alive.pop(sequence, None)
+        begun = job.go_on(model.vocabulary.new_detokenizer)
+        for sample, sequence in begun:
+            self._alive[sequence] = (job, sample)
+            self._core.add(sequence)
+        self._store.add(job)
+        self._is_idle.clear()
+        if not begun:
+            self._measure([job], time.monotonic())
+
+    def create(self, request: CheckedRequest, model: ServedModel) -> Job:
         """Makes the job of a request, unless `find` finds it. Raises the errors of `find` and of `Core.submit`."""
-        found = self.find(request.job_id, request.digest)
+        found = self.find(request.job_id, request.digest, model)
         if found is not None:
             return found
         with self.counting_refusals():
             sequences = self._core.submit(*request.samples)
-        job = Job(request, sequences, new_detokenizer, number=next(self._numbers))
+        before = self._store.get(request.job_id)
+        attempt = max(time.time_ns() // 1000, 0 if before is None else before.attempt + 1)
+        job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt)
         self._alive |= {sequence: (job, sample) for sequence, sample in zip(sequences, job.samples, strict=True)}
         self._store.add(job)
         self._is_idle.clear()
@@ -129,10 +186,19 @@ class JobManager:
         from_tokens: Sequence[int] = (),
         *,
         field: str = "from_token",
+        attempt: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[OutputChunk, None]:
-        """Yields a job's output from a token of each sample on, up to its end. See `JobReader`."""
-        return self._read(job, JobReader(job, from_tokens, field=field).chunks(timeout_s=timeout_s))
+        """Yields a job's output from a token of each sample on, up to its end. See `JobReader`.
+
+        Raises FailedPreconditionError if the tokens before that are of another `attempt`; 0 is any.
+        """
+        if attempt not in (0, job.attempt):
+            message = f"attempt: got {attempt}, but job {job.job_id!r} began anew, as attempt {job.attempt}"
+            raise FailedPreconditionError(message)
+        interval_s = self._stream_interval_s()
+        reader = JobReader(job, from_tokens, self._metrics, field=field, interval_s=interval_s)
+        return self._read(job, reader.chunks(timeout_s=timeout_s))
 
     def enter(self, job: Job) -> None:
         """Called when a Generate call begins."""
@@ -151,17 +217,68 @@ class JobManager:
         """Counts a stream that is given up because its client reads nothing."""
         self._metrics.cut_off()
 
-    def deliver(self, bundle: Mapping[SubmittedSequence, Sequence[SequenceOutput]]) -> None:
-        """Takes in the output of steps, for all jobs."""
+    def deliver(self, step: StepOutput) -> None:
+        """See `Receiver.deliver`."""
+        self._apply(step)
+
+    def end(
+        self, sequence: RunningSequence, reason: FinishReason | None = None, error: SlipstreamError | None = None
+    ) -> None:
+        """See `Receiver.end`."""
+        self._core.release(sequence)
+        if sequence not in self._alive:
+            return
+        job, sample = self._alive.pop(sequence)
+        sample.end(reason, error)
+        if sample.error is not None:
+            # A job fails with any of its samples.
+            self._cancel_sequences(job)
+        self._measure([job], time.monotonic())
+
+    async def settled(self) -> None:
+        """See `Receiver.settled`."""
+
+    def _apply(self, step: StepOutput) -> None:
+        """Adds the output of a step to its jobs, and wakes their readers."""
+        running, alive = self._core.running, self._alive
+        tokens, num_draft_tokens, published_ns = step.tokens, step.num_draft_tokens, step.published_ns
+        logprobs = step.logprobs
         changed: dict[Job, None] = {}
-        for sequence, outputs in bundle.items():
-            if sequence in self._alive:
-                job, sample = self._alive[sequence]
+        end = 0
+        for number, num_tokens, num_accepted, reason in zip(
+            step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons, strict=True
+        ):
+            start, end = end, end + num_tokens
+            sequence = running.get(number)
+            if sequence is None:
+                continue
+            found = alive.get(sequence)
+            if found is not None:
+                job, sample = found
                 changed[job] = None
-                self._add(job, sample, sequence, outputs)
+                try:
+                    if sample.add(
+                        tokens[start:end],
+                        num_accepted,
+                        logprobs.get(number, ()) if logprobs else (),
+                        reason,
+                        num_draft_tokens=num_draft_tokens,
+                        published_ns=published_ns,
+                    ):
+                        self._core.cancel(sequence)
+                except Exception:
+                    # Output that cannot be turned into text fails its own job, no other.
+                    logger.exception("the output of a step cannot be taken in", extra={"job": job.job_id})
+                    sample.end(None, InternalError(_BROKEN_OUTPUT))
+                    self._cancel_sequences(job)
                 if sample.usage is not None:
-                    del self._alive[sequence]
-        num_tokens, now = 0, time.monotonic()
+                    del alive[sequence]
+            if reason is not None:
+                self._core.release(sequence)
+        self._measure(changed, published_ns / 1e9)
+
+    def _measure(self, changed: Iterable[Job], now: float) -> None:
+        num_tokens = 0
         for job in changed:
             num_tokens += job.measure(self._metrics, now)
             if job.is_over:
@@ -170,19 +287,6 @@ class JobManager:
         self._metrics.generated(num_tokens)
         if not self._alive:
             self._is_idle.set()
-
-    def _add(self, job: Job, sample: Sample, sequence: SubmittedSequence, outputs: Sequence[SequenceOutput]) -> None:
-        try:
-            if sample.add(outputs):
-                self._core.cancel(sequence)
-            elif sample.error is not None:
-                # A job fails with any of its samples.
-                self._cancel_sequences(job, but=sequence)
-        except Exception:
-            # Output that cannot be turned into text fails its own job, no other.
-            logger.exception("the output of a step cannot be taken in", extra={"job": job.job_id})
-            sample.fail(InternalError(_BROKEN_OUTPUT))
-            self._cancel_sequences(job)
 
     async def _read(self, job: Job, chunks: AsyncGenerator[OutputChunk, None]) -> AsyncGenerator[OutputChunk, None]:
         try:
@@ -199,10 +303,9 @@ class JobManager:
                 self._cancel_sequences(job)
             raise InternalError(_BROKEN_OUTPUT) from error
 
-    def _cancel_sequences(self, job: Job, but: SubmittedSequence | None = None) -> None:
+    def _cancel_sequences(self, job: Job) -> None:
         for sequence in job.sequences:
-            if sequence is not but:
-                self._core.cancel(sequence)
+            self._core.cancel(sequence)
 
 
 class JobStore:
@@ -214,16 +317,18 @@ class JobStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        self._ended: deque[tuple[float, Job]] = deque()
+        self._ended: dict[Job, float] = {}
+        """When each of them is forgotten, the earliest first."""
 
     def add(self, job: Job) -> None:
         """Adds a job that begins, in place of one of the same id."""
+        self._ended.pop(job, None)
         self._jobs.pop(job.job_id, None)
         self._jobs[job.job_id] = job
 
     def end(self, job: Job) -> None:
         """Starts the time after which a job that is over is forgotten."""
-        self._ended.append((self._clock() + self._ttl_s, job))
+        self._ended[job] = self._clock() + self._ttl_s
         self._forget()
 
     def get(self, job_id: str) -> Job | None:
@@ -256,8 +361,11 @@ class JobStore:
 
     def _forget(self) -> None:
         now = self._clock()
-        while self._ended and (len(self._ended) > self._capacity or self._ended[0][0] <= now):
-            _, job = self._ended.popleft()
+        while self._ended:
+            job, ends_at = next(iter(self._ended.items()))
+            if len(self._ended) <= self._capacity and ends_at > now:
+                return
+            del self._ended[job]
             if self._jobs.get(job.job_id) is job:
                 del self._jobs[job.job_id]
 

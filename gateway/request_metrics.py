@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 TOKEN_BUCKETS_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+SEND_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1)
 
 FAILED = "error"
 REFUSED = "refused"
@@ -48,12 +49,21 @@ REQUESTS = counter(
     "refused because the queue is full or closed, because the client went away, or at its call's deadline.",
     "outcome",
 )
+PUBLISH_TO_SEND = histogram(
+    "slipstream_publish_to_send_seconds",
+    "Time from a step's result on the host to the write of its message to a client.",
+    buckets=SEND_BUCKETS_S,
+)
+COALESCED = counter(
+    "slipstream_coalesced_messages_total",
+    "Messages with the output of more than one step because the gateway or a client was behind.",
+)
 CUT_OFF = counter("slipstream_streams_cut_off_total", "Streams given up because their client read nothing.")
 RUNNING = gauge("slipstream_num_requests_running", "Requests that have a slot.")
 WAITING = gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.")
 SPECS = (
     *(FIRST_TOKEN, INTER_TOKEN, END_TO_END, QUEUE_TIME),
-    *(PROMPT_TOKENS, GENERATION_TOKENS, REQUESTS, CUT_OFF, RUNNING, WAITING),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, REQUESTS, PUBLISH_TO_SEND, COALESCED, CUT_OFF, RUNNING, WAITING),
 )
 
 
@@ -70,6 +80,8 @@ class RequestMetrics:
         self._queue = QUEUE_TIME.histogram(registry)
         self._prompt_tokens = PROMPT_TOKENS.counter(registry)
         self._generation_tokens = GENERATION_TOKENS.counter(registry)
+        self._publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry)
+        self._coalesced = COALESCED.counter(registry)
         self._cut_off = CUT_OFF.counter(registry)
         requests = REQUESTS.counter(registry)
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
@@ -99,6 +111,14 @@ class RequestMetrics:
     def lost(self, outcome: str) -> None:
         """Counts a request that ended otherwise: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
         self._outcomes[outcome].inc()
+
+    def sent(self, seconds: float) -> None:
+        """Counts a message to a client, `seconds` after the newest of its tokens was on the host."""
+        self._publish_to_send.observe(seconds)
+
+    def coalesced(self) -> None:
+        """Counts a message with the output of several steps, which could have had one each."""
+        self._coalesced.inc()
 
     def cut_off(self) -> None:
         """Counts a stream that is given up because its client reads nothing."""

@@ -1,48 +1,44 @@
-"""A sample of a job: its sequence in the core, and its output, kept once and read by any number of watchers."""
+"""A sample of a job: its sequence, which the scheduler runs, and its output."""
 
 from __future__ import annotations
 
-import io
 import time
-from array import array
-from functools import lru_cache
-from itertools import accumulate, chain
-from operator import sub
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.job_info import SampleInfo
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs, Usage
-from slipstream.gateway.stop_strings import StopMatcher
+from slipstream.common.api.output_chunk import FinishReason, Usage
+from slipstream.gateway.running_sequence import RunningSequence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from slipstream.common.api.output_chunk import MatchedStop
-    from slipstream.common.api.sequence import SequenceOutput, SubmittedSequence
+    from slipstream.common.api.output_chunk import TokenLogprobs
     from slipstream.common.errors import SlipstreamError
     from slipstream.gateway.detokenizer import Detokenizer
     from slipstream.gateway.request_metrics import RequestMetrics
-    from slipstream.gateway.validation import CheckedRequest
-
-MAX_CHUNK_TOKENS = 4096
-"""A few milliseconds of the event loop's time, in which it serves no other call. Logprobs count like tokens."""
+    from slipstream.gateway.sample_output import SampleOutput
 
 
 class Sample:
-    """A sequence of the core and its output. Belongs to the event loop."""
+    """A sequence and its output. Belongs to the event loop."""
 
-    def __init__(self, sequence: SubmittedSequence, output: SampleOutput) -> None:
+    def __init__(self, sequence: RunningSequence, output: SampleOutput) -> None:
         self.output = output
         self.error: SlipstreamError | None = None
         """The reason why the sample could not go on."""
-        self._sequence: SubmittedSequence | None = sequence
+        self.spec = sequence.spec
+        """What was asked for."""
+        self._sequence: RunningSequence | None = sequence
+        self._stats = sequence.stats
+        self._arrived_at = sequence.arrived_at
+        self._is_drafted = sequence.spec.max_draft_tokens != 0
         self._usage: Usage | None = None
-        self._last_token_at: float | None = None
         self._num_measured = 0
         self._measured_at = 0.0
+        sequence.output = output.token_ids
 
     @property
-    def sequence(self) -> SubmittedSequence | None:
+    def sequence(self) -> RunningSequence | None:
         """The sequence; None when it is over."""
         return self._sequence
 
@@ -51,39 +47,70 @@ class Sample:
         """Tokens, drafts and times of the sample; None while it goes on."""
         return self._usage
 
-    def add(self, outputs: Sequence[SequenceOutput]) -> bool:
-        """Adds the output of steps; ignored after the end. Returns True if the core must end the sequence."""
-        if self._usage is not None or self._sequence is None:
+    def add(
+        self,
+        token_ids: Sequence[int],
+        num_accepted: int,
+        logprobs: Sequence[TokenLogprobs],
+        reason: FinishReason | None,
+        *,
+        num_draft_tokens: int,
+        published_ns: int,
+    ) -> bool:
+        """Adds the output of a step; ignored after the end. Returns True if the scheduler must end the sequence."""
+        if self._usage is not None:
             return False
-        was_cut = self.output.is_cut
-        end = self.output.add(*outputs)
-        if not was_cut:
-            self._last_token_at = self._sequence.stats.last_token_at
-        if end is None:
-            return self.output.is_cut and not was_cut
-        self._finish(self._sequence, None if self.output.is_cut else end.error)
-        return False
+        output, stats = self.output, self._stats
+        was_cut = output.is_cut
+        if num_draft_tokens and token_ids and self._is_drafted:
+            stats.add_draft(num_draft_tokens, num_accepted)
+        if token_ids and not was_cut:
+            stats.last_token_at = published_ns / 1e9
+            if stats.first_token_at is None:
+                stats.first_token_at = stats.last_token_at
+        output.add(token_ids, num_accepted, logprobs, reason, published_ns=published_ns)
+        if reason is not None:
+            self._finish(None)
+            return False
+        return output.is_cut and not was_cut
 
-    def fail(self, error: SlipstreamError) -> None:
-        """Ends the sample where it is; output that still comes is ignored."""
-        assert self._sequence is not None, "a sample that is over has not failed"
-        self._finish(self._sequence, error)
+    def end(self, reason: FinishReason | None, error: SlipstreamError | None) -> None:
+        """Ends the sample where it is, with a reason or an error; output that still comes is ignored."""
+        if self._usage is not None:
+            return
+        if reason is not None or self.output.is_cut:
+            self.output.add((), 0, (), reason or FinishReason.ABORT, published_ns=0)
+            error = None
+        self._finish(error)
+
+    def go_on(self, detokenizer: Detokenizer) -> RunningSequence | None:
+        """Begins again from the output kept, unless the output is whole. Returns the sequence to run."""
+        if self._usage is None and self.output.is_cut:
+            self.end(FinishReason.ABORT, None)
+        if self.error is None and self.output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            return None
+        self.error = self._usage = None
+        self.output.reopen(detokenizer)
+        self._stats.finished_at = None
+        self._sequence = RunningSequence(
+            self.spec, arrived_at=self._arrived_at, output=self.output.token_ids, stats=self._stats
+        )
+        return self._sequence
 
     def measure(self, metrics: RequestMetrics, now: float) -> int:
         """Measures the tokens added since the last call and returns their number. Drops the sequence if it is over."""
-        sequence, num_tokens = self._sequence, self.output.num_tokens
-        if sequence is None:
+        if self._sequence is None:
             return 0
+        num_tokens = len(self.output.token_ids)
         num_new = num_tokens - self._num_measured
         if num_new:
-            if self._num_measured == 0:
-                first_token_at = sequence.stats.first_token_at
-                self._measured_at = now if first_token_at is None else first_token_at
-            metrics.went_on(num_new - (self._num_measured == 0), now - self._measured_at)
+            if self._num_measured:
+                metrics.went_on(num_new, now - self._measured_at)
+            elif num_new > 1:
+                metrics.went_on(num_new - 1, 0.0)
             self._measured_at = now
             self._num_measured = num_tokens
         if self._usage is not None:
-            # The prompt need not be kept.
             self._sequence = None
         return num_new
 
@@ -96,237 +123,30 @@ class Sample:
             usage=self._usage,
         )
 
-    def _finish(self, sequence: SubmittedSequence, error: SlipstreamError | None) -> None:
+    def _finish(self, error: SlipstreamError | None) -> None:
         self.error = error
-        self._usage = _usage_of(sequence, self.output.num_tokens, self._last_token_at)
+        self._stats.finished_at = time.monotonic()
+        self._usage = self._usage_now(self._stats.finished_at)
         self.output.finish(self._usage)
 
-
-def _usage_of(sequence: SubmittedSequence, num_tokens: int, last_token_at: float | None) -> Usage:
-    """The usage of a sequence that is over; the client gets `num_tokens` of it, the last at `last_token_at`."""
-    stats, arrived_at = sequence.stats, sequence.arrived_at
-    ended_at = time.monotonic() if stats.finished_at is None else stats.finished_at
-    admitted_at = ended_at if stats.admitted_at is None else stats.admitted_at
-    first_token_at = arrived_at if stats.first_token_at is None else stats.first_token_at
-    decoding_s = last_token_at - first_token_at if last_token_at is not None and num_tokens > 1 else 0.0
-    return Usage(
-        prompt_tokens=len(sequence.spec.prompt),
-        completion_tokens=num_tokens,
-        total_draft_tokens=stats.total_draft_tokens,
-        total_accepted_tokens=stats.total_accepted_tokens,
-        num_verify_steps=stats.num_verify_steps,
-        mean_accept_length=stats.mean_accept_length,
-        accepted_per_position=tuple(stats.accepted_per_position),
-        seed=sequence.spec.sampling.seed,
-        queue_seconds=admitted_at - arrived_at,
-        time_to_first_token_seconds=first_token_at - arrived_at,
-        end_to_end_seconds=ended_at - arrived_at,
-        mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
-    )
-
-
-class SampleOutput:
-    """The output of a sample. At most `max_new_tokens` tokens, at 20 to 30 bytes each with their text.
-
-    Tokens become text when they are read for the first time, so a job that nobody watches costs no such work; with stop
-    strings they do at once, and the output is cut behind the token that completes one.
-    """
-
-    def __init__(self, request: CheckedRequest, detokenizer: Detokenizer, *, sample_index: int = 0) -> None:
-        """`detokenizer` is this sample's alone."""
-        self._job_id = request.job_id
-        self._sample_index = sample_index
-        self._detokenizer = detokenizer
-        self._stops = StopMatcher(request.stop) if request.stop else None
-        self._min_new_tokens = request.min_new_tokens
-        self._token_ids = array("I")
-        self._is_draft = bytearray()
-        num_top = request.samples[sample_index].top_logprobs
-        self._logprobs = None if num_top is None else LogprobColumns(num_top)
-        self._max_chunk_tokens = MAX_CHUNK_TOKENS // (1 + (num_top or 0))
-        self._text = io.StringIO()
-        self._text_ends = array("I")
-        """For each spelled token, the number of code points up to and including its own."""
-        self._tail: str | None = None
-        """Text held back at the end, if the end came without a token that it could belong to."""
-        self._finish_reason: FinishReason | None = None
-        self._usage: Usage | None = None
-        self._ends_with_token = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        return len(self._token_ids)
-
-    @property
-    def num_spelled(self) -> int:
-        """Tokens that are text by now."""
-        return len(self._text_ends)
-
-    @property
-    def is_cut(self) -> bool:
-        """True once a stop string is complete; output that still comes is ignored."""
-        return self._stops is not None and self._stops.matched is not None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """The reason of the end; None while the sample goes on, and if it failed."""
-        return self._finish_reason
-
-    @property
-    def matched_stop(self) -> MatchedStop | None:
-        """The stop string or token that ended the sample."""
-        if self._finish_reason is not FinishReason.STOP:
-            return None
-        return self._stops.matched if self._stops is not None and self.is_cut else self._token_ids[-1]
-
-    def add(self, *outputs: SequenceOutput) -> SequenceOutput | None:
-        """Adds the output of one or more steps. Returns the sequence's last output if it is among them."""
-        was_cut = self.is_cut
-        for output in outputs:
-            if not was_cut:
-                self._token_ids.extend(output.token_ids)
-                self._is_draft.extend(_draft_flags(output.num_draft, len(output.token_ids)))
-                if self._logprobs is not None:
-                    self._logprobs.extend(output.logprobs)
-            if output.is_last:
-                break
-        if not was_cut:
-            self._finish_reason = output.finish_reason
-            self._ends_with_token = bool(output.token_ids)
-            if self._stops is not None:
-                self.spell(self.num_tokens)
-        if self.is_cut:
-            # The sequence may end in any other way after it was cut here.
-            self._finish_reason = FinishReason.STOP if output.is_last else None
-        return output if output.is_last else None
-
-    def finish(self, usage: Usage) -> None:
-        """Sets the usage, which comes with the last chunk."""
-        self._usage = usage
-
-    def read(self, offset: int) -> OutputChunk | None:
-        """A chunk of tokens from `offset` on; None if there are none yet and the sample has not finished."""
-        num_tokens = len(self._token_ids)
-        end = min(num_tokens, offset + self._max_chunk_tokens)
-        is_last = self._finish_reason is not None and end == num_tokens
-        if offset == end and not is_last:
-            return None
-        self.spell(end)
-        start_character = self._text_ends[offset - 1] if offset else 0
-        text_ends = self._text_ends[offset:end]
-        self._text.seek(start_character)
-        text = self._text.read(text_ends[-1] - start_character) if text_ends else ""
-        return OutputChunk(
-            job_id=self._job_id,
-            token_offset=offset,
-            token_ids=tuple(self._token_ids[offset:end]),
-            text=text + (self._tail or "") if is_last else text,
-            is_draft=tuple(memoryview(self._is_draft[offset:end]).cast("?")),
-            text_lengths=tuple(map(sub, text_ends, chain((start_character,), text_ends))),
-            logprobs=() if self._logprobs is None else self._logprobs.read(offset, end),
-            sample_index=self._sample_index,
-            finish_reason=self._finish_reason if is_last else None,
-            matched_stop=self.matched_stop if is_last else None,
-            usage=self._usage if is_last else None,
+    def _usage_now(self, ended_at: float) -> Usage:
+        stats, arrived_at, num_tokens = self._stats, self._arrived_at, self.output.num_tokens
+        admitted_at = ended_at if stats.admitted_at is None else stats.admitted_at
+        first_token_at = arrived_at if stats.first_token_at is None else stats.first_token_at
+        decoding_s = 0.0
+        if stats.last_token_at is not None and num_tokens > 1:
+            decoding_s = stats.last_token_at - first_token_at
+        return Usage(
+            prompt_tokens=len(self.spec.prompt),
+            completion_tokens=num_tokens,
+            total_draft_tokens=stats.total_draft_tokens,
+            total_accepted_tokens=stats.total_accepted_tokens,
+            num_verify_steps=stats.num_verify_steps,
+            mean_accept_length=stats.mean_accept_length,
+            accepted_per_position=stats.accepted_per_position,
+            seed=self.spec.sampling.seed,
+            queue_seconds=admitted_at - arrived_at,
+            time_to_first_token_seconds=first_token_at - arrived_at,
+            end_to_end_seconds=ended_at - arrived_at,
+            mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
         )
-
-    def spell(self, end: int) -> None:
-        """Turns the tokens before `end` into text."""
-        start = self.num_spelled
-        is_end = self._finish_reason is not None and end == self.num_tokens
-        last = end - (is_end and self._ends_with_token)
-        if start < last:
-            text, lengths = self._detokenizer.push_all(self._token_ids[start:last])
-            if self._stops is None or self._stops.passes(text):
-                self._append(text, lengths)
-            else:
-                self._append_certain(text, lengths, start)
-        if is_end and self._tail is None and not self.is_cut:
-            self._spell_end(end)
-
-    def _append_certain(self, text: str, lengths: list[int], start: int) -> None:
-        """Appends the text of the tokens from `start` on, as far as it cannot belong to a stop string."""
-        character = 0
-        for index, length in enumerate(lengths, start):
-            certain = self._certain(text[character : character + length], index)
-            character += length
-            self._append(certain, [len(certain)])
-            if self.is_cut:
-                self._truncate(index + 1)
-                return
-
-    def _spell_end(self, end: int) -> None:
-        """Spells the token that the end came with, if there is one, and the text held back so far."""
-        if not self._ends_with_token:
-            self._tail = self._spell_rest("", end)
-            return
-        self._tail = ""
-        # A token that stops the output is no part of the text.
-        is_shown = self._finish_reason is not FinishReason.STOP
-        text = self._detokenizer.push(self._token_ids[end - 1]) if is_shown else ""
-        text = self._spell_rest(text, end - 1)
-        self._append(text, [len(text)])
-
-    def _append(self, text: str, lengths: list[int]) -> None:
-        self._text.seek(0, io.SEEK_END)
-        self._text.write(text)
-        lengths[0] += self._text_ends[-1] if self._text_ends else 0
-        self._text_ends.extend(accumulate(lengths))
-
-    def _spell_rest(self, text: str, index: int) -> str:
-        """`text` with the text held back so far."""
-        certain = self._certain(text + self._detokenizer.finish(), index)
-        return certain if self._stops is None else certain + self._stops.finish()
-
-    def _certain(self, text: str, index: int) -> str:
-        """The part of the text so far that cannot belong to a stop string, when `text` came with token `index`."""
-        return text if self._stops is None else self._stops.push(text, counts=index >= self._min_new_tokens)
-
-    def _truncate(self, num_tokens: int) -> None:
-        """Drops the tokens that the same step brought after the stop; they were never sent."""
-        del self._token_ids[num_tokens:]
-        del self._is_draft[num_tokens:]
-        if self._logprobs is not None:
-            self._logprobs.truncate(num_tokens)
-        self._tail = ""
-
-
-class LogprobColumns:
-    """The logprobs of a sample in float32: 4 bytes a token, and 8 for each of the top tokens at its place."""
-
-    def __init__(self, num_top: int) -> None:
-        """`num_top`: top tokens at each place."""
-        self._num_top = num_top
-        self._own = array("f")
-        self._top_ids = array("I")
-        self._top = array("f")
-
-    def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
-        """Appends the logprobs of the next tokens."""
-        for token in tokens:
-            assert len(token.top) == self._num_top, f"{len(token.top)} logprobs where {self._num_top} were asked for"
-            self._own.append(token.logprob)
-            for token_id, logprob in token.top:
-                self._top_ids.append(token_id)
-                self._top.append(logprob)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Drops all but the first `num_tokens`."""
-        del self._own[num_tokens:]
-        del self._top_ids[num_tokens * self._num_top :]
-        del self._top[num_tokens * self._num_top :]
-
-    def read(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
-        """The logprobs of the tokens [start, end)."""
-        return tuple(self._read(index) for index in range(start, end))
-
-    def _read(self, index: int) -> TokenLogprobs:
-        row = slice(index * self._num_top, (index + 1) * self._num_top)
-        return TokenLogprobs(self._own[index], tuple(zip(self._top_ids[row], self._top[row], strict=True)))
-
-
-@lru_cache(maxsize=256)
-def _draft_flags(num_draft: int, num_tokens: int) -> bytes:
-    """A flag for each token: 1 for the first `num_draft`, else 0."""
-    return b"\1" * num_draft + bytes(num_tokens - num_draft)

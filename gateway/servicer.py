@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,11 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.tokenizer import longest_token
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable
     from types import TracebackType
 
     from slipstream.common.api.output_chunk import OutputChunk
@@ -29,23 +26,13 @@ if TYPE_CHECKING:
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
     from slipstream.gateway.manager import JobManager
-    from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
+    from slipstream.gateway.served_model import ServedModel
+    from slipstream.gateway.validation import CheckedRequest, JobRequest
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
 LONG_TEXT_CHARACTERS = 4096
 """About a millisecond of tokenising, in which the event loop serves no other call."""
-
-
-class ServedModel:
-    """The tokenizer, vocabulary and limits of the model that is served."""
-
-    def __init__(self, tokenizer: Any, limits: RequestLimits) -> None:
-        """`tokenizer`: as `load_tokenizer` returns it."""
-        self.tokenizer = tokenizer
-        longest = longest_token(tokenizer)
-        self.limits = replace(limits, max_characters=longest and longest * limits.context_tokens)
-        self.vocabulary = Vocabulary(tokenizer)
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -56,7 +43,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         jobs: JobManager,
         *,
         model: Callable[[], ServedModel],
-        state: Callable[[], ServerState],
+        state: Callable[[], Awaitable[ServerState]],
         turns: FairTurns,
         read_timeout_s: float,
     ) -> None:
@@ -72,10 +59,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
-        job = await self._admit(request, context.peer())
+        from_tokens, attempt = _take_resume(request)
+        job = await self._admit(request, context.peer(), attempt=attempt)
         self._jobs.enter(job)
         try:
-            await self._send(context, self._jobs.watch(job, timeout_s=context.time_remaining()))
+            await self._send(
+                context,
+                self._jobs.watch(
+                    job,
+                    from_tokens,
+                    field="resume.from_tokens",
+                    attempt=attempt,
+                    timeout_s=context.time_remaining(),
+                ),
+            )
         finally:
             self._jobs.leave(job, context.time_remaining())
 
@@ -96,7 +93,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         field, offsets = "from_token", [request.from_token]
         if request.from_tokens:
             field, offsets = "from_tokens", list(request.from_tokens)
-        await self._send(context, self._jobs.watch(job, offsets, field=field, timeout_s=context.time_remaining()))
+        timeout_s = context.time_remaining()
+        chunks = self._jobs.watch(job, offsets, field=field, attempt=request.attempt, timeout_s=timeout_s)
+        await self._send(context, chunks)
 
     async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
         """See generation.proto."""
@@ -121,30 +120,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.GetServerInfoResponse:
         """See generation.proto."""
         reject_unknown_fields(request)
-        return self._state().to_pb()
+        return (await self._state()).to_pb()
 
     def _named(self, request: generation_pb2.WatchJobRequest | generation_pb2.GetJobRequest) -> Job:
         reject_unknown_fields(request)
         check_job_id(request.job_id)
         return self._jobs.get(request.job_id)
 
-    async def _admit(self, request: JobRequest, client: str) -> Job:
+    async def _admit(self, request: JobRequest, client: str, *, attempt: int = 0) -> Job:
+        """The job of a request, new or not. Raises FailedPreconditionError if it is not that of `attempt`; 0 is any."""
         check_num_messages(request)
         with suppress(UnavailableError, FailedPreconditionError):
             check_size(request, self._model().limits)
         reject_unknown_fields(request)
-        # A request that comes again needs no model, nor room in the queue.
-        job = self._jobs.find(request.job_id, digest_of(request)) if request.job_id else None
+        # A request that comes again needs no model, nor room in the queue, unless its job was left or failed.
+        digest = digest_of(request) if request.job_id else b""
+        job = self._jobs.find(request.job_id, digest) if request.job_id else None
         if job is not None:
             return job
         while True:
             model = self._present_model()
+            job = self._jobs.find(request.job_id, digest, model) if request.job_id else None
+            if job is not None:
+                return job
+            if attempt:
+                message = f"attempt: got {attempt}, but job {request.job_id!r} is not known any more"
+                raise FailedPreconditionError(message)
             # Before the text is tokenised: under overload most requests come no further.
             self._jobs.check_room()
             checked = await self._parse(request, model, client)
             # Other workers may have come meanwhile, with another context length or vocabulary.
             if self._present_model() is model:
-                return self._jobs.create(checked, model.vocabulary.new_detokenizer)
+                return self._jobs.create(checked, model)
 
     def _present_model(self) -> ServedModel:
         with self._jobs.counting_refusals():
@@ -173,6 +180,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             self._jobs.cut_off()
             message = f"the client read nothing for {self._read_timeout_s:g} s"
             raise ResourceExhaustedError(message, retry_after_ms=0) from None
+
+
+def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], int]:
+    """Takes the offsets and the attempt out of a request; what remains is the same for every call for its job."""
+    if not request.HasField("resume"):
+        return [], 0
+    reject_unknown_fields(request.resume, "resume")
+    from_tokens, attempt = list(request.resume.from_tokens), request.resume.attempt
+    request.ClearField("resume")
+    return from_tokens, attempt
 
 
 class WriteWatch:

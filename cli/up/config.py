@@ -17,8 +17,7 @@ from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
 from slipstream.common.settings import arguments, setting, shared
-from slipstream.gateway.config import GatewayConfig, GatewaySettings
-from slipstream.gateway.main import LISTEN
+from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
 from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
 

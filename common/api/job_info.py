@@ -70,6 +70,8 @@ class JobInfo:
     """The usage of all samples together. Set when it has ended."""
     samples: tuple[SampleInfo, ...] = ()
     """Each of its outputs."""
+    attempt: int = 0
+    """Names this beginning of the job: another job of the same name, which began later, has a larger number."""
 
     @property
     def is_over(self) -> bool:

@@ -177,6 +177,10 @@ class OutputChunk:
     """The sample's usage. Set in its last chunk."""
     job_usage: Usage | None = None
     """The usage of all samples together. Set in the job's last chunk."""
+    attempt: int = 0
+    """The job's attempt; tokens of different attempts do not belong together."""
+    published_ns: int = 0
+    """When the newest of the tokens was known on the server's host, by its `time.monotonic_ns`; 0 without tokens."""
 
     def to_pb(self) -> generation_pb2.GenerateResponse:
         # Not `encode`, which takes twice as long: this is done for each stream in each step.
@@ -192,6 +196,8 @@ class OutputChunk:
             finish_reason=None if self.finish_reason is None else self.finish_reason.to_pb(),
             usage=None if self.usage is None else self.usage.to_pb(),
             job_usage=None if self.job_usage is None else self.job_usage.to_pb(),
+            attempt=self.attempt,
+            published_ns=self.published_ns,
             **matched_stop_to_pb(self.matched_stop),
         )
 

@@ -21,7 +21,8 @@ from slipstream.common.errors import (
     NotFoundError,
 )
 from tests.harness.breaking_proxy import breaking_proxy
-from tests.harness.generation_server import STATE, TOKENS_PER_STEP, generation_server
+from tests.harness.generation_server import generation_server
+from tests.harness.scripted_scheduler import STATE, TOKENS_PER_STEP
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:

@@ -18,20 +18,12 @@ from slipstream.common.errors import (
     NotFoundError,
     UnavailableError,
 )
-from slipstream.gateway.sample import SampleOutput
-from tests.harness.generation_server import (
-    EOS_ID,
-    TOKENS_PER_STEP,
-    TTL_S,
-    collect,
-    generation_server,
-    state_of,
-    tokens_of,
-)
+from slipstream.gateway.sample_output import SampleOutput
+from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, tokens_of
+from tests.harness.scripted_scheduler import EOS_ID, TOKENS_PER_STEP
 from tests.harness.tokenizers_by_kind import spell_first_never
 
 if TYPE_CHECKING:
-    from slipstream.common.api.sequence import SequenceOutput
     from tests.harness.generation_server import GenerationServer
 
 
@@ -53,7 +45,7 @@ async def test_the_same_request_makes_one_job(server: GenerationServer, client: 
     server.loop.may_step.clear()
     created = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
     # A server that takes nobody in any more still knows its jobs.
-    server.queue.close("full")
+    server.link.shut(UnavailableError("full"))
     again = await client.create_job("Hello", job_id="mine", max_new_tokens=6)
     assert again.created_at == created.created_at
     assert server.manager.num_jobs == 1
@@ -79,7 +71,7 @@ async def test_another_request_cannot_have_the_name(client: AsyncClient, other: 
             await collect(client.generate(prompt, job_id="mine", **params))
 
 
-async def test_a_job_that_was_left_or_failed_can_be_tried_again(server: GenerationServer, client: AsyncClient) -> None:
+async def test_a_job_that_was_left_or_failed_goes_on(server: GenerationServer, client: AsyncClient) -> None:
     server.loop.pause_tokens = TOKENS_PER_STEP
     async with aclosing(client.generate([5], job_id="mine", max_new_tokens=9)) as chunks:
         await anext(chunks)
@@ -240,10 +232,10 @@ async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
 ) -> None:
     add = SampleOutput.add
 
-    def break_one(output: SampleOutput, *steps: SequenceOutput) -> SequenceOutput | None:
-        if output.num_tokens and any(set(progress.token_ids) <= {5, 6} for progress in steps):
+    def break_one(output: SampleOutput, token_ids: list[int], *others: Any, **more: Any) -> None:
+        if output.num_tokens and set(token_ids) <= {5, 6}:
             raise OverflowError("no token has this number")
-        return add(output, *steps)
+        add(output, token_ids, *others, **more)
 
     monkeypatch.setattr(SampleOutput, "add", break_one)
     server.loop.may_step.clear()

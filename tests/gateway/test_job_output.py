@@ -1,4 +1,4 @@
-"""Tests that a sample's output does not depend on how its steps are bundled or when it is read."""
+"""Tests that a sample's output does not depend on when it is read, nor on ends after which it goes on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sampling import SamplingParams
-from slipstream.common.api.sequence import SequenceOutput, SequenceSpec
-from slipstream.common.errors import UnavailableError
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.sample import SampleOutput
+from slipstream.gateway.sample_output import SampleOutput
 from slipstream.gateway.validation import CheckedRequest
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
@@ -38,14 +37,21 @@ def output_of(kind: str, stop: tuple[str, ...]) -> SampleOutput:
     return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
 
 
-def steps_of(tokens: list[list[int]], end: FinishReason | None, *, ends_with_token: bool) -> list[SequenceOutput]:
-    """Outputs of consecutive steps; the last carries the finish reason, or an error if `end` is None."""
-    ending = SequenceOutput(finish_reason=end, error=None if end is not None else UnavailableError("verify is gone"))
-    steps = [SequenceOutput(token_ids=ids, logprobs=tuple(TokenLogprobs(-token) for token in ids)) for ids in tokens]
-    if ends_with_token and end is not None:
-        last = steps.pop()
-        ending = SequenceOutput(token_ids=last.token_ids, logprobs=last.logprobs, finish_reason=end)
-    return [*steps, ending]
+Step = tuple[list[int], FinishReason | None]
+
+
+def steps_of(tokens: list[list[int]], end: FinishReason | None, *, ends_with_token: bool) -> list[Step]:
+    """Outputs of consecutive steps; the last carries the finish reason, unless `end` is None."""
+    steps: list[Step] = [(ids, None) for ids in tokens]
+    if end is None:
+        return steps
+    return [*steps[:-1], (tokens[-1], end)] if ends_with_token else [*steps, ([], end)]
+
+
+def add(output: SampleOutput, step: Step) -> None:
+    """Adds a step."""
+    ids, end = step
+    output.add(ids, 0, tuple(TokenLogprobs(-token) for token in ids), end)
 
 
 def read_all(output: SampleOutput, chunks: list[OutputChunk]) -> None:
@@ -67,7 +73,7 @@ def seen_in(chunks: list[OutputChunk]) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama", "suffix"])
-def test_bundles_of_steps_are_the_steps(kind: str) -> None:
+def test_output_does_not_depend_on_when_it_is_read(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
     letters = st.text(alphabet="abcdeé你 ", min_size=1, max_size=8).map(tokenizer.encode)
     any_tokens = st.lists(st.integers(0, MAX_ID), min_size=1, max_size=5)
@@ -78,36 +84,35 @@ def test_bundles_of_steps_are_the_steps(kind: str) -> None:
         end=st.sampled_from(ENDS),
         ends_with_token=st.booleans(),
         stop=st.lists(st.text(alphabet="abcde ", min_size=1, max_size=3), max_size=2).map(tuple),
-        is_bundle_end=st.lists(st.booleans(), min_size=9, max_size=9),
         is_read=st.lists(st.booleans(), min_size=9, max_size=9),
+        reopened_after=st.integers(0, 9),
     )
     def check(
         tokens: list[list[int]],
         end: FinishReason | None,
         ends_with_token: bool,
         stop: tuple[str, ...],
-        is_bundle_end: list[bool],
         is_read: list[bool],
+        reopened_after: int,
     ) -> None:
         steps = steps_of(tokens, end, ends_with_token=ends_with_token)
-        one_by_one, bundled = output_of(kind, stop), output_of(kind, stop)
+        whole, parts = output_of(kind, stop), output_of(kind, stop)
         expected: list[OutputChunk] = []
         seen: list[OutputChunk] = []
-        bundle: list[SequenceOutput] = []
         for number, step in enumerate(steps):
-            assert one_by_one.add(step) is (step if step is steps[-1] else None)
-            read_all(one_by_one, expected)
-            bundle.append(step)
-            if is_bundle_end[number] or step is steps[-1]:
-                # Nothing comes after the end.
-                late = [SequenceOutput(token_ids=[5], logprobs=(TokenLogprobs(-5),))] if step is steps[-1] else []
-                assert bundled.add(*bundle, *late) is (step if step is steps[-1] else None)
-                bundle = []
+            add(whole, step)
+            if number == reopened_after and not parts.is_cut:
+                # Ends, and goes on from the output that it has.
+                add(parts, ([], FinishReason.ABORT))
+                parts.reopen(Vocabulary(tokenizer).new_detokenizer())
+            add(parts, step)
             if is_read[number]:
-                read_all(bundled, seen)
+                read_all(parts, seen)
+        read_all(whole, expected)
+        # Nothing comes after the end.
         if not seen or seen[-1].finish_reason is None:
-            read_all(bundled, seen)
+            read_all(parts, seen)
         assert seen_in(seen) == seen_in(expected)
-        assert (bundled.is_cut, bundled.finish_reason) == (one_by_one.is_cut, one_by_one.finish_reason)
+        assert (parts.is_cut, parts.finish_reason) == (whole.is_cut, whole.finish_reason)
 
     check()

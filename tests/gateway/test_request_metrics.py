@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry
 from slipstream.gateway.request_metrics import OUTCOMES, RequestMetrics
-from tests.harness.generation_server import TOKENS_PER_STEP, collect
+from tests.harness.generation_server import collect
+from tests.harness.scripted_scheduler import TOKENS_PER_STEP
 from tests.harness.tokenizers_by_kind import spell_first_never
 
 if TYPE_CHECKING:

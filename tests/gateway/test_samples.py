@@ -17,15 +17,8 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.gateway.validation import sample_seed
-from tests.harness.generation_server import (
-    TOKENS_PER_STEP,
-    collect,
-    generation_server,
-    logprobs_of,
-    state_of,
-    text_of,
-    tokens_of,
-)
+from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.scripted_scheduler import TOKENS_PER_STEP, logprobs_of
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 
@@ -78,7 +71,7 @@ async def test_all_find_room_in_the_queue_or_none() -> None:
         with pytest.raises(ResourceExhaustedError, match="too full for 2 more: 3 jobs are waiting") as caught:
             await client.create_job([5], job_id="late", n=2, max_new_tokens=3)
         assert caught.value.retry_after_ms > 0
-        assert len(server.queue) == 3
+        assert server.link.num_waiting == 3
         await client.create_job([5], job_id="last", max_new_tokens=3)
         assert server.manager.num_jobs == 3
         server.loop.may_step.set()

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs, Usage
 from slipstream.common.api.sampling import SamplingParams
-from slipstream.common.api.sequence import SequenceOutput, SequenceSpec
+from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import UnavailableError
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.sample import SampleOutput
+from slipstream.gateway.running_sequence import RunningSequence
+from slipstream.gateway.sample import Sample
+from slipstream.gateway.sample_output import SampleOutput
 from slipstream.gateway.validation import CheckedRequest
-from tests.harness.generation_server import EOS_ID, TOKENS_PER_STEP, collect, state_of, text_of, tokens_of
+from tests.harness.generation_server import collect, state_of, text_of, tokens_of
+from tests.harness.scripted_scheduler import EOS_ID, TOKENS_PER_STEP
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
@@ -85,13 +88,13 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
         steps = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]
         seen: list[OutputChunk] = []
         for (start, end), has_reader in zip(pairwise(steps), reads, strict=False):
-            output.add(progress(ids[start:end], FinishReason.LENGTH if end == len(ids) else None))
+            add(output, ids[start:end], FinishReason.LENGTH if end == len(ids) else None)
             if has_reader and (chunk := output.read(len(tokens_of(seen)))) is not None:
                 seen.append(chunk)
         if output.finish_reason is None:
             # The loop has been told, and has brought one more step by then.
-            output.add(progress([5, 6], None))
-            output.add(SequenceOutput(finish_reason=FinishReason.ABORT))
+            add(output, [5, 6])
+            add(output, [], FinishReason.ABORT)
         output.finish(USAGE)
         if not seen or seen[-1].finish_reason is None:
             last = output.read(len(tokens_of(seen)))
@@ -110,35 +113,33 @@ def test_an_output_ends_where_the_whole_text_would(kind: str) -> None:
     check()
 
 
+SPEC = SequenceSpec(
+    job_id="a",
+    prompt=(5,),
+    max_new_tokens=100,
+    sampling=SamplingParams(),
+    stop_token_ids=frozenset(),
+    top_logprobs=0,
+)
+
+
 def output_of(kind: str, stops: list[str], *, min_new_tokens: int = 0) -> SampleOutput:
     """The output of a sample of a job with stop strings."""
-    spec = SequenceSpec(
-        job_id="a",
-        prompt=(5,),
-        max_new_tokens=100,
-        sampling=SamplingParams(),
-        stop_token_ids=frozenset(),
-        top_logprobs=0,
-    )
-    request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=tuple(stops), min_new_tokens=min_new_tokens)
+    request = CheckedRequest(job_id="a", digest=b"", samples=(SPEC,), stop=tuple(stops), min_new_tokens=min_new_tokens)
     return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer())
 
 
-def progress(ids: list[int], reason: FinishReason | None) -> SequenceOutput:
-    """The output of one step, with a logprob for each token."""
-    return SequenceOutput(
-        token_ids=tuple(ids),
-        logprobs=tuple(TokenLogprobs(-token) for token in ids),
-        finish_reason=reason,
-    )
+def add(output: SampleOutput, ids: list[int], reason: FinishReason | None = None) -> None:
+    """Adds the output of a step, with a logprob for each token."""
+    output.add(ids, 0, tuple(TokenLogprobs(-token) for token in ids), reason)
 
 
 def test_what_is_left_of_a_cancelled_job_may_be_a_stop_string() -> None:
     half = next(t for t in range(MAX_ID) if Vocabulary(make_tokenizer("byte level")).bytes_of(t) == "你".encode()[:1])
     for stops, expected in ((["\ufffd"], ("", "stop", "\ufffd")), (["\ufffd!"], ("\ufffd", "abort", None))):
         output = output_of("byte level", stops)
-        output.add(progress([half], None))
-        output.add(SequenceOutput(finish_reason=FinishReason.ABORT))
+        add(output, [half])
+        add(output, [], FinishReason.ABORT)
         output.finish(USAGE)
         chunk = output.read(0)
         assert chunk is not None
@@ -221,7 +222,10 @@ async def test_who_watches_a_job_that_nobody_watched(server: GenerationServer, c
 
 async def test_a_job_that_has_stopped_does_not_fail(server: GenerationServer) -> None:
     """The workers may be lost before the loop knows of the end."""
-    output = output_of("byte level", ["b"])
-    output.add(progress(server.model.tokenizer.encode("abc"), None))
-    output.add(SequenceOutput(error=UnavailableError("verify is gone")))
-    assert (output.finish_reason, output.matched_stop) == ("stop", "b")
+    sequence = RunningSequence(SPEC)
+    sample = Sample(sequence, output_of("byte level", ["b"]))
+    ids = server.model.tokenizer.encode("abc")
+    logprobs = tuple(TokenLogprobs(-token) for token in ids)
+    assert sample.add(ids, 0, logprobs, None, num_draft_tokens=0, published_ns=1), "the scheduler must end it"
+    sample.end(None, UnavailableError("verify is gone"))
+    assert (sample.error, sample.output.finish_reason, sample.output.matched_stop) == (None, "stop", "b")

@@ -13,10 +13,11 @@ from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import DeadlineExceededError, ResourceExhaustedError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.gateway.sample import MAX_CHUNK_TOKENS
+from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS
 from slipstream.gateway.validation import parse_request
 from slipstream.protos import generation_pb2, generation_pb2_grpc
-from tests.harness.generation_server import TOKENS_PER_STEP, collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.scripted_scheduler import TOKENS_PER_STEP
 from tests.harness.tokenizers_by_kind import TEXT
 from tests.harness.waiting import until
 
@@ -109,7 +110,7 @@ async def test_a_deadline_ends_the_job(is_running: bool) -> None:
         ended = await state_of(client, "mine", JobState.ENDED)
         assert (ended.finish_reason, ended.num_tokens) == ("abort", TOKENS_PER_STEP * is_running)
         assert [job.spec.job_id for job in server.loop.cancelled] == ["mine"]
-        assert not len(server.queue)
+        assert not server.link.num_waiting
         assert server.metric("requests_total", outcome="deadline") == 1
         # The deadline of a watch is the watch's alone.
         with pytest.raises(DeadlineExceededError):
@@ -123,7 +124,7 @@ async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
     spec = parse_request(
         generation_pb2.GenerateRequest(job_id="mine", text="a"), server.model.limits, server.model.tokenizer
     )
-    job = server.manager.create(spec, server.model.vocabulary.new_detokenizer)
+    job = server.manager.create(spec, server.model)
     server.manager.enter(job)
     with pytest.raises(DeadlineExceededError, match="'mine' had 0 tokens"):
         await collect(server.manager.watch(job, timeout_s=0.01))

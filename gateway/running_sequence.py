@@ -1,0 +1,81 @@
+"""A sequence as the gateway keeps it: whatever happens to the scheduler, it can be submitted again with its output."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from slipstream.common.api.output_chunk import mean_accept_length
+
+if TYPE_CHECKING:
+    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.protos import scheduler_pb2
+
+
+@dataclass(slots=True)
+class SequenceStats:
+    """Counts and times of a sequence; times are in seconds of `time.monotonic`."""
+
+    total_draft_tokens: int = 0
+    """Tokens that the draft proposed: K for each checked draft, also where fewer may be accepted."""
+    drafts_by_accepted: list[int] = field(default_factory=list)
+    """[i]: drafts that the target checked, and accepted i tokens of."""
+    admitted_at: float | None = None
+    """When it got a slot for the first time."""
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+
+    def add_draft(self, num_proposed: int, num_accepted: int) -> None:
+        """Counts one more draft that the target has checked."""
+        self.total_draft_tokens += num_proposed
+        try:
+            self.drafts_by_accepted[num_accepted] += 1
+        except IndexError:
+            missing = max(num_proposed, num_accepted) + 1 - len(self.drafts_by_accepted)
+            self.drafts_by_accepted += [0] * missing
+            self.drafts_by_accepted[num_accepted] += 1
+
+    @property
+    def num_verify_steps(self) -> int:
+        """Drafts that the target checked."""
+        return sum(self.drafts_by_accepted)
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """[K]: drafts whose token at this place was accepted; empty if there was none."""
+        return tuple(accumulate(reversed(self.drafts_by_accepted[1:])))[::-1]
+
+    @property
+    def total_accepted_tokens(self) -> int:
+        """Draft tokens that the target accepted; a cut at the end of the output is not counted."""
+        return sum(num_accepted * count for num_accepted, count in enumerate(self.drafts_by_accepted))
+
+    @property
+    def mean_accept_length(self) -> float:
+        """Tokens per verify step: 1 + accepted / steps."""
+        return mean_accept_length(self.total_accepted_tokens, self.num_verify_steps)
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """A sequence that is not over, with or without a scheduler. Belongs to the event loop; compared by identity."""
+
+    spec: SequenceSpec
+    """As the request asks for it, without output."""
+    arrived_at: float = field(default_factory=time.monotonic)
+    """Seconds of `time.monotonic`."""
+    output: array[int] = field(default_factory=lambda: array("I"))
+    """The tokens that it has. The array of its sample, which grows."""
+    stats: SequenceStats = field(default_factory=SequenceStats)
+    id: int = 0
+    """The id under which the scheduler knows it; 0 if none does."""
+    is_cancelled: bool = False
+
+    def to_pb(self, epoch: int) -> scheduler_pb2.NewSequence:
+        """Encodes it with its output so far."""
+        spec = replace(self.spec, output=tuple(self.output), arrived_ns=int(self.arrived_at * 1e9))
+        return spec.to_pb(self.id, epoch)

@@ -1,0 +1,262 @@
+"""The output of a sample, kept once and read by any number of watchers."""
+
+from __future__ import annotations
+
+import io
+from array import array
+from functools import lru_cache
+from itertools import accumulate, chain
+from operator import sub
+from typing import TYPE_CHECKING
+
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs
+from slipstream.gateway.stop_strings import StopMatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from slipstream.common.api.output_chunk import MatchedStop, Usage
+    from slipstream.gateway.detokenizer import Detokenizer
+    from slipstream.gateway.validation import CheckedRequest
+
+MAX_CHUNK_TOKENS = 4096
+"""A few milliseconds of the event loop's time, in which it serves no other call. Logprobs count like tokens."""
+
+
+class SampleOutput:
+    """The output of a sample. At most `max_new_tokens` tokens, at 20 to 30 bytes each with their text.
+
+    Tokens become text when they are read for the first time, so a job that nobody watches costs no such work; with stop
+    strings they do at once, and the output is cut behind the token that completes one.
+    """
+
+    def __init__(
+        self, request: CheckedRequest, detokenizer: Detokenizer, *, sample_index: int = 0, attempt: int = 0
+    ) -> None:
+        """`detokenizer` is this sample's alone."""
+        self.token_ids = array("I")
+        """Tokens so far. Only `add` changes it."""
+        self.num_steps = 0
+        """Steps that brought tokens."""
+        self.published_ns = 0
+        """When the newest token was published, by `time.monotonic_ns`."""
+        self.published_before_ns = 0
+        """The same for the step before that."""
+        self._job_id = request.job_id
+        self._attempt = attempt
+        self._sample_index = sample_index
+        self._detokenizer = detokenizer
+        self._stop = request.stop
+        self._stops = StopMatcher(request.stop) if request.stop else None
+        self._min_new_tokens = request.min_new_tokens
+        self._is_draft = bytearray()
+        num_top = request.samples[sample_index].top_logprobs
+        self._logprobs = None if num_top is None else LogprobColumns(num_top)
+        self._max_chunk_tokens = MAX_CHUNK_TOKENS // (1 + (num_top or 0))
+        self._text = io.StringIO()
+        self._text_ends = array("I")
+        """For each spelled token, the number of code points up to and including its own."""
+        self._tail: str | None = None
+        """Text held back at the end, if the end came without a token that it could belong to."""
+        self._finish_reason: FinishReason | None = None
+        self._usage: Usage | None = None
+        self._ends_with_token = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_spelled(self) -> int:
+        """Tokens that are text by now."""
+        return len(self._text_ends)
+
+    @property
+    def is_cut(self) -> bool:
+        """True once a stop string is complete; output that still comes is ignored."""
+        return self._stops is not None and self._stops.matched is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The reason of the end; None while the sample goes on, and if it failed."""
+        return self._finish_reason
+
+    @property
+    def matched_stop(self) -> MatchedStop | None:
+        """The stop string or token that ended the sample."""
+        if self._finish_reason is not FinishReason.STOP:
+            return None
+        return self._stops.matched if self._stops is not None and self.is_cut else self.token_ids[-1]
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        num_accepted: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
+        reason: FinishReason | None = None,
+        *,
+        published_ns: int = 0,
+    ) -> None:
+        """Adds the output of a step: the first `num_accepted` tokens were the draft's. Nothing counts after a cut."""
+        if not self.is_cut:
+            if token_ids:
+                self.token_ids.extend(token_ids)
+                self._is_draft += _draft_flags(num_accepted, len(token_ids))
+                self.num_steps += 1
+                self.published_before_ns, self.published_ns = self.published_ns, published_ns
+                if self._logprobs is not None:
+                    self._logprobs.extend(logprobs)
+            if self._stops is None and reason is None:
+                return
+            self._finish_reason = reason
+            self._ends_with_token = bool(token_ids)
+            if self._stops is not None:
+                self.spell(self.num_tokens)
+        if self.is_cut:
+            # The sequence may end in any other way after it was cut here.
+            self._finish_reason = None if reason is None else FinishReason.STOP
+
+    def reopen(self, detokenizer: Detokenizer) -> None:
+        """Goes on after an end that was none of the output's own. Its text is spelled again when it is read."""
+        self._detokenizer = detokenizer
+        self._text = io.StringIO()
+        self._text_ends = array("I")
+        self._tail = self._finish_reason = self._usage = None
+        self._ends_with_token = False
+        if self._stop:
+            self._stops = StopMatcher(self._stop)
+            self.spell(self.num_tokens)
+
+    def finish(self, usage: Usage) -> None:
+        """Sets the usage, which comes with the last chunk."""
+        self._usage = usage
+
+    def read(self, offset: int) -> OutputChunk | None:
+        """A chunk of tokens from `offset` on; None if there are none yet and the sample has not finished."""
+        num_tokens = len(self.token_ids)
+        end = min(num_tokens, offset + self._max_chunk_tokens)
+        is_last = self._finish_reason is not None and end == num_tokens
+        if offset == end and not is_last:
+            return None
+        self.spell(end)
+        start_character = self._text_ends[offset - 1] if offset else 0
+        text_ends = self._text_ends[offset:end]
+        self._text.seek(start_character)
+        text = self._text.read(text_ends[-1] - start_character) if text_ends else ""
+        return OutputChunk(
+            job_id=self._job_id,
+            token_offset=offset,
+            token_ids=tuple(self.token_ids[offset:end]),
+            text=text + (self._tail or "") if is_last else text,
+            is_draft=tuple(memoryview(self._is_draft[offset:end]).cast("?")),
+            text_lengths=tuple(map(sub, text_ends, chain((start_character,), text_ends))),
+            logprobs=() if self._logprobs is None else self._logprobs.read(offset, end),
+            sample_index=self._sample_index,
+            finish_reason=self._finish_reason if is_last else None,
+            matched_stop=self.matched_stop if is_last else None,
+            usage=self._usage if is_last else None,
+            attempt=self._attempt,
+            published_ns=self.published_ns if offset < end else 0,
+        )
+
+    def spell(self, end: int) -> None:
+        """Turns the tokens before `end` into text."""
+        start = self.num_spelled
+        is_end = self._finish_reason is not None and end == self.num_tokens
+        last = end - (is_end and self._ends_with_token)
+        if start < last:
+            text, lengths = self._detokenizer.push_all(self.token_ids[start:last])
+            if self._stops is None or self._stops.passes(text):
+                self._append(text, lengths)
+            else:
+                self._append_certain(text, lengths, start)
+        if is_end and self._tail is None and not self.is_cut:
+            self._spell_end(end)
+
+    def _append_certain(self, text: str, lengths: list[int], start: int) -> None:
+        """Appends the text of the tokens from `start` on, as far as it cannot belong to a stop string."""
+        character = 0
+        for index, length in enumerate(lengths, start):
+            certain = self._certain(text[character : character + length], index)
+            character += length
+            self._append(certain, [len(certain)])
+            if self.is_cut:
+                self._truncate(index + 1)
+                return
+
+    def _spell_end(self, end: int) -> None:
+        """Spells the token that the end came with, if there is one, and the text held back so far."""
+        if not self._ends_with_token:
+            self._tail = self._spell_rest("", end)
+            return
+        self._tail = ""
+        # A token that stops the output is no part of the text.
+        is_shown = self._finish_reason is not FinishReason.STOP
+        text = self._detokenizer.push(self.token_ids[end - 1]) if is_shown else ""
+        text = self._spell_rest(text, end - 1)
+        self._append(text, [len(text)])
+
+    def _append(self, text: str, lengths: list[int]) -> None:
+        self._text.seek(0, io.SEEK_END)
+        self._text.write(text)
+        lengths[0] += self._text_ends[-1] if self._text_ends else 0
+        self._text_ends.extend(accumulate(lengths))
+
+    def _spell_rest(self, text: str, index: int) -> str:
+        """`text` with the text held back so far."""
+        certain = self._certain(text + self._detokenizer.finish(), index)
+        return certain if self._stops is None else certain + self._stops.finish()
+
+    def _certain(self, text: str, index: int) -> str:
+        """The part of the text so far that cannot belong to a stop string, when `text` came with token `index`."""
+        return text if self._stops is None else self._stops.push(text, counts=index >= self._min_new_tokens)
+
+    def _truncate(self, num_tokens: int) -> None:
+        """Drops the tokens that the same step brought after the stop; they were never sent."""
+        del self.token_ids[num_tokens:]
+        del self._is_draft[num_tokens:]
+        if self._logprobs is not None:
+            self._logprobs.truncate(num_tokens)
+        self._tail = ""
+
+
+class LogprobColumns:
+    """The logprobs of a sample in float32: 4 bytes a token, and 8 for each of the top tokens at its place."""
+
+    def __init__(self, num_top: int) -> None:
+        """`num_top`: top tokens at each place."""
+        self._num_top = num_top
+        self._own = array("f")
+        self._top_ids = array("I")
+        self._top = array("f")
+
+    def extend(self, tokens: Iterable[TokenLogprobs]) -> None:
+        """Appends the logprobs of the next tokens."""
+        for token in tokens:
+            assert len(token.top) == self._num_top, f"{len(token.top)} logprobs where {self._num_top} were asked for"
+            self._own.append(token.logprob)
+            for token_id, logprob in token.top:
+                self._top_ids.append(token_id)
+                self._top.append(logprob)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drops all but the first `num_tokens`."""
+        del self._own[num_tokens:]
+        del self._top_ids[num_tokens * self._num_top :]
+        del self._top[num_tokens * self._num_top :]
+
+    def read(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
+        """The logprobs of the tokens [start, end)."""
+        return tuple(self._read(index) for index in range(start, end))
+
+    def _read(self, index: int) -> TokenLogprobs:
+        row = slice(index * self._num_top, (index + 1) * self._num_top)
+        return TokenLogprobs(self._own[index], tuple(zip(self._top_ids[row], self._top[row], strict=True)))
+
+
+@lru_cache(maxsize=256)
+def _draft_flags(num_draft: int, num_tokens: int) -> bytes:
+    """A flag for each token: 1 for the first `num_draft`, else 0."""
+    num_draft = min(num_draft, num_tokens)
+    return b"\1" * num_draft + bytes(num_tokens - num_draft)

@@ -1,0 +1,327 @@
+"""The link from a gateway to the scheduler: keeps its stream open, and submits sequences again when it broke."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import grpc
+
+from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.api.server_state import SchedulerDescription, SchedulerState
+from slipstream.common.api.step_output import Refusal, StepOutput
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.gateway.running_sequence import RunningSequence
+from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerGoneError, SchedulerStream, channel_options
+from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.gateway.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_MS = 500
+MAX_TOKENS_PER_MESSAGE = 2**19
+"""Prompts and outputs in one message to the scheduler; a longer sequence goes alone. 2 MiB or less."""
+DESCRIBE_TIMEOUT_S = 1.0
+
+
+class Receiver(Protocol):
+    """Takes the output of sequences."""
+
+    def deliver(self, step: StepOutput) -> None:
+        """Called with the output of a step; the ids are those of `SchedulerLink.running`."""
+
+    def end(
+        self, sequence: RunningSequence, reason: FinishReason | None = None, error: SlipstreamError | None = None
+    ) -> None:
+        """Called when a sequence is over without output: with the reason or the error."""
+
+    async def settled(self) -> None:
+        """Returns when all that was delivered is in the sequences' output."""
+
+
+class SchedulerLink:
+    """Runs sequences at the scheduler, whichever there is. Belongs to the event loop.
+
+    A sequence waits while there is no scheduler, and runs on at the next one from the output that it has.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        load_model: Callable[[SchedulerDescription, ServedModel | None], ServedModel],
+        *,
+        capacity: int,
+        outage_timeout_s: float,
+        on_serving: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """`load_model`: see there; called on a thread. `capacity`: sequences that may wait for their first slot.
+
+        A sequence that has had no scheduler for `outage_timeout_s` fails. `on_serving` is called with whether there
+        is one, when that changes.
+        """
+        self.running: dict[int, RunningSequence] = {}
+        """The sequences that the scheduler has now, by their ids."""
+        self.num_waiting = 0
+        """Sequences that wait for their first slot."""
+        self.description: SchedulerDescription | None = None
+        """Of the scheduler that serves, or that served last."""
+        self._address = address
+        self._load_model = load_model
+        self._capacity = capacity
+        self._outage_timeout_s = outage_timeout_s
+        self._on_serving = on_serving
+        self._receiver: Receiver | None = None
+        self._sequences: dict[RunningSequence, None] = {}
+        """All that are not over, in the order of their arrival."""
+        self._model: ServedModel | None = None
+        self._absence: SlipstreamError | None = UnavailableError(
+            "the scheduler is not attached to its workers", retry_after_ms=RETRY_AFTER_MS
+        )
+        self._is_final = False
+        self._shut: SlipstreamError | None = None
+        self._last_id = 0
+        self._outgoing: list[RunningSequence] = []
+        self._cancelled: list[int] = []
+        self._is_flushing = False
+        self._outage_at = time.monotonic()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._stub: Any = None
+        self._stream: SchedulerStream | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that had a slot and are not over."""
+        return len(self._sequences) - self.num_waiting
+
+    def model(self) -> ServedModel:
+        """The model that is served, or was last.
+
+        Raises UnavailableError before the first one, FailedPreconditionError if the scheduler can never serve.
+        """
+        if self._model is None or self._is_final:
+            assert self._absence is not None, "without a model there is a reason for it"
+            raise self._absence
+        return self._model
+
+    def stream_interval_s(self) -> float:
+        """The least time between two messages of a stream where no setting says it: 0 on a GPU, 5 ms on a CPU."""
+        return 0.005 if self.description is not None and self.description.server.fence == "host" else 0.0
+
+    async def describe(self) -> SchedulerDescription:
+        """What the scheduler serves, and its load now, or the last known ones. Raises the errors of `model`."""
+        if self.description is None:
+            self.model()
+        if self._absence is None:
+            try:
+                request = scheduler_pb2.DescribeSchedulerRequest()
+                ask = partial(self._stub.Describe, request, timeout=DESCRIBE_TIMEOUT_S)
+                return SchedulerDescription.from_pb(await asyncio.to_thread(ask))
+            except grpc.RpcError:
+                logger.debug("the scheduler does not describe itself", exc_info=True)
+        assert self.description is not None, "a model comes with a description"
+        return self.description
+
+    def submit(self, *specs: SequenceSpec) -> tuple[RunningSequence, ...]:
+        """Submits new sequences, all or none. Raises ResourceExhaustedError if the queue is full, and `shut`'s."""
+        self.check_room(len(specs))
+        sequences = tuple(RunningSequence(spec) for spec in specs)
+        self.add(*sequences)
+        return sequences
+
+    def add(self, *sequences: RunningSequence) -> None:
+        """Adds sequences that may have output already, without a look at the queue's bound."""
+        for sequence in sequences:
+            self._sequences[sequence] = None
+            self.num_waiting += sequence.stats.admitted_at is None
+            if self._absence is None:
+                self._send(sequence)
+        if self._absence is not None:
+            self._watch_outage()
+
+    def check_room(self, num_sequences: int = 1) -> None:
+        """Raises the error that `submit` would raise for so many sequences now."""
+        if self._shut is not None:
+            raise self._shut
+        if self.num_waiting + num_sequences > self._capacity:
+            few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
+            message = f"the queue is {few}: {self.num_waiting} jobs are waiting, of at most {self._capacity}"
+            raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+
+    def cancel(self, sequence: RunningSequence) -> None:
+        """Asks for the end of a sequence; it comes soon. No effect if it is over."""
+        if sequence.is_cancelled or sequence not in self._sequences:
+            return
+        sequence.is_cancelled = True
+        if sequence.id:
+            self._cancelled.append(sequence.id)
+            self._flush_soon()
+        else:
+            asyncio.get_running_loop().call_soon(self._abort, sequence)
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Called by the receiver when a sequence is over."""
+        if sequence in self._sequences:
+            del self._sequences[sequence]
+            self.num_waiting -= sequence.stats.admitted_at is None
+            self.running.pop(sequence.id, None)
+
+    def shut(self, error: SlipstreamError) -> None:
+        """Refuses new sequences with `error` from now on."""
+        self._shut = error
+        self._on_serving(False)
+
+    async def run(self, receiver: Receiver) -> NoReturn:
+        """Keeps the link until it is cancelled. Raises CheckpointError when the tokenizer cannot be loaded."""
+        self._receiver = receiver
+        with grpc.insecure_channel(self._address, options=channel_options()) as channel:
+            self._stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
+            while True:
+                self._stream = SchedulerStream(self._stub)
+                try:
+                    while True:
+                        for message in await self._stream.receive():
+                            await self._take(message, receiver)
+                except SchedulerGoneError as error:
+                    if not self._is_final:
+                        await self._pause(receiver, str(error))
+                finally:
+                    await asyncio.to_thread(self._stream.close)
+                await asyncio.sleep(RECONNECT_S)
+
+    async def _take(self, message: scheduler_pb2.RunResponse, receiver: Receiver) -> None:
+        if message.HasField("state"):
+            await self._change_state(SchedulerState.from_pb(message.state), receiver)
+        if message.HasField("output"):
+            step = StepOutput.from_pb(message.output)
+            self._note_admitted(step)
+            receiver.deliver(step)
+        for refusal in map(Refusal.from_pb, message.refusals):
+            if (sequence := self.running.get(refusal.sequence)) is not None:
+                receiver.end(sequence, error=refusal.error)
+
+    def _flush(self) -> None:
+        """Sends new sequences and cancels, those of one turn of the event loop together."""
+        self._is_flushing = False
+        if self._absence is not None or self.description is None or self._stream is None:
+            return
+        epoch = self.description.server.epoch
+        while self._outgoing or self._cancelled:
+            num_sequences = _num_in_message(self._outgoing)
+            now, self._outgoing = self._outgoing[:num_sequences], self._outgoing[num_sequences:]
+            cancelled: list[int] = []
+            if not self._outgoing:
+                cancelled, self._cancelled = self._cancelled, []
+            sequences = [sequence.to_pb(epoch) for sequence in now]
+            self._stream.send(scheduler_pb2.RunRequest(sequences=sequences, cancelled=cancelled))
+
+    def _flush_soon(self) -> None:
+        if not self._is_flushing:
+            self._is_flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def _change_state(self, state: SchedulerState, receiver: Receiver) -> None:
+        if state.serving is not None:
+            await self._serve(state.serving, receiver)
+            return
+        if state.is_final:
+            error = FailedPreconditionError(f"this server cannot serve: {state.paused}")
+            await self._pause(receiver, state.paused, error)
+            for sequence in tuple(self._sequences):
+                receiver.end(sequence, error=error)
+        else:
+            await self._pause(receiver, state.paused)
+
+    async def _serve(self, description: SchedulerDescription, receiver: Receiver) -> None:
+        """Submits all sequences to a scheduler that serves from now on."""
+        if self._absence is None:
+            await self._pause(receiver, "the scheduler attached to its workers again")
+        loop = asyncio.get_running_loop()
+        model = await loop.run_in_executor(None, self._load_model, description, self._model)
+        if self._model is not None and self._model.identity != model.identity:
+            for sequence in tuple(self._sequences):
+                receiver.end(sequence, error=UnavailableError("the model changed"))
+        self.description, self._model, self._absence, self._is_final = description, model, None, False
+        for sequence in self._sequences:
+            self._send(sequence)
+        epoch = {"epoch": description.server.epoch}
+        logger.info("serving %s, %d sequences", description.server.model, len(self._sequences), extra=epoch)
+        self._on_serving(self._shut is None)
+
+    async def _pause(self, receiver: Receiver, reason: str, error: SlipstreamError | None = None) -> None:
+        """Keeps all sequences for the next scheduler, because this one has dropped them."""
+        if self._absence is None:
+            self._outage_at = time.monotonic()
+            logger.warning("no scheduler: %s", reason)
+        self._absence = error or UnavailableError(f"no scheduler: {reason}", retry_after_ms=RETRY_AFTER_MS)
+        self._is_final = error is not None
+        self._on_serving(False)
+        await receiver.settled()
+        self._outgoing.clear()
+        self._cancelled.clear()
+        self.running.clear()
+        for sequence in tuple(self._sequences):
+            sequence.id = 0
+            if sequence.is_cancelled:
+                self._abort(sequence)
+        self._watch_outage()
+
+    def _send(self, sequence: RunningSequence) -> None:
+        self._last_id += 1
+        sequence.id = self._last_id
+        self.running[sequence.id] = sequence
+        self._outgoing.append(sequence)
+        self._flush_soon()
+
+    def _abort(self, sequence: RunningSequence) -> None:
+        if self._receiver is not None and sequence in self._sequences:
+            self._receiver.end(sequence, FinishReason.ABORT)
+
+    def _note_admitted(self, step: StepOutput) -> None:
+        for number, admitted_ns in zip(step.admitted, step.admitted_ns, strict=True):
+            sequence = self.running.get(number)
+            if sequence is not None and sequence.stats.admitted_at is None:
+                sequence.stats.admitted_at = admitted_ns / 1e9
+                self.num_waiting -= 1
+
+    def _watch_outage(self) -> None:
+        """Sets a timer for the sequence that has been without a scheduler for longest, unless there is one."""
+        if self._expiry is not None or self._absence is None or not self._sequences:
+            return
+        since = min(max(self._outage_at, sequence.arrived_at) for sequence in self._sequences)
+        delay_s = since + self._outage_timeout_s - time.monotonic()
+        self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        if self._absence is None or self._receiver is None:
+            return
+        latest = time.monotonic() - self._outage_timeout_s
+        message = f"{self._absence}, for {self._outage_timeout_s:g} s"
+        for sequence in tuple(self._sequences):
+            if max(self._outage_at, sequence.arrived_at) <= latest:
+                error = UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
+                self._receiver.end(sequence, error=error)
+        self._watch_outage()
+
+
+def _num_in_message(sequences: Sequence[RunningSequence]) -> int:
+    """How many of the first sequences go into one message."""
+    num_tokens = 0
+    for number, sequence in enumerate(sequences):
+        num_tokens += len(sequence.spec.prompt) + len(sequence.output)
+        if number and num_tokens > MAX_TOKENS_PER_MESSAGE:
+            return number
+    return len(sequences)

@@ -1,0 +1,60 @@
+"""The model that is served: its tokenizer, its vocabulary and the limits of requests."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.gateway.detokenizer import Vocabulary
+from slipstream.gateway.tokenizer import load_tokenizer, longest_token
+from slipstream.gateway.validation import RequestLimits
+
+if TYPE_CHECKING:
+    from slipstream.common.api.server_state import SchedulerDescription
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja")
+
+
+class ServedModel:
+    """The tokenizer, vocabulary and limits of a model."""
+
+    def __init__(self, tokenizer: Any, limits: RequestLimits, *, identity: object = None) -> None:
+        """`tokenizer`: as `load_tokenizer` returns it. `identity`: equal for equal models, see `load_model`."""
+        self.tokenizer = tokenizer
+        longest = longest_token(tokenizer)
+        self.limits = replace(limits, max_characters=longest and longest * limits.context_tokens)
+        self.identity = identity
+        self.vocabulary = Vocabulary(tokenizer)
+
+
+def load_model(description: SchedulerDescription, last: ServedModel | None, *, max_samples: int) -> ServedModel:
+    """Loads the model that a scheduler describes; `last` itself if nothing has changed. Takes up to seconds.
+
+    Outputs of models of the same identity belong together: name, vocabulary size and the files of the tokenizer.
+    Raises CheckpointError when the tokenizer cannot be loaded.
+    """
+    server = description.server
+    limits = RequestLimits(
+        vocab_size=server.vocab_size,
+        context_tokens=server.context_tokens,
+        eos_token_ids=frozenset(description.eos_token_ids),
+        num_draft_tokens=server.num_draft_tokens,
+        max_samples=max_samples,
+    )
+    identity = (server.model, server.vocab_size, _digest(Path(description.tokenizer_path)))
+    if last is None or last.identity != identity:
+        return ServedModel(load_tokenizer(description.tokenizer_path), limits, identity=identity)
+    model = ServedModel(last.tokenizer, limits, identity=identity)
+    return last if last.limits == model.limits else model
+
+
+def _digest(directory: Path) -> str:
+    """Hash of a tokenizer's files."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()

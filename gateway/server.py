@@ -1,0 +1,98 @@
+"""The gateway process: the clients' service on the event loop, and the link to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from slipstream.common.api.server_state import ServerState, ServiceState
+from slipstream.common.errors import CheckpointError, UnavailableError
+from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.serving import GrpcServer
+from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
+from slipstream.gateway.manager import JobManager, JobStore
+from slipstream.gateway.request_metrics import RequestMetrics
+from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
+from slipstream.gateway.served_model import load_model
+from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
+from slipstream.gateway.validation import MAX_SAMPLES
+from slipstream.protos import generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from slipstream.common.rpc.listener import Listener
+    from slipstream.gateway.config import GatewayConfig
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: int | None) -> int:
+    """Serves until a signal, or until the model's tokenizer cannot be loaded; returns the exit status."""
+    registry = make_registry()
+    with ExitStack() as held:
+        signals = held.enter_context(ShutdownSignals())
+        port = held.enter_context(serve_metrics(registry, metrics_port))
+        executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
+        server = GrpcServer(listener, metrics=RpcMetrics(registry))
+        link = SchedulerLink(
+            config.scheduler,
+            partial(load_model, max_samples=min(MAX_SAMPLES, config.queue)),
+            capacity=config.queue,
+            outage_timeout_s=config.outage_timeout_s,
+            on_serving=server.set_serving,
+        )
+        interval_ms = config.stream_interval_ms
+        jobs = JobManager(
+            link,
+            JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s),
+            RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting),
+            stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
+        )
+
+        async def state() -> ServerState:
+            gateway = ServiceState(name="gateway", address=server.address, pid=os.getpid(), metrics_port=port)
+            behind = (await link.describe()).server
+            return replace(
+                behind,
+                queue_capacity=config.queue,
+                num_waiting=link.num_waiting,
+                services=(gateway, *behind.services),
+            )
+
+        servicer = GenerationServicer(
+            jobs, model=link.model, state=state, turns=FairTurns(executor), read_timeout_s=config.read_timeout_s
+        )
+        server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        await server.start()
+        linked = asyncio.create_task(link.run(jobs))
+        linked.add_done_callback(lambda _: signals.request())
+        await signals.wait()
+        await _finish(link, jobs, config.grace_s)
+        await server.stop(STOP_GRACE_S)
+        linked.cancel()
+        try:
+            await linked
+        except asyncio.CancelledError:
+            return 0
+        except CheckpointError as error:
+            print(f"slipstream-gateway: {error}", file=sys.stderr)
+            return 1
+
+
+async def _finish(link: SchedulerLink, jobs: JobManager, grace_s: float) -> None:
+    """Refuses new jobs and gives the others time to end."""
+    link.shut(UnavailableError("the server is shutting down", retry_after_ms=RETRY_AFTER_MS))
+    try:
+        async with asyncio.timeout(grace_s):
+            await jobs.wait_idle()
+    except TimeoutError:
+        logger.warning("%d jobs did not finish within %.0f s", jobs.num_jobs, grace_s)
