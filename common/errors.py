@@ -82,11 +82,7 @@ class UnavailableError(SlipstreamError):
     """A service that is needed is not there."""
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
-<<<<<<< HEAD
         """`retry_after_ms`: when the same call may succeed; None if it is not known to be safe to make it again."""
-=======
-        """`retry_after_ms`: set where the same call may succeed later."""
->>>>>>> split
         self.retry_after_ms = retry_after_ms
         super().__init__(message)
 
