@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.access import AccessSettings
 from slipstream.common.rpc.address import UnixAddress, parse_address
-from slipstream.common.settings import Settings, setting
+from slipstream.common.settings import setting
 
 LISTEN = "127.0.0.1:50051"
 _DAY_S = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewaySettings(Settings):
+class GatewaySettings(AccessSettings):
     """The gateway's settings that `slipstream up` has, too, and passes on."""
 
     queue: int = setting(

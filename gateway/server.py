@@ -42,7 +42,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
-        server = GrpcServer(listener, metrics=RpcMetrics(registry))
+        server = GrpcServer(listener, metrics=RpcMetrics(registry), access=config)
         link = SchedulerLink(
             config.scheduler,
             partial(load_model, max_samples=min(MAX_SAMPLES, config.queue)),

@@ -12,7 +12,6 @@ from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_optio
 from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
 from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.access import AccessSettings
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
@@ -56,7 +55,6 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
     listen: str = setting(
         DEFAULT_SERVER, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS"
     )
-    insecure_public: bool = setting(False, help="Listen at an address other than loopback without TLS.")
     metrics_port: int | None = setting(
         None,
         help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateway's follow; 0: any.",
@@ -84,7 +82,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        AccessSettings(insecure_public=self.insecure_public).check_address(self.listen)
+        self.check_address(self.listen)
         parse_address(self.socket("scheduler"), field="state_dir")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
