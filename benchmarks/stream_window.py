@@ -140,7 +140,7 @@ async def _stream_window(
 
     async with AsyncClient(served.address) as client:
         info = await client.server_info()
-        cpu = _CpuClock({service.name: service.pid for service in info.services})
+        cpu = CpuClock({service.name: service.pid for service in info.services})
         async with background(*(stream(client, number) for number in range(len(prompts)))) as streams:
             await asyncio.wait_for(is_warm.wait(), START_TIMEOUT_S)
             before, cpu_before = await scrape(served.metrics_port), cpu.read()
@@ -193,7 +193,7 @@ async def streaming(
             ended.result()
 
 
-class _CpuClock:
+class CpuClock:
     """CPU times of the services."""
 
     def __init__(self, pids: dict[str, int]) -> None:
