@@ -238,7 +238,8 @@ class DecodeBenchmark:
                 scheduler=SchedulerConfig(verify=address, draft=address, **self._scheduler, **device),  # type: ignore[arg-type]
             )
             await stack.process("one", *in_process_command(settings, address, metrics_port))
-            yield Served(address, metrics_port)
+            async with stack.gateway(address, metrics_port) as served:
+                yield served
 
     @property
     def _verify(self) -> dict[str, Any]:

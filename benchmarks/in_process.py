@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessSettings:
-    """The settings of what would be three services."""
+    """The settings of what would be scheduler, draft and verify."""
 
     verify: WorkerConfig
     draft: WorkerConfig | None

@@ -44,11 +44,11 @@ class Served:
 
     address: str
     """The gateway's, for clients."""
+    scheduler: str
+    """The scheduler's own address."""
     metrics_port: int
     """The scheduler's."""
     gateway_metrics_port: int
-    scheduler: str
-    """The scheduler's own address."""
 
 
 class Stack:
@@ -85,7 +85,7 @@ class Stack:
         await self._held.aclose()
 
     def socket(self, name: str) -> str:
-        """The address of the worker with this name."""
+        """The address of the worker or scheduler with this name."""
         return f"unix:{self._directory / 'run' / f'{name}.sock'}"
 
     async def worker(
@@ -138,29 +138,32 @@ class Stack:
 
         `options` are those of either.
         """
-        port, free_port, other_free_port = free_ports(3)
-        served = Served(
-            f"127.0.0.1:{port}",
-            metrics_port or free_port,
-            gateway_metrics_port or other_free_port,
-            f"unix:{self._directory / 'run' / 'scheduler.sock'}",
-        )
-        clients = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
-        scheduler = (
+        address, port = self.socket("scheduler"), metrics_port or free_ports(1)[0]
+        of_gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
+        command = (
             *(sys.executable, "-m", "slipstream.scheduler.main"),
-            *words(listen=served.scheduler, metrics_port=served.metrics_port, verify=self.socket(verify)),
+            *words(listen=address, metrics_port=port, verify=self.socket(verify)),
             *words(draft=draft and self.socket(draft), device=self._device, **options),
         )
-        gateway = (
-            *(sys.executable, "-m", "slipstream.gateway.main"),
-            *words(listen=served.address, metrics_port=served.gateway_metrics_port, scheduler=served.scheduler),
-            *words(**clients),
-        )
-        environment = self._scheduler_environment
+        gateway = self.gateway(address, port, gateway_metrics_port=gateway_metrics_port, **of_gateway)
         async with (
-            self._service("scheduler", served.scheduler, *scheduler, environment=environment),
-            self._service("gateway", served.address, *gateway, environment=environment),
+            self._service("scheduler", address, *command, environment=self._scheduler_environment),
+            gateway as served,
         ):
+            yield served
+
+    @asynccontextmanager
+    async def gateway(
+        self, scheduler: str, metrics_port: int, *, gateway_metrics_port: int | None = None, **options: Option
+    ) -> AsyncIterator[Served]:
+        """Runs a gateway in front of the scheduler at this address, whose metrics are at `metrics_port`."""
+        port, free_port = free_ports(2)
+        served = Served(f"127.0.0.1:{port}", scheduler, metrics_port, gateway_metrics_port or free_port)
+        command = (
+            *(sys.executable, "-m", "slipstream.gateway.main"),
+            *words(listen=served.address, metrics_port=served.gateway_metrics_port, scheduler=scheduler, **options),
+        )
+        async with self._service("gateway", served.address, *command, environment=self._scheduler_environment):
             yield served
 
     @asynccontextmanager

@@ -96,8 +96,8 @@ async def _trace_all(device: str, paths: dict[int, Path]) -> None:
                 streaming(client, NUM_CLIENTS, max_new_tokens=CONTEXT_TOKENS // 2),
             ):
                 # These hold prompts, and first uses of everything.
-                await fetch_trace(served.address, TraceRequest(steps=WARM_UP_STEPS))
-                content = trace_json(await fetch_trace(served.address, TraceRequest(steps=TRACED_STEPS)))
+                await fetch_trace(served.scheduler, TraceRequest(steps=WARM_UP_STEPS))
+                content = trace_json(await fetch_trace(served.scheduler, TraceRequest(steps=TRACED_STEPS)))
             content["otherData"] |= {"host": host(device), "draft_ms": draft_ms, "verify_ms": verify_ms}
             path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
 

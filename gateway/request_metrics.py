@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slipstream.common.rpc.metrics import counter, gauge, histogram
+from prometheus_client.registry import Collector
+
+from slipstream.common.rpc.metrics import BUILD_INFO, counter, gauge, histogram
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Metric
+
+    from slipstream.common.api.server_state import ServerState
 
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -61,9 +65,20 @@ COALESCED = counter(
 CUT_OFF = counter("slipstream_streams_cut_off_total", "Streams given up because their client read nothing.")
 RUNNING = gauge("slipstream_num_requests_running", "Requests that have a slot.")
 WAITING = gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.")
+QUEUE_CAPACITY = gauge("slipstream_queue_capacity", "Requests that can wait for a slot; one more is refused.")
 SPECS = (
     *(FIRST_TOKEN, INTER_TOKEN, END_TO_END, QUEUE_TIME),
-    *(PROMPT_TOKENS, GENERATION_TOKENS, REQUESTS, PUBLISH_TO_SEND, COALESCED, CUT_OFF, RUNNING, WAITING),
+    *(
+        PROMPT_TOKENS,
+        GENERATION_TOKENS,
+        REQUESTS,
+        PUBLISH_TO_SEND,
+        COALESCED,
+        CUT_OFF,
+        RUNNING,
+        WAITING,
+        QUEUE_CAPACITY,
+    ),
 )
 
 
@@ -123,3 +138,27 @@ class RequestMetrics:
     def cut_off(self) -> None:
         """Counts a stream that is given up because its client reads nothing."""
         self._cut_off.inc()
+
+
+class ServerInfo(Collector):
+    """What the gateway serves, made anew at each scrape. Has no model before the first scheduler served."""
+
+    def __init__(
+        self, registry: CollectorRegistry, *, queue_capacity: int, state: Callable[[], ServerState | None]
+    ) -> None:
+        """`state` returns that of the scheduler that serves, or served last; it is called on the scraper's thread."""
+        QUEUE_CAPACITY.gauge(registry).set(queue_capacity)
+        self._state = state
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        """See `Collector.describe`."""
+        return [BUILD_INFO.family()]
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector.collect`."""
+        state, family = self._state(), BUILD_INFO.family()
+        if state is not None:
+            mps = "on" if state.under_mps else "off"
+            family.add_metric(("gateway", state.version, state.model, "", state.fence, mps, state.algorithm), 1)
+        return [family]

@@ -19,7 +19,7 @@ from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
 from slipstream.gateway.manager import JobManager, JobStore
-from slipstream.gateway.request_metrics import RequestMetrics
+from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
 from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
 from slipstream.gateway.served_model import load_model
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
@@ -49,6 +49,11 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             capacity=config.queue,
             outage_timeout_s=config.outage_timeout_s,
             on_serving=server.set_serving,
+        )
+        ServerInfo(
+            registry,
+            queue_capacity=config.queue,
+            state=lambda: None if link.description is None else link.description.server,
         )
         interval_ms = config.stream_interval_ms
         jobs = JobManager(

@@ -38,7 +38,7 @@ REQUESTS: tuple[tuple[str, RequestOptions], ...] = (
 
 @asynccontextmanager
 async def served(algorithm: str) -> AsyncIterator[tuple[str, int]]:
-    """One process: its address and its metrics port."""
+    """One process with a gateway in front of it: the clients' address, and the metrics port of the process."""
     (metrics_port,) = free_ports(1)
     head = WorkerConfig(model=eagle3_dir(), algorithm=EAGLE3, target=target_dir(), device="cpu")
     drafts = {"none": None, "standalone": WorkerConfig(model=standalone_dir(), device="cpu"), "eagle3": head}
@@ -52,7 +52,8 @@ async def served(algorithm: str) -> AsyncIterator[tuple[str, int]]:
             ),
         )
         await stack.process("one", *in_process_command(settings, address, metrics_port))
-        yield address, metrics_port
+        async with stack.gateway(address, metrics_port) as front:
+            yield front.address, metrics_port
 
 
 async def outputs(client: AsyncClient) -> list[list[int]]:
@@ -65,7 +66,7 @@ async def outputs(client: AsyncClient) -> list[list[int]]:
 
 
 async def of_processes() -> list[list[int]]:
-    """Returns each request's token IDs from three services in processes of their own."""
+    """Returns each request's token IDs from services in processes of their own."""
     async with Stack(None) as stack:
         await stack.models(Models().with_drafts(STANDALONE))
         async with stack.scheduler(STANDALONE) as served, AsyncClient(served.address) as client:
@@ -76,23 +77,23 @@ async def of_processes() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference() -> list[list[int]]:
-    """The token IDs of each request from three services in processes of their own."""
+    """The token IDs of each request from services in processes of their own."""
     return asyncio.run(of_processes())
 
 
 @pytest.mark.parametrize("algorithm", ["none", "standalone", "eagle3"])
-async def test_tokens_are_those_of_three_processes(algorithm: str, reference: list[list[int]]) -> None:
+async def test_tokens_are_those_of_processes_of_their_own(algorithm: str, reference: list[list[int]]) -> None:
     async with served(algorithm) as (address, metrics_port), AsyncClient(address) as client:
         assert await outputs(client) == reference
         state = await client.server_info()
         assert state.algorithm == algorithm
-        assert len({service.pid for service in state.services}) == 1
+        assert len({service.pid for service in state.services if service.name != "gateway"}) == 1
         timed = (await scrape(metrics_port)).total("slipstream_step_seconds_count", phase="decode")
-        assert timed > 10, "steps are timed as they are with three processes"
+        assert timed > 10, "steps are timed as they are in processes of their own"
 
 
 async def test_its_steps_are_traced(tmp_path: Path) -> None:
-    """As if there were three processes."""
+    """As if they were processes of their own."""
     out = tmp_path / "out.json"
     async with served("standalone") as (address, _), AsyncClient(address) as client:
         trace = ("trace", "--server", address, "--steps", "10", "--wait", "30", str(out))
