@@ -134,7 +134,7 @@ def test_a_proxy_of_the_environment_is_not_asked(
 def loading_up(state_dir: Path) -> Iterator[tuple[Running, list[psutil.Process]]]:
     """An `up` whose workers load their models, and its four services."""
     with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0") as up:
-        until(lambda: len(list(state_dir.glob("sockets/*.lock"))) == 2, up)
+        until(lambda: all(list(state_dir.glob(f"sockets/{worker}*.lock")) for worker in ("verify", "draft")), up)
         children = up.children()
         assert len(children) == 4
         yield up, children
