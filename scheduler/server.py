@@ -70,7 +70,7 @@ async def run_scheduler(
             listener, metrics=RpcMetrics(registry), keepalive=SAME_HOST, max_receive_bytes=MAX_RECEIVE_BYTES
         )
         serving = _Serving(config, server, queue, signals, metrics_port=port)
-        ServerMetrics(registry, epoch=serving.epoch, queue=queue)
+        ServerMetrics(registry, epoch=serving.epoch)
         scheduler = serving.servicer
         server.add_service(SERVICE_NAME, scheduler_pb2_grpc.add_SchedulerServicer_to_server, scheduler)
         server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))

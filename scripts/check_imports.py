@@ -34,11 +34,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scripts": {"bundled", "client"},
 }
 """The folders that each folder may import beside itself."""
-ALSO: dict[str, set[str]] = {
-    "scheduler/server.py": {"gateway"},
-    "scheduler/main.py": {"gateway"},
-}
-"""Folders that single files may import too: these two put the scheduler's process together."""
 
 
 class Import(NamedTuple):
@@ -62,7 +57,7 @@ def imports_in(text: str) -> Iterator[Import]:
 def direction_offences(path: str, text: str) -> list[str]:
     """Returns the imports of a file, given by its path from the root, that its folder may not make."""
     folder = path.partition("/")[0]
-    accepted = {folder} | MAY_IMPORT[folder] | ALSO.get(path, set())
+    accepted = {folder} | MAY_IMPORT[folder]
     offences = []
     for line, module in imports_in(text):
         first, _, rest = module.partition(".")

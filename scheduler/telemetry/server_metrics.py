@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
     from slipstream.common.rpc.metrics import MetricSpec
-    from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.epoch import Epoch
 
 EPOCH = gauge("slipstream_epoch", "Number of the current attachment to the workers; a new one means that one was lost.")
@@ -25,7 +24,6 @@ RUN_AHEAD = gauge(
 )
 NUM_DRAFT_TOKENS = gauge("slipstream_num_draft_tokens", "Tokens drafted in a step; 0 when nothing drafts.")
 SLOTS = gauge("slipstream_slots", "Requests that can run at the same time.")
-QUEUE_CAPACITY = gauge("slipstream_queue_capacity", "Requests that can wait for a slot; one more is refused.")
 KV_PAGES = gauge("slipstream_kv_pages", "Pages of a service's KV pool that requests can have.", "service")
 KV_PAGES_USED = gauge(
     "slipstream_kv_pages_used",
@@ -33,16 +31,15 @@ KV_PAGES_USED = gauge(
     "service",
 )
 KV_PAGE_BYTES = gauge("slipstream_kv_page_bytes", "Memory of one page in a service's KV pool.", "service")
-SPECS = (EPOCH, RUN_AHEAD, NUM_DRAFT_TOKENS, SLOTS, QUEUE_CAPACITY, KV_PAGES, KV_PAGES_USED, KV_PAGE_BYTES)
+SPECS = (EPOCH, RUN_AHEAD, NUM_DRAFT_TOKENS, SLOTS, KV_PAGES, KV_PAGES_USED, KV_PAGE_BYTES)
 
 
 class ServerMetrics(Collector):
     """Makes its metrics anew at each scrape, so none of an older epoch stays. Has none before the first epoch."""
 
-    def __init__(self, registry: CollectorRegistry, *, epoch: Callable[[], Epoch | None], queue: WaitingQueue) -> None:
+    def __init__(self, registry: CollectorRegistry, *, epoch: Callable[[], Epoch | None]) -> None:
         """`epoch` returns the current epoch, or the last one; None before the first."""
         self._epoch = epoch
-        self._queue = queue
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -67,7 +64,6 @@ class ServerMetrics(Collector):
             _single(RUN_AHEAD, sizes.run_ahead),
             _single(NUM_DRAFT_TOKENS, sizes.num_draft_tokens),
             _single(SLOTS, epoch.batch.slots.num_slots),
-            _single(QUEUE_CAPACITY, self._queue.capacity),
         ]
 
 

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry
-from slipstream.gateway.request_metrics import OUTCOMES, RequestMetrics
+from slipstream.gateway.request_metrics import OUTCOMES, RequestMetrics, ServerInfo
 from tests.harness.generation_server import collect
-from tests.harness.scripted_scheduler import TOKENS_PER_STEP
+from tests.harness.scripted_scheduler import STATE, TOKENS_PER_STEP
 from tests.harness.tokenizers_by_kind import spell_first_never
 
 if TYPE_CHECKING:
@@ -100,3 +100,14 @@ async def test_a_request_whose_output_cannot_be_spelled_ends_with_an_error(
     assert counts == dict.fromkeys(OUTCOMES, 0) | {"error": 1}
     job = await client.get_job("mine")
     assert (job.finish_reason, "could not be taken in" in job.error) == (None, True)
+
+
+def test_it_says_what_it_serves_once_there_is_something() -> None:
+    registry, served = CollectorRegistry(), []
+    ServerInfo(registry, queue_capacity=7, state=lambda: served[-1] if served else None)
+    assert registry.get_sample_value("slipstream_queue_capacity") == 7
+    assert "slipstream_build_info{" not in generate_latest(registry).decode()
+    served.append(STATE)
+    labels = {"service": "gateway", "version": STATE.version, "model": STATE.model, "device": "", "mps": "off"}
+    labels |= {"fence": STATE.fence, "algorithm": STATE.algorithm}
+    assert registry.get_sample_value("slipstream_build_info", labels) == 1

@@ -13,7 +13,6 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
 from slipstream.scheduler.workers.sizing import Workers
 from tests.harness.counted_jobs import Job
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CONFIG = SchedulerConfig(
-    verify="unix:/none", run_ahead=2, num_draft_tokens=3, slots=5, context_tokens=64, page_tokens=16, queue=7
+    verify="unix:/none", run_ahead=2, num_draft_tokens=3, slots=5, context_tokens=64, page_tokens=16
 )
 
 
@@ -35,7 +34,7 @@ def scraped(registry: CollectorRegistry, name: str, **labels: str) -> float | No
 
 def test_before_the_first_epoch_there_is_nothing_to_say() -> None:
     registry = CollectorRegistry()
-    ServerMetrics(registry, epoch=lambda: None, queue=WaitingQueue(7))
+    ServerMetrics(registry, epoch=lambda: None)
     assert generate_latest(registry) == b""
 
 
@@ -57,7 +56,7 @@ def epoch_with(number: int = 1, *, draft_kv_bytes: int) -> Iterator[LocalEpoch]:
 def registry_of(running: LocalEpoch) -> CollectorRegistry:
     """With the metrics of this epoch and nothing else."""
     registry = CollectorRegistry()
-    ServerMetrics(registry, epoch=lambda: running.epoch, queue=running.queue)
+    ServerMetrics(registry, epoch=lambda: running.epoch)
     return registry
 
 
@@ -80,8 +79,8 @@ def test_sizes_pages_and_what_runs() -> None:
             assert scraped(registry, "slipstream_kv_page_bytes", service=service) == page_bytes
             assert scraped(registry, "slipstream_kv_pages", service=service) == running.epoch.batch.pages.num_pages
             assert scraped(registry, "slipstream_kv_pages_used", service=service) == 0
-        sizes = ("epoch", "run_ahead", "num_draft_tokens", "slots", "queue_capacity")
-        assert [scraped(registry, f"slipstream_{size}") for size in sizes] == [3, 2, 3, 5, 7]
+        sizes = ("epoch", "run_ahead", "num_draft_tokens", "slots")
+        assert [scraped(registry, f"slipstream_{size}") for size in sizes] == [3, 2, 3, 5]
         text = generate_latest(registry).decode()
     assert 'algorithm="standalone",device="cpu",fence="host",model="a-verify",mps="off",service="scheduler"' in text
 
