@@ -13,21 +13,23 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
 from slipstream.protos import trace_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.timeline import SERVICE_NAME, TimelineServicer
 from slipstream.scheduler.workers.session import WorkerSession
+from tests.harness.counted_jobs import JobBook
 from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from slipstream.common.api.sequence import Outputs, SequenceOutput
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
+    from slipstream.scheduler.core.outbox import Delivery
     from slipstream.scheduler.workers.epoch import Epoch
     from tests.harness.counted_jobs import Job
 
@@ -97,40 +99,35 @@ class Client:
         self.errors: list[SlipstreamError] = []
         """Why there will be no other."""
         self.epoch: Epoch | None = None
-        self._inboxes: dict[Job, asyncio.Queue[SequenceOutput]] = {}
+        self.jobs = JobBook(self.queue)
+        self._ends: dict[Job, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
 
-    def put(self, outputs: Outputs) -> None:
+    def put(self, deliveries: list[Delivery]) -> None:
         """Called on the loop's thread."""
-        self._loop.call_soon_threadsafe(self._take_in, outputs)
+        self._loop.call_soon_threadsafe(self._take_in, deliveries)
 
     def listener(self) -> _Listener:
         """To be told what happens."""
         return _Listener(self, self._loop)
 
     async def run(self, *jobs: Job) -> list[list[int]]:
-        """The tokens of each. Raises the error that a job ends with."""
-        for job in jobs:
-            self.queue.add(job)
-        return list(await asyncio.gather(*map(self.tokens, jobs)))
+        """The tokens of each. Raises UnavailableError, with the reason, if their epoch ends first."""
+        self.jobs.add(*jobs)
+        ends = [self._ends.setdefault(job, self._loop.create_future()) for job in jobs]
+        await asyncio.gather(*ends)
+        return [self.jobs.outputs[job] for job in jobs]
 
-    async def tokens(self, job: Job) -> list[int]:
-        """All tokens of a job that was submitted."""
-        tokens: list[int] = []
-        while True:
-            progress = await self._inbox(job).get()
-            tokens += progress.token_ids
-            if progress.error is not None:
-                raise progress.error
-            if progress.is_last:
-                return tokens
+    def lose(self, reason: str) -> None:
+        """The epoch is over, and so are its jobs."""
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(UnavailableError(reason))
 
-    def _inbox(self, job: Job) -> asyncio.Queue[SequenceOutput]:
-        return self._inboxes.setdefault(job, asyncio.Queue())
-
-    def _take_in(self, outputs: Outputs) -> None:
-        for job, progress in outputs:
-            self._inbox(job).put_nowait(progress)
+    def _take_in(self, deliveries: list[Delivery]) -> None:
+        for job, row in self.jobs.take(deliveries):
+            if row.finish_reason is not None:
+                self._ends[job].set_result(None)
 
 
 class _Listener:
@@ -159,6 +156,7 @@ class _Listener:
 
     def _detached(self, reason: str) -> None:
         self._client.reasons.append(reason)
+        self._client.lose(reason)
         self._client.epoch = None
         self._client.attached.clear()
 

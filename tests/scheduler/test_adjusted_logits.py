@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.common.api.sampling import SamplingParams
+from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
 
@@ -67,11 +68,11 @@ def test_a_draft_that_is_the_target_applies_them_as_well(
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_the_repetition_penalty_is_that_of_transformers(models: Models, num_draft_tokens: int) -> None:
     """Over prompt and output, and over chunks; a slot that goes from one request to the next keeps nothing."""
-    jobs = make_jobs(6)
-    for job, penalty in zip(jobs, (1.3, 1.7, 0.8, 1.0, 2.0, 1.2), strict=True):
+    jobs = []
+    for job, penalty in zip(make_jobs(6), (1.3, 1.7, 0.8, 1.0, 2.0, 1.2), strict=True):
         sampling = SamplingParams(repetition_penalty=penalty)
         # Half of the prompt again: its tokens are likely, and punished.
-        job.spec = replace(job.spec, prompt=job.spec.prompt + job.spec.prompt[::2], sampling=sampling)
+        jobs.append(Job(replace(job.spec, prompt=job.spec.prompt + job.spec.prompt[::2], sampling=sampling)))
     outputs = Served(models, Way(num_draft_tokens=num_draft_tokens, run_ahead=2, slots=2)).run(jobs)
     reference_model = AutoModelForCausalLM.from_pretrained(models.path, dtype=torch.float32)
     for job, output in zip(jobs, outputs, strict=True):

@@ -4,6 +4,7 @@ own tokens, each once, and gives back what it took."""
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.errors import FutureMapError, PendingLengthError, UnavailableError
+from slipstream.common.errors import FutureMapError, PendingLengthError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import BatchSizes
-from slipstream.scheduler.core.results import StepResult
 from tests.harness.counted_jobs import Job
-from tests.harness.simulated_run import Run, make_job, reference
+from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
 
 if TYPE_CHECKING:
     from random import Random
-
-    from slipstream.common.api.sequence import Outputs, SequenceOutput
 
 SIZES = st.builds(
     BatchSizes,
@@ -38,6 +36,7 @@ JOBS = st.lists(
         st.integers(1, 25),
         st.booleans(),
         st.sampled_from([None, None, 0, 1, 3, 7]),
+        st.sampled_from([0, 0, 1, 5, 20]),
     ),
     min_size=1,
     max_size=8,
@@ -68,12 +67,22 @@ def sizes_that_hold(draw: st.DrawFn) -> BatchSizes:
     cancel_rate=st.sampled_from([0.0, 0.05, 0.3]),
 )
 def test_every_job_gets_its_own_tokens(
-    sizes: BatchSizes, jobs: list[tuple[tuple[int, ...], int, bool, int | None]], random: Random, cancel_rate: float
+    sizes: BatchSizes,
+    jobs: list[tuple[tuple[int, ...], int, bool, int | None, int]],
+    random: Random,
+    cancel_rate: float,
 ) -> None:
     run = Run(sizes, random)
     made = [
-        make_job(str(number), prompt, most, stops=stops, max_draft_tokens=max_draft_tokens)
-        for number, (prompt, most, stops, max_draft_tokens) in enumerate(jobs)
+        make_job(
+            str(number),
+            prompt,
+            most,
+            stops=stops,
+            max_draft_tokens=max_draft_tokens,
+            output=output_of(prompt, most, stops=stops, length=had),
+        )
+        for number, (prompt, most, stops, max_draft_tokens, had) in enumerate(jobs)
     ]
     to_submit, cancelled = deque(made), set[Job]()
     turns = 0
@@ -88,6 +97,7 @@ def test_every_job_gets_its_own_tokens(
             cancelled.add(job)
     for job in made:
         expected, reason = reference(job)
+        expected = expected[len(job.spec.output) :]
         output = run.jobs.outputs.get(job, [])
         if run.jobs.ends[job] is FinishReason.ABORT:
             assert job in cancelled
@@ -106,6 +116,12 @@ def test_every_job_gets_its_own_tokens(
     assert run.batch.num_running == 0
     assert run.batch.pages.num_free == sizes.num_pages - 1
     assert run.batch.slots.num_free == sizes.num_slots - 1
+
+
+def output_of(prompt: tuple[int, ...], most: int, *, stops: bool, length: int) -> tuple[int, ...]:
+    """The first tokens of a job's output, without its end."""
+    tokens, _ = reference(make_job("", prompt, most, stops=stops))
+    return tuple(tokens[: min(length, len(tokens) - 1)])
 
 
 SMALL = BatchSizes(num_slots=3, num_pages=20, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
@@ -196,8 +212,6 @@ def test_a_jobs_counts_are_those_of_its_own_steps() -> None:
     assert job.stats.total_accepted_tokens == 4
     assert job.stats.accepted_per_position == [2, 2]
     assert job.stats.mean_accept_length == 3.0
-    assert job.stats.first_token_at is not None
-    assert job.stats.finished_at is not None
 
 
 def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobody_does() -> None:
@@ -216,72 +230,92 @@ def test_requests_that_do_not_speculate_are_decoded_along_and_plainly_when_nobod
         assert run.jobs.outputs[job] == reference(job)[0]
     counts = [(job.stats.num_verify_steps, job.stats.total_draft_tokens) for job in (off, one, full)]
     assert counts == [(0, 0), (2, 6), (1, 3)]
-    assert [job.stats.accepted_per_position for job in (off, one, full)] == [[0, 0, 0], [2, 0, 0], [1, 1, 1]]
+    assert [job.stats.accepted_per_position for job in (off, one, full)] == [[], [2, 0, 0], [1, 1, 1]]
     assert off.stats.mean_accept_length == 1.0
 
 
 def test_logprobs_end_where_the_output_does() -> None:
-    run, got = _run(), list[TokenLogprobs]()
+    run = _run()
     asked = make_job("asked", (1,), 5, top_logprobs=2)
     other = make_job("other", (2,), 5)
-    for job in (asked, other):
-        run.jobs.add(job)
+    run.jobs.add(other, asked)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None:
         assert step.most_top_logprobs == 2
-        assert step.top_logprobs == tuple(2 if lease.slot == 1 else None for lease in step.yielding)
+        assert step.top_logprobs == {step.yielding.slots.index(2): 2}
         result = run.device.run(step)
-        likely = [
-            tuple(TokenLogprobs(-float(token)) for token in tokens) if asked is not None else ()
-            for tokens, asked in zip(result.tokens, step.top_logprobs, strict=True)
-        ]
-        for job, progress in run.batch.apply(step, StepResult(result.tokens, likely)).outputs:
-            if job is asked:
-                assert len(progress.logprobs) == len(progress.token_ids)
-                got += progress.logprobs
-            else:
-                assert progress.logprobs == ()
-    assert [-logprob.logprob for logprob in got] == reference(asked)[0]
+        likely = {
+            at: tuple(TokenLogprobs(-float(token)) for token in result.tokens[at, : result.num_accepted[at] + 1])
+            for at in step.top_logprobs
+        }
+        run.apply(step, replace(result, logprobs=likely))
+    assert [-logprob.logprob for logprob in run.jobs.logprobs[asked]] == reference(asked)[0]
     plain = make_job("plain", (3,), 1)
     run.jobs.add(plain)
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None
-    assert (step.top_logprobs, step.most_top_logprobs) == ((), None)
+    assert (step.top_logprobs, step.most_top_logprobs) == ({}, None)
 
 
-def test_draft_tokens_are_told_from_the_targets_own() -> None:
-    run, flags = _run(), list[bool]()
-    job = make_job("job", (1,), 6)
+@pytest.mark.parametrize("num_stops", [1, 8, 9, 40])
+def test_the_first_of_any_number_of_stop_tokens_ends_the_output(num_stops: int) -> None:
+    run = _run()
+    tokens = [token_of((1,), index) for index in range(20)]
+    first = next(index for index in range(4, 20) if tokens[index] not in tokens[:index])
+    stops = frozenset({tokens[first], *range(1000, 1000 + num_stops - 1)})
+    job, other = make_job("stops", (1,), 20), make_job("goes on", (1,), 20)
+    job.spec = replace(job.spec, stop_token_ids=stops)
+    run.jobs.add(job, other)
+    while run.turn():
+        pass
+    assert run.jobs.outputs[job] == tokens[: first + 1]
+    assert run.jobs.ends == {job: FinishReason.STOP, other: FinishReason.LENGTH}
+
+
+def test_a_stop_behind_the_limit_does_not_count() -> None:
+    """Both are in the tokens of one step."""
+    run = _run()
+    job = make_job("job", (1,), 3)
+    job.spec = replace(job.spec, stop_token_ids=frozenset({token_of((1,), 3)}))
+    assert token_of((1,), 3) not in [token_of((1,), index) for index in range(3)]
     run.jobs.add(job)
-    while (outputs := _turn(run)) is not None:
-        flags += [flag for _, progress in outputs for flag in _flags(progress)]
-    assert flags == [False, True, True, False, True, True]
+    while run.turn():
+        pass
+    assert (len(run.jobs.outputs[job]), run.jobs.ends[job]) == (3, FinishReason.LENGTH)
 
 
-def _flags(progress: SequenceOutput) -> list[bool]:
-    return [number < progress.num_draft for number in range(len(progress.token_ids))]
-
-
-def _turn(run: Run) -> Outputs | None:
+def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
+    run = _run()
+    jobs = [make_job(name, (number,), 3) for number, name in enumerate("ab", start=1)]
+    for stream, job in enumerate(jobs):
+        job.stream = stream
+    run.jobs.add(*jobs)
     run.batch.admit(run.queue)
     step = run.batch.next_step()
-    return None if step is None else run.batch.apply(step, run.device.run(step)).outputs
+    assert step is not None
+    run.batch.apply(step, run.device.run(step), published_ns=77)
+    one, other = run.batch.outbox.take()
+    assert [delivery.stream for delivery in (one, other)] == [0, 1]
+    for delivery, job in ((one, jobs[0]), (other, jobs[1])):
+        assert delivery.output is not None
+        assert delivery.output.published_ns == 77
+        assert (delivery.output.sequences, delivery.output.admitted) == ([job.id], [job.id])
+        assert delivery.output.tokens == reference(job)[0][:1]
+    assert run.batch.outbox.take() == []
 
 
-def test_jobs_that_cannot_go_on_end_with_the_error_wherever_they_are() -> None:
-    sizes = BatchSizes(num_slots=2, num_pages=9, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)
-    run, error = _run(sizes), UnavailableError("verify is lost")
+def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
+    run = _run()
     running, waiting = make_job("running", (1,), 20), make_job("waiting", (2,), 5)
     run.jobs.add(running)
     run.turn()
+    run.batch.cancel([running, running])
+    run.take()
+    assert run.jobs.ends == {running: FinishReason.ABORT}
     run.jobs.add(waiting)
-    run.jobs.cancel(waiting)
-    outputs = run.batch.fail(error, waiting=run.queue.take_all())
-    assert [(job, progress.error) for job, progress in outputs] == [(running, error), (waiting, error)]
-    assert run.batch.pages.num_free == 8
-    # A cancel that comes too late, as a client's handler sends one when its call ends.
-    assert run.batch.cancel([running, waiting]) == []
+    run.batch.cancel([running])
+    assert run.batch.outbox.take() == []
 
 
 def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
@@ -298,18 +332,19 @@ def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
 
 
 def test_too_many_tokens_for_one_request_end_no_other() -> None:
-    """A request that ended with such a step would be missing from the ends that `fail` returns."""
+    """Nothing of a step that fails is taken in."""
     run = _run()
     short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
     run.jobs.add(short, bounded)
     run.batch.admit(run.queue)
     while (step := run.batch.next_step()) is not None and step.kind is StepKind.PREFILL:
-        run.take(run.batch.apply(step, run.device.run(step)).outputs)
+        run.apply(step, run.device.run(step))
     assert step is not None
     with pytest.raises(FutureMapError, match="2 tokens accepted of 1 at most"):
-        run.batch.apply(step, StepResult([[1, 1], [1, 1, 1]]))
-    ended = run.batch.fail(UnavailableError("verify is gone"), waiting=[])
-    assert [job for job, _ in ended] == [short, bounded]
+        run.batch.apply(step, result_of([[1, 1], [1, 1, 1]], 3))
+    assert run.batch.outbox.take() == []
+    assert not short.is_over
+    assert not bounded.is_over
 
 
 def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
@@ -318,6 +353,6 @@ def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run.batch.admit(run.queue)
     step = run.batch.next_step()
     assert step is not None
-    run.take(run.batch.apply(step, run.device.run(step)).outputs)
+    run.apply(step, run.device.run(step))
     with pytest.raises(PendingLengthError, match="no step was to change"):
-        run.batch.apply(step, StepResult([[1]]))
+        run.batch.apply(step, result_of([[1]], 3))

@@ -1,82 +1,80 @@
-"""Lengths that only the device knows yet."""
+"""Lengths that only the device knows yet, of all slots at once."""
 
 from __future__ import annotations
 
-import math
-import operator
-from typing import TYPE_CHECKING, Any
+from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.scheduler.core.sequence import PendingLength
+from slipstream.scheduler.core.accounts import PendingLengths
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-PENDING = PendingLength(10)
-PENDING.begin(1, 5)
+ROWS = np.array([1, 3])
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        int,
-        float,
-        bool,
-        range,
-        operator.index,
-        operator.neg,
-        math.floor,
-        lambda length: sum([length]),
-        lambda length: [0, 1][length],
-        lambda length: [0][:length],
-        lambda length: "x" * length,
-        lambda length: max(length, 3),
-        lambda length: sorted([length, 3]),
-        lambda length: 1 if length else 0,
-    ],
-)
-def test_refuses_to_be_a_number(use: Callable[[Any], object]) -> None:
-    with pytest.raises(PendingLengthError, match=r"PendingLength\(known=10"):
-        use(PENDING)
+def rows(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """An array."""
+    return np.array(values, np.int64)
 
 
-@pytest.mark.parametrize(
-    "name", ["add", "sub", "mul", "truediv", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne"]
-)
-def test_refuses_every_operation_with_a_number_on_either_side(name: str) -> None:
-    for left, right in ((PENDING, 3), (3, PENDING)):
-        with pytest.raises(PendingLengthError):
-            getattr(operator, name)(left, right)
+def test_bounds_hold_until_the_length_is_known() -> None:
+    lengths = PendingLengths(4)
+    lengths.reset(3, 7)
+    lengths.begin(ROWS, rows(5, 1))
+    lengths.begin(rows(3), 2)
+    assert lengths.least(ROWS).tolist() == [1, 9]
+    assert lengths.most(ROWS).tolist() == [5, 10]
+    for slot in (1, 3):
+        with pytest.raises(PendingLengthError, match=f"slot {slot} is not known yet"):
+            lengths.exactly(slot)
+    assert lengths.end(ROWS, rows(3, 1), rows(5, 1)).tolist() == [0, 7]
+    assert lengths.exactly(1) == 3
+    lengths.end(rows(3), rows(2), 2)
+    assert lengths.exactly(3) == 10
 
 
-def test_two_of_them_cannot_be_compared() -> None:
-    with pytest.raises(PendingLengthError, match="compared"):
-        assert PendingLength(10) != PENDING
+@pytest.mark.parametrize("found", [0, 3, -1])
+def test_a_step_that_brings_what_it_cannot_bring_changes_nothing(found: int) -> None:
+    lengths = PendingLengths(4)
+    lengths.begin(ROWS, 2)
+    with pytest.raises(PendingLengthError, match=f"added {found} tokens to slot 3"):
+        lengths.end(ROWS, rows(1, found), 2)
+    lengths.end(ROWS, rows(1, 2), 2)
+    assert [lengths.exactly(slot) for slot in (1, 3)] == [1, 2]
 
 
-@given(st.integers(0, 9), st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(0, 4)), max_size=6))
-def test_bounds_close_in_on_the_sum(known: int, steps: list[tuple[int, int, int]]) -> None:
-    """Each step adds `low` to `low + width`, in fact `low + found % (width + 1)`."""
-    length = PendingLength(known)
-    bounds = [(low, low + width, low + found % (width + 1)) for low, width, found in steps]
-    for low, high, _ in bounds:
-        length.begin(low, high)
-    total = known + sum(found for *_, found in bounds)
-    for low, high, found in bounds:
-        assert length.least <= total <= length.most
-        with pytest.raises(PendingLengthError, match="not known yet"):
-            _ = length.exactly
-        length.end(found, low, high)
-    assert length.exactly == total == length.least == length.most
+def test_a_result_of_no_step_changes_nothing() -> None:
+    lengths = PendingLengths(4)
+    lengths.begin(rows(1), 2)
+    with pytest.raises(PendingLengthError, match="slot 3, which no step was to change"):
+        lengths.end(ROWS, rows(1, 1), 2)
+    assert lengths.most(ROWS).tolist() == [2, 0]
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(PendingLengthError, match="no step was to change"):
-        PendingLength(4).end(1, 1, 1)
-    for found in (0, 6):
-        with pytest.raises(PendingLengthError, match=f"a step added {found}, not 1 to 5"):
-            PENDING.end(found, 1, 5)
+def test_a_slot_begins_anew_with_the_next_sequence() -> None:
+    lengths = PendingLengths(4)
+    lengths.begin(ROWS, 3)
+    lengths.reset(1, 4)
+    assert lengths.exactly(1) == 4
+    assert lengths.most(ROWS).tolist() == [4, 3]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.booleans()), max_size=30))
+def test_bounds_contain_every_outcome(steps: list[tuple[int, int, bool]]) -> None:
+    lengths, under_way, length = PendingLengths(2), deque[tuple[int, int]](), 0
+    for most, fewer, is_ended in steps:
+        lengths.begin(rows(1), most)
+        found = max(1, most - fewer)
+        under_way.append((most, found))
+        length += found
+        if is_ended:
+            oldest, brought = under_way.popleft()
+            lengths.end(rows(1), rows(brought), oldest)
+        assert lengths.least(rows(1))[0] <= length <= lengths.most(rows(1))[0]
+    while under_way:
+        oldest, brought = under_way.popleft()
+        lengths.end(rows(1), rows(brought), oldest)
+    assert lengths.exactly(1) == length

@@ -15,7 +15,7 @@ from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import BufferName, FutureMapShape
 from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.core.allocators import SlotLease
-from slipstream.scheduler.core.results import ResultReader, Step
+from slipstream.scheduler.core.results import ResultReader, Step, StepResult, StepSlots
 from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyResult
 
 if TYPE_CHECKING:
@@ -55,8 +55,13 @@ def shared() -> Iterator[Shared]:
 
 def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE) -> Step:
     """A step that yields tokens for these slots."""
-    leases = tuple(SlotLease(slot, 1) for slot in slots)
-    return Step(number=number, kind=kind, members=leases, yielding=leases)
+    members = StepSlots.of([SlotLease(slot, 1) for slot in slots])
+    return Step(number=number, kind=kind, members=members, yielding=members)
+
+
+def tokens_of(result: StepResult) -> list[list[int]]:
+    """The tokens of each row that count."""
+    return [row[: count + 1] for row, count in zip(result.tokens.tolist(), result.num_accepted.tolist(), strict=True)]
 
 
 def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: Shared) -> None:
@@ -66,11 +71,11 @@ def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: S
     shared.publish(1, [2, 3, 4], [0, 1, 2])
     result = shared.reader.resolve(step, 5.0)
     assert result is not None
-    assert result.tokens == [[4, 5, 6], [2]]
+    assert tokens_of(result) == [[4, 5, 6], [2]]
 
 
 def test_brings_logprobs_to_those_who_asked(shared: Shared) -> None:
-    step = replace(step_of(1, 4, 2, 3), top_logprobs=(1, None, 0))
+    step = replace(step_of(1, 4, 2, 3), top_logprobs={0: 1, 2: 0})
     shared.reader.start(step)
     assert shared.reader.resolve(step, 0.01) is None
     likely = Logprobs(
@@ -81,16 +86,15 @@ def test_brings_logprobs_to_those_who_asked(shared: Shared) -> None:
     shared.publish(1, [2, 3, 4], [0, 1, 1], likely)
     result = shared.reader.resolve(step, 5.0)
     assert result is not None
-    assert result.tokens == [[4, 5], [2], [3, 4]]
-    assert result.logprobs == [
-        (TokenLogprobs(-3.0, ((6, -0.75),)), TokenLogprobs(-6.0, ((7, -0.875),))),
-        (),
-        (TokenLogprobs(-2.0), TokenLogprobs(-4.0)),
-    ]
+    assert tokens_of(result) == [[4, 5], [2], [3, 4]]
+    assert result.logprobs == {
+        0: (TokenLogprobs(-3.0, ((6, -0.75),)), TokenLogprobs(-6.0, ((7, -0.875),))),
+        2: (TokenLogprobs(-2.0), TokenLogprobs(-4.0)),
+    }
     shared.publish(2, [2], [0])
     plain = shared.reader.resolve(step_of(2, 2), 5.0)
     assert plain is not None
-    assert plain.logprobs == []
+    assert plain.logprobs == {}
 
 
 def test_a_later_publish_does_not_disturb_an_earlier_result(shared: Shared) -> None:
@@ -99,7 +103,7 @@ def test_a_later_publish_does_not_disturb_an_earlier_result(shared: Shared) -> N
     for number, expected in ((1, [1, 2]), (2, [1, 2, 3])):
         result = shared.reader.resolve(step_of(number, 1), 5.0)
         assert result is not None
-        assert result.tokens == [expected]
+        assert tokens_of(result) == [expected]
 
 
 def test_a_step_is_consumed_once(shared: Shared) -> None:
@@ -131,4 +135,4 @@ def test_a_step_that_yields_nothing_brings_nothing(shared: Shared) -> None:
     shared.arena.fence(FenceName.VERIFY_PUBLISH).release(1)
     result = shared.reader.resolve(step_of(1, kind=StepKind.PREFILL), 5.0)
     assert result is not None
-    assert result.tokens == []
+    assert tokens_of(result) == []

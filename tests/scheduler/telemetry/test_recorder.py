@@ -9,7 +9,7 @@ from slipstream.common.worker.recorder import FlightRecorder, Record, Site
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepKind
 from slipstream.common.worker.trace import MAX_STEPS, TracedStep
 from slipstream.scheduler.core.allocators import SlotLease
-from slipstream.scheduler.core.results import Step
+from slipstream.scheduler.core.results import Step, StepSlots
 from slipstream.scheduler.telemetry.timings import StepRecorder
 
 WAITS = FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),), ())
@@ -18,8 +18,8 @@ NOTHING = FenceOps()
 
 def send(recorder: StepRecorder, number: int, draft: FenceOps | None = NOTHING) -> None:
     """A step of two requests is sent."""
-    leases = (SlotLease(1, 1), SlotLease(2, 1))
-    step = Step(number=number, kind=StepKind.DECODE, members=leases, yielding=leases)
+    members = StepSlots.of([SlotLease(1, 1), SlotLease(2, 1)])
+    step = Step(number=number, kind=StepKind.DECODE, members=members, yielding=members)
     recorder.sent(step, WAITS, draft, 10 * number, 10 * number + 1)
 
 
