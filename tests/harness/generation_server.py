@@ -99,7 +99,9 @@ async def generation_server(
     with TemporaryDirectory() as directory, ThreadPoolExecutor(1) as executor, serving(scheduler, directory) as behind:
         link = SchedulerLink(
             behind,
-            lambda described, last: last or model_of(described, kind),
+            lambda described, last: (
+                last if last and last.identity == described.server.model else model_of(described, kind)
+            ),
             capacity=capacity,
             outage_timeout_s=outage_timeout_s,
             on_serving=lambda is_serving: is_linked.set() if is_serving else None,

@@ -264,7 +264,7 @@ def logprobs_of(token: int, num_top: int) -> TokenLogprobs:
 def serving(scheduler: ScriptedScheduler, directory: str | Path) -> Iterator[str]:
     """Serves it at a Unix socket in a directory, and yields the address."""
     address = f"unix:{directory}/scheduler.sock"
-    server = grpc.server(ThreadPoolExecutor(16))
+    server = grpc.server(ThreadPoolExecutor(16), options=[("grpc.http2.min_ping_interval_without_data_ms", 500)])
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
     server.add_insecure_port(address)
     server.start()

@@ -1,0 +1,227 @@
+"""A gateway whose scheduler comes and goes: clients notice the time that it takes, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.api.job_info import JobState
+from slipstream.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from slipstream.gateway.scheduler_link import MAX_TOKENS_PER_MESSAGE
+from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.scripted_scheduler import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP, logprobs_of
+from tests.harness.tokenizers_by_kind import TEXT
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.api.output_chunk import OutputChunk
+    from tests.harness.generation_server import GenerationServer
+
+
+def break_stream(server: GenerationServer) -> None:
+    """The scheduler dies, and another one is there at once."""
+    server.loop.break_streams()
+
+
+def pause_for_a_while(server: GenerationServer) -> None:
+    """The scheduler loses its workers and attaches again."""
+    server.loop.pause()
+    server.loop.serve()
+
+
+def attach_again(server: GenerationServer) -> None:
+    """The scheduler attaches to its workers without a word about a pause."""
+    server.loop.serve()
+
+
+@pytest.mark.parametrize("disturb", [break_stream, pause_for_a_while, attach_again])
+async def test_streams_go_on_with_the_next_token(
+    server: GenerationServer, client: AsyncClient, disturb: Callable[[GenerationServer], None]
+) -> None:
+    prompt = server.model.tokenizer.encode(TEXT)
+    expected = [prompt[number % len(prompt)] for number in range(60)]
+    chunks: list[OutputChunk] = []
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    async for chunk in client.generate(TEXT, job_id="mine", max_new_tokens=60, stop=["never there"]):
+        chunks.append(chunk)
+        if len(tokens_of(chunks)) % 4:
+            disturb(server)
+        server.loop.pause_tokens += TOKENS_PER_STEP
+    assert tokens_of(chunks) == expected
+    assert text_of(chunks) == server.model.tokenizer.decode(expected, skip_special_tokens=True)
+    assert len(server.loop.submitted) > 2
+    for sequence in server.loop.submitted:
+        assert list(sequence.spec.output) == expected[: len(sequence.spec.output)]
+    ids = [sequence.id for sequence in server.loop.submitted]
+    assert ids == sorted(set(ids)), "ids only grow"
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.completion_tokens, usage.prompt_tokens, usage.num_verify_steps) == (60, len(prompt), 20)
+
+
+async def test_all_that_is_unfinished_is_submitted_again_in_its_order(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    server.loop.slots = 2
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    names = [f"job-{number}" for number in range(5)]
+    for name in names:
+        await client.create_job([5, 6], job_id=name, max_new_tokens=9, logprobs=True, top_logprobs=2)
+    await until(lambda: server.link.num_waiting == 3)
+    server.loop.break_streams()
+    await until(lambda: len(server.loop.submitted) == 10)
+    assert [sequence.spec.job_id for sequence in server.loop.submitted[5:]] == names
+    assert server.link.num_waiting == 3
+    server.loop.pause_tokens = None
+    for name in names:
+        chunks = await collect(client.watch_job(name))
+        assert tokens_of(chunks) == [5, 6] * 4 + [5]
+        assert [entry for chunk in chunks for entry in chunk.logprobs] == [logprobs_of(t, 2) for t in tokens_of(chunks)]
+
+
+async def test_a_cancel_needs_no_scheduler(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    watched = client.generate([5, 6], job_id="called", max_new_tokens=9)
+    await anext(watched)
+    left = client.generate([5, 6], job_id="left", max_new_tokens=9)
+    await anext(left)
+    server.loop.pause()
+    await until(lambda: not server.link.running)
+    await client.cancel_job("called")
+    assert [chunk.finish_reason for chunk in await collect(watched)] == ["abort"]
+    await left.aclose()
+    assert (await state_of(client, "left", JobState.ENDED)).finish_reason == "abort"
+    server.loop.serve()
+    await until(lambda: server.loop.description is not None)
+    assert tokens_of(await collect(client.generate([7], max_new_tokens=3))) == [7] * 3
+    assert len(server.loop.submitted) == 3
+
+
+async def test_a_cancel_that_the_scheduler_did_not_live_to_see(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5], job_id="mine", max_new_tokens=9)
+    await state_of(client, "mine", JobState.RUNNING)
+    server.link.cancel(next(iter(server.link.running.values())))
+    server.loop.break_streams()
+    assert (await state_of(client, "mine", JobState.ENDED)).finish_reason == "abort"
+
+
+async def test_requests_come_in_while_there_is_no_scheduler() -> None:
+    async with generation_server(capacity=2) as server, AsyncClient(server.address) as client:
+        server.loop.pause("verify is gone")
+        await until(lambda: not server.loop.description)
+        streams = [asyncio.ensure_future(collect(client.generate([5], max_new_tokens=6))) for _ in range(2)]
+        await until(lambda: server.link.num_waiting == 2)
+        with pytest.raises(ResourceExhaustedError, match="the queue is full"):
+            await client.create_job([5])
+        # The last known state.
+        assert (await client.server_info()).model == STATE.model
+        server.loop.serve()
+        assert [tokens_of(chunks) for chunks in await asyncio.gather(*streams)] == [[5] * 6] * 2
+
+
+async def test_no_scheduler_for_too_long() -> None:
+    async with generation_server(outage_timeout_s=0.3) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        chunks = client.generate([5], job_id="mine", max_new_tokens=9)
+        await anext(chunks)
+        server.loop.pause("verify is gone")
+        with pytest.raises(UnavailableError, match=r"verify is gone, for 0\.3 s") as caught:
+            await anext(chunks)
+        assert caught.value.retry_after_ms is not None
+        assert server.metric("requests_total", outcome="error") == 1
+        # The same request again goes on from the output kept.
+        server.loop.pause_tokens = None
+        server.loop.serve()
+        again = await collect(client.generate([5], job_id="mine", max_new_tokens=9))
+        assert tokens_of(again) == [5] * 9
+        assert len(server.loop.submitted[-1].spec.output) == TOKENS_PER_STEP
+
+
+async def test_another_model_continues_no_output(client: AsyncClient) -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        chunks = client.generate([5], job_id="mine", max_new_tokens=9)
+        first = await anext(chunks)
+        server.loop.serve(model="other")
+        with pytest.raises(UnavailableError, match="the model changed") as caught:
+            await anext(chunks)
+        assert caught.value.retry_after_ms is None
+        server.model = server.link.model()
+        server.loop.pause_tokens = None
+        again = await collect(client.generate([5], job_id="mine", max_new_tokens=9))
+        assert tokens_of(again) == [5] * 9
+        assert again[0].attempt > first.attempt
+        assert server.loop.submitted[-1].spec.output == ()
+
+
+async def test_a_failure_that_a_retry_cannot_fix(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    chunks = client.generate([5], max_new_tokens=9)
+    await anext(chunks)
+    server.loop.pause("draft and verify differ", is_final=True)
+    with pytest.raises(FailedPreconditionError, match="cannot serve: draft and verify differ"):
+        await anext(chunks)
+    with pytest.raises(FailedPreconditionError, match="cannot serve: draft and verify differ"):
+        server.link.model()
+    server.loop.serve()
+    await until(lambda: server.link.num_running == 0)
+
+
+async def test_a_stop_string_found_while_the_scheduler_dies(server: GenerationServer, client: AsyncClient) -> None:
+    ids = server.model.tokenizer.encode("abcdef")
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    server.loop.cancelled = _BreaksTheStream(server)
+    chunks = await collect(client.generate(ids, stop="b", max_new_tokens=100))
+    assert (text_of(chunks), chunks[-1].finish_reason) == ("a", "stop")
+
+
+class _BreaksTheStream(list[object]):
+    """Breaks the stream instead of taking note of a cancel."""
+
+    def __init__(self, server: GenerationServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def append(self, _: object) -> None:
+        """See the class."""
+        for stream in self._server.loop._streams:
+            stream.aborted.clear()
+        self._server.loop.break_streams()
+
+
+async def test_sequences_that_are_too_long_for_one_message_go_in_several() -> None:
+    context_tokens = MAX_TOKENS_PER_MESSAGE
+    async with generation_server(context_tokens=context_tokens) as server, AsyncClient(server.address) as client:
+        server.loop.may_step.clear()
+        prompt = [300] * (context_tokens // 2)
+        for number in range(5):
+            await client.create_job(prompt, job_id=f"job-{number}", max_new_tokens=TOKENS_PER_STEP)
+        server.loop.break_streams()
+        await until(lambda: len(server.loop.running) == 5)
+        server.loop.may_step.set()
+        for number in range(5):
+            assert tokens_of(await collect(client.watch_job(f"job-{number}"))) == [300] * TOKENS_PER_STEP
+
+
+async def test_watchers_and_samples_see_no_break(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="mine", n=3, max_new_tokens=CONTEXT_TOKENS - 2)
+    watchers = [asyncio.ensure_future(collect(client.watch_job("mine"))) for _ in range(3)]
+    server.loop.pause_tokens = None
+    for _ in range(5):
+        server.loop.break_streams()
+        num_streams = server.loop.num_streams
+        await until(lambda before=num_streams: server.loop.num_streams > before)  # type: ignore[misc]
+    for chunks in await asyncio.gather(*watchers):
+        for index in range(3):
+            sample = [chunk for chunk in chunks if chunk.sample_index == index]
+            assert tokens_of(sample) == [5, 6] * (CONTEXT_TOKENS // 2 - 1)
+    async with aclosing(client.watch_job("mine")) as again:
+        assert (await anext(again)).token_offset == 0
