@@ -73,6 +73,8 @@ class RunningSequence:
     stats: SequenceStats = field(default_factory=SequenceStats)
     id: int = 0
     """The id under which the scheduler knows it; 0 if none does."""
+    added_at: float = 0.0
+    """When the link took it, in seconds of `time.monotonic`."""
     is_cancelled: bool = False
 
     def to_pb(self, epoch: int) -> scheduler_pb2.NewSequence:

@@ -145,6 +145,7 @@ class SchedulerLink:
         """Adds sequences that may have output already, without a look at the queue's bound."""
         for sequence in sequences:
             self._sequences[sequence] = None
+            sequence.added_at = time.monotonic()
             self.num_waiting += sequence.stats.admitted_at is None
             if self._absence is None:
                 self._send(sequence)
@@ -300,7 +301,7 @@ class SchedulerLink:
         """Sets a timer for the sequence that has been without a scheduler for longest, unless there is one."""
         if self._expiry is not None or self._absence is None or not self._sequences:
             return
-        since = min(max(self._outage_at, sequence.arrived_at) for sequence in self._sequences)
+        since = min(max(self._outage_at, sequence.added_at) for sequence in self._sequences)
         delay_s = since + self._outage_timeout_s - time.monotonic()
         self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
@@ -311,7 +312,7 @@ class SchedulerLink:
         latest = time.monotonic() - self._outage_timeout_s
         message = f"{self._absence}, for {self._outage_timeout_s:g} s"
         for sequence in tuple(self._sequences):
-            if max(self._outage_at, sequence.arrived_at) <= latest:
+            if max(self._outage_at, sequence.added_at) <= latest:
                 error = UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
                 self._receiver.end(sequence, error=error)
         self._watch_outage()

@@ -73,7 +73,7 @@ async def test_all_that_is_unfinished_is_submitted_again_in_its_order(
     names = [f"job-{number}" for number in range(5)]
     for name in names:
         await client.create_job([5, 6], job_id=name, max_new_tokens=9, logprobs=True, top_logprobs=2)
-    await until(lambda: server.link.num_waiting == 3)
+    await until(lambda: server.link.num_waiting == 3 and len(server.loop.submitted) == 5)
     server.loop.break_streams()
     await until(lambda: len(server.loop.submitted) == 10)
     assert [sequence.spec.job_id for sequence in server.loop.submitted[5:]] == names
