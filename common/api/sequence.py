@@ -1,24 +1,13 @@
-"""The interface between the gateway and the scheduler's core: sequences go in, their output comes back.
-
-A client's job has one sample for each output it asks for; the core runs each sample as a sequence.
-"""
+"""A sequence as a gateway submits it. A client's job has one for each output that it asks for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
 
-from slipstream.common.api.output_chunk import mean_accept_length
 from slipstream.common.api.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.messages import decode, encode
 from slipstream.protos import scheduler_pb2
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-    from slipstream.common.errors import SlipstreamError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,86 +57,3 @@ class SequenceSpec:
         """Decodes and checks it. Raises InvalidArgumentError."""
         sampling = SamplingParams.from_pb(message.sampling)
         return decode(cls, message, sampling=sampling, stop_token_ids=frozenset(message.stop_token_ids))
-
-
-class SequenceOutput(NamedTuple):
-    """The output that one step adds to a sequence. Made on the loop's thread, read on the event loop's."""
-
-    token_ids: Sequence[int] = ()
-    num_draft: int = 0
-    """Number of the tokens, from the first on, that the draft proposed."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """For each token; empty if the sequence asked for none."""
-    finish_reason: FinishReason | None = None
-    error: SlipstreamError | None = None
-    """Set when the sequence cannot go on; it is over then."""
-
-    @property
-    def is_last(self) -> bool:
-        """True if the sequence is over."""
-        return self.finish_reason is not None or self.error is not None
-
-
-@dataclass(slots=True)
-class SequenceStats:
-    """Counts and times of a sequence. The loop's thread writes them before the output that they belong to."""
-
-    num_output_tokens: int = 0
-    num_verify_steps: int = 0
-    """Drafts that the target checked; steps in which the sequence did not speculate are not counted."""
-    total_draft_tokens: int = 0
-    """Tokens that the draft proposed: K for each draft, also where fewer may be accepted."""
-    total_accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    """[K]: drafts whose token at this place was accepted; empty until the sequence is admitted."""
-    admitted_at: float | None = None
-    """Seconds of `time.monotonic`, like all times here."""
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    finished_at: float | None = None
-
-    def add_draft(self, num_proposed: int, num_accepted: int) -> None:
-        """Counts one more draft that the target has checked."""
-        self.num_verify_steps += 1
-        self.total_draft_tokens += num_proposed
-        self.total_accepted_tokens += num_accepted
-        for place in range(num_accepted):
-            self.accepted_per_position[place] += 1
-
-    @property
-    def mean_accept_length(self) -> float:
-        """Tokens per verify step: 1 + accepted / steps; truncation at a stop is not counted."""
-        return mean_accept_length(self.total_accepted_tokens, self.num_verify_steps)
-
-
-class SubmittedSequence(Protocol):
-    """A sequence in the core, as the gateway sees it. Compared by identity."""
-
-    spec: SequenceSpec
-    arrived_at: float
-    """Seconds of `time.monotonic`."""
-    stats: SequenceStats
-
-
-Outputs = list[tuple[SubmittedSequence, SequenceOutput]]
-"""The new output of some sequences."""
-
-
-class Core(Protocol):
-    """The scheduler's core, as the gateway uses it. All methods return at once, on any thread."""
-
-    def submit(self, *specs: SequenceSpec) -> tuple[SubmittedSequence, ...]:
-        """Queues sequences, all or none. Raises ResourceExhaustedError if the queue is full, UnavailableError."""
-
-    def check_room(self, num_sequences: int = 1) -> None:
-        """Raises the error that `submit` would raise for so many sequences now."""
-
-    def cancel(self, sequence: SubmittedSequence) -> None:
-        """Asks for the end of a sequence, waiting or running; no effect if it is over."""
-
-
-class OutputSink(Protocol):
-    """Takes the output of sequences out of the core."""
-
-    def put(self, outputs: Outputs) -> None:
-        """Called on the loop's thread after each step; returns at once. Keeps the order of each sequence's output."""

@@ -122,6 +122,8 @@ class SlotAccounts:
         self._ids = np.zeros(num_slots, np.uint64)
         self._max_new_tokens = np.zeros(num_slots, np.int64)
         self._stops = np.full((num_slots, NUM_STOPS), _NO_TOKEN, np.int64)
+        self._most_stops = 1
+        """The most stop tokens of a sequence so far, of those with up to NUM_STOPS."""
         self._many_stops: dict[int, frozenset[int]] = {}
         self._columns = np.arange(num_draft_tokens + 1)
 
@@ -137,6 +139,7 @@ class SlotAccounts:
         self._many_stops.pop(slot, None)
         if len(spec.stop_token_ids) <= NUM_STOPS:
             self._stops[slot, : len(spec.stop_token_ids)] = list(spec.stop_token_ids)
+            self._most_stops = max(self._most_stops, len(spec.stop_token_ids))
         else:
             self._many_stops[slot] = spec.stop_token_ids
 
@@ -178,7 +181,10 @@ class SlotAccounts:
         """Returns the number of tokens up to the end of each output, and the reasons."""
         reasons = np.where(num_tokens >= room, LENGTH, GOES_ON).astype(np.int8)
         num_tokens = np.minimum(num_tokens, room)
-        is_stop = (tokens[:, :, None] == self._stops[rows][:, None, :]).any(axis=2)
+        stops = self._stops[rows]
+        is_stop = tokens == stops[:, :1]
+        for column in range(1, self._most_stops):
+            is_stop |= tokens == stops[:, column : column + 1]
         for at in np.isin(rows, list(self._many_stops)).nonzero()[0] if self._many_stops else ():
             is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(rows[at])]))
         is_stop &= self._columns[: tokens.shape[1]] < num_tokens[:, None]
