@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 STREAMS_PER_CLIENT = 32
 """A client that has more of them would measure itself."""
 PROMPT_TOKENS = 128
-MAX_NEW_TOKENS = 1200
+MAX_NEW_TOKENS = 1900
 WARM_UP_TOKENS = 16
 
 Receipts = list[tuple[int, int]]
@@ -187,7 +187,7 @@ def main(
     shape: Annotated[str, typer.Option(help="A shape, or bundled.")] = "llama-3.1-8b",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "64,256",
     gateways: Annotated[int, typer.Option(help="Gateways on the port.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Length of a window.")] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Length of a window.")] = 3.0,
     json_file: JsonOption = None,
 ) -> None:
     """Measures delivery."""
