@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 
+GATEWAY, SCHEDULER, WORKERS = ("gateway",), ("scheduler",), ("draft", "verify")
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
     """Metrics that belong together."""
@@ -29,6 +32,8 @@ class Section:
     title: str
     text: str
     metrics: tuple[MetricSpec, ...]
+    services: tuple[str, ...] = SCHEDULER
+    """The services whose endpoints have them."""
 
 
 CATALOGUE = (
@@ -39,10 +44,21 @@ CATALOGUE = (
         "`wall = busy draft + busy verify + bubbles`.",
         step_metrics.SPECS,
     ),
-    Section("Requests", "What clients get. On the gateway's endpoint.", request_metrics.SPECS),
+    Section("Requests", "What clients get. On the gateway's endpoint.", request_metrics.SPECS, GATEWAY),
     Section("Server", "What it is and how full it is. On the scheduler's endpoint.", server_metrics.SPECS),
     Section("Workers, as the scheduler sees them", "On the scheduler's endpoint.", heartbeats.SPECS),
-    Section("Every service", "On each of the four endpoints.", common_metrics.SPECS),
+    Section(
+        "Host threads",
+        "On the endpoints of scheduler, draft and verify.",
+        (common_metrics.HOST_STALL_SECONDS,),
+        SCHEDULER + WORKERS,
+    ),
+    Section(
+        "Every service",
+        "On each of the four endpoints.",
+        (common_metrics.RPCS, common_metrics.BUILD_INFO),
+        GATEWAY + SCHEDULER + WORKERS,
+    ),
 )
 """Every metric of ours."""
 

@@ -151,7 +151,6 @@ HOST_STALL_SECONDS = counter(
     "Time in which a host thread was blocked on the device or on a worker, by service and place.",
     *("fence", "mps", "algorithm", "service", "site"),
 )
-SPECS = (RPCS, BUILD_INFO, HOST_STALL_SECONDS)
 
 
 def make_registry() -> CollectorRegistry:

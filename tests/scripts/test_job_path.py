@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "job_path.py"
-MAX_FILES = 50
+MAX_FILES = 60
 
 
 @pytest.mark.slow
-def test_a_job_enters_at_most_fifty_files() -> None:
+def test_a_job_enters_few_files() -> None:
     """Through four real processes on the CPU, with the bundled model and its EAGLE-3 head."""
     command = (sys.executable, str(SCRIPT), "--json")
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
