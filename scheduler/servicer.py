@@ -71,15 +71,22 @@ class GatewayStream:
         self._is_over = False
         self._changed = asyncio.Event()
 
+    @property
+    def is_over(self) -> bool:
+        """True once its end was asked for."""
+        return self._is_over
+
     def put(self, message: pb.RunResponse) -> None:
         """Queues a message. Ends the stream instead if its gateway has not read for too long."""
-        if len(self._messages) >= MAX_QUEUED:
-            self._messages.clear()
-            unread = f"the gateway has left {MAX_QUEUED} messages unread"
-            self.end(ResourceExhaustedError(unread, retry_after_ms=1000))
-        elif not self._is_over:
+        if self._is_over:
+            return
+        if len(self._messages) < MAX_QUEUED:
             self._messages.append(message)
             self._changed.set()
+            return
+        self._messages.clear()
+        unread = f"the gateway has left {MAX_QUEUED} messages unread"
+        self.end(ResourceExhaustedError(unread, retry_after_ms=1000))
 
     def end(self, error: SlipstreamError | None) -> None:
         """Ends the stream behind what is queued, with an error or well."""
@@ -197,3 +204,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                         refusals=[refusal.to_pb() for refusal in refusals],
                     )
                 )
+                if stream.is_over:
+                    # At once: the call itself may be held up in a write that its gateway does not read.
+                    self._queue.drop(number)

@@ -104,6 +104,7 @@ class WaitingQueue:
                     self._unqueue(sequence)
                     del self._held[sequence.key]
                     expired.append(sequence)
+            self._changed.notify_all()
         return expired
 
     def take_next(self, fits: Callable[[Sequence], bool]) -> Sequence | None:

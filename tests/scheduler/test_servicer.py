@@ -27,6 +27,7 @@ from slipstream.common.worker.step import Role
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
+from slipstream.scheduler.servicer import MAX_QUEUED, GatewayStream
 from tests.harness.scheduler_server import Gateway, served_scheduler
 from tests.harness.workers import VOCAB_SIZE, describe
 
@@ -237,6 +238,26 @@ async def test_the_end_of_the_scheduler_lets_sequences_end_first(tmp_path: Path)
         assert gateway.outputs[own] == tokens_at(3, 93)
         assert gateway.states[-1].paused == "the scheduler is shutting down"
         assert isinstance(error_from_rpc(gateway.error), UnavailableError)  # type: ignore[arg-type]
+
+
+async def test_a_gateway_that_does_not_read_is_cut_off() -> None:
+    stream = GatewayStream(1)
+    for _ in range(MAX_QUEUED):
+        stream.put(pb.RunResponse())
+    assert not stream.is_over
+    stream.put(pb.RunResponse())
+    assert stream.is_over
+    with pytest.raises(ResourceExhaustedError, match="unread"):
+        await anext(aiter(stream.messages()))
+
+
+async def test_a_stream_ends_behind_what_is_queued() -> None:
+    stream = GatewayStream(1)
+    refusal = pb.Refusal(sequence=3)
+    stream.put(pb.RunResponse(refusals=[refusal]))
+    stream.end(None)
+    stream.put(pb.RunResponse())
+    assert [list(message.refusals) async for message in stream.messages()] == [[refusal]]
 
 
 async def test_tcp_is_refused() -> None:
