@@ -12,7 +12,6 @@ import grpc.aio
 
 from slipstream.client.requests import (
     RECONNECT_S,
-    RETRIED,
     OutputReader,
     Reconnection,
     build,
@@ -22,11 +21,11 @@ from slipstream.client.requests import (
 )
 from slipstream.common.api.job_info import JobInfo, JobPage
 from slipstream.common.api.server_state import ServerState
-from slipstream.common.errors import ConnectionLostError
+from slipstream.common.errors import ConnectionLostError, SlipstreamError
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Generator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Generator, Sequence
     from typing import Unpack
 
     from slipstream.client.requests import Prompt, RequestOptions
@@ -70,17 +69,26 @@ class AsyncClient:
         await self._channel.close(None)
 
     def generate(
-        self, prompt: Prompt, *, job_id: str = "", timeout_s: float | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        *,
+        job_id: str = "",
+        timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[OutputChunk, None]:
         """Continues a text or token ids, or answers a conversation, and yields the output as it comes.
 
         Closing the generator cancels the job. Parameters are those of generation.proto; None takes the server's
         default. With `n` samples each chunk names its sample; the last of all has the `job_usage`. After `timeout_s`
-        the job ends with DeadlineExceededError. Raises ConnectionLostError when the connection breaks, which ends the
-        job too, and InternalError when the server left out or repeated tokens.
+        the job ends with DeadlineExceededError. A lost connection is made again for `reconnect_s`, and the output goes
+        on with the next token. Raises InternalError when the server left out or repeated tokens.
         """
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
-        return self._chunks(self._stub.Generate, request, OutputReader(), timeout_s)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id or uuid.uuid4().hex, options)
+        reader = OutputReader()
+        return self._follow(
+            self._stub.Generate, lambda: reader.resumed(request), reader, Reconnection(reconnect_s, timeout_s)
+        )
 
     async def create_job(
         self,
@@ -105,31 +113,26 @@ class AsyncClient:
             except ConnectionLostError as error:
                 await asyncio.sleep(retry.pause_after(error))
 
-    async def watch_job(
+    def watch_job(
         self,
         job_id: str,
         from_token: int | Sequence[int] = 0,
         *,
+        attempt: int = 0,
         timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
     ) -> AsyncGenerator[OutputChunk, None]:
         """Yields a job's output from a token on, up to its end; closing the generator leaves the job as it is.
 
-        With several samples, `from_token` may be a number for each, in order; samples without one begin at 0. A lost
-        connection is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s` bounds the
-        whole. Raises NotFoundError, and the error that ended the job.
+        With several samples, `from_token` may be a number for each, in order; samples without one begin at 0. Raises
+        FailedPreconditionError if these tokens are of an `attempt` that is not the job's; 0 is any. A lost connection
+        is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s` bounds the whole.
+        Raises NotFoundError, and the error that ended the job.
         """
-        reader, retry = OutputReader(from_token), Reconnection(reconnect_s, timeout_s)
-        while not reader.is_over:
-            chunks = self._chunks(self._stub.WatchJob, reader.request(job_id), reader, retry.time_left_s)
-            try:
-                async for chunk in chunks:
-                    retry.came_through()
-                    yield chunk
-            except RETRIED as error:
-                await asyncio.sleep(retry.pause_after(error))
-            finally:
-                await chunks.aclose()
+        reader = OutputReader(from_token, attempt=attempt)
+        return self._follow(
+            self._stub.WatchJob, lambda: reader.watch_request(job_id), reader, Reconnection(reconnect_s, timeout_s)
+        )
 
     async def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. Raises NotFoundError if there never was one, or it ended too long ago."""
@@ -154,6 +157,21 @@ class AsyncClient:
         """Returns the server's configuration and load."""
         with our_errors():
             return ServerState.from_pb(await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
+
+    async def _follow(
+        self, method: Any, next_request: Callable[[], Any], reader: OutputReader, retry: Reconnection
+    ) -> AsyncGenerator[OutputChunk, None]:
+        """Yields the output of as many calls as it takes."""
+        while not reader.is_over:
+            chunks = self._chunks(method, next_request(), reader, retry.time_left_s)
+            try:
+                async for chunk in chunks:
+                    retry.came_through()
+                    yield chunk
+            except SlipstreamError as error:
+                await asyncio.sleep(retry.pause_after(error))
+            finally:
+                await chunks.aclose()
 
     async def _chunks(
         self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None
@@ -194,11 +212,20 @@ class Client:
         self._channel.close()
 
     def generate(
-        self, prompt: Prompt, *, job_id: str = "", timeout_s: float | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        *,
+        job_id: str = "",
+        timeout_s: float | None = None,
+        reconnect_s: float = RECONNECT_S,
+        **options: Unpack[RequestOptions],
     ) -> Generator[OutputChunk, None, None]:
         """Yields the output as it comes; closing the generator cancels the job. See `AsyncClient.generate`."""
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
-        return self._chunks(self._stub.Generate, request, OutputReader(), timeout_s)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id or uuid.uuid4().hex, options)
+        reader = OutputReader()
+        return self._follow(
+            self._stub.Generate, lambda: reader.resumed(request), reader, Reconnection(reconnect_s, timeout_s)
+        )
 
     def create_job(
         self,
@@ -224,18 +251,15 @@ class Client:
         job_id: str,
         from_token: int | Sequence[int] = 0,
         *,
+        attempt: int = 0,
         timeout_s: float | None = None,
         reconnect_s: float = RECONNECT_S,
     ) -> Generator[OutputChunk, None, None]:
         """Yields a job's output from a token on, up to its end. See `AsyncClient.watch_job`."""
-        reader, retry = OutputReader(from_token), Reconnection(reconnect_s, timeout_s)
-        while not reader.is_over:
-            try:
-                for chunk in self._chunks(self._stub.WatchJob, reader.request(job_id), reader, retry.time_left_s):
-                    retry.came_through()
-                    yield chunk
-            except RETRIED as error:
-                time.sleep(retry.pause_after(error))
+        reader = OutputReader(from_token, attempt=attempt)
+        return self._follow(
+            self._stub.WatchJob, lambda: reader.watch_request(job_id), reader, Reconnection(reconnect_s, timeout_s)
+        )
 
     def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. See `AsyncClient.get_job`."""
@@ -257,6 +281,17 @@ class Client:
         """Returns the server's configuration and load."""
         with our_errors():
             return ServerState.from_pb(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
+
+    def _follow(
+        self, method: Any, next_request: Callable[[], Any], reader: OutputReader, retry: Reconnection
+    ) -> Generator[OutputChunk, None, None]:
+        while not reader.is_over:
+            try:
+                for chunk in self._chunks(method, next_request(), reader, retry.time_left_s):
+                    retry.came_through()
+                    yield chunk
+            except SlipstreamError as error:
+                time.sleep(retry.pause_after(error))
 
     def _chunks(
         self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 import grpc
 
 from slipstream.common.api.output_chunk import OutputChunk
-from slipstream.common.errors import ConnectionLostError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from slipstream.common.errors import (
+    ConnectionLostError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SlipstreamError,
+    UnavailableError,
+)
 from slipstream.common.rpc.address import proxy_options
 from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.status import error_from_rpc
@@ -119,20 +126,33 @@ def our_errors() -> Iterator[None]:
 class OutputReader:
     """Reads the messages of one job's output, over any number of calls, and checks that no token is left out."""
 
-    def __init__(self, from_token: int | Sequence[int] = 0) -> None:
-        """`from_token`: number of tokens that the caller has, of the first sample or, in order, of each."""
+    def __init__(self, from_token: int | Sequence[int] = 0, *, attempt: int = 0) -> None:
+        """`from_token`: number of tokens that the caller has, of the first sample or, in order, of each.
+
+        `attempt`: the job's attempt that they are of; 0 is any.
+        """
         offsets = [from_token] if isinstance(from_token, int) else from_token
         self.is_over = False
         """True if the job's last message has come."""
+        self._attempt = attempt
         self._offsets = dict(enumerate(offsets))
         self._finished: set[int] = set()
 
-    def request(self, job_id: str) -> generation_pb2.WatchJobRequest:
-        """Builds the request for the rest of the output."""
-        offsets = [self._offsets.get(index, 0) for index in range(max(self._offsets, default=0) + 1)]
-        if len(offsets) == 1:
-            return build(generation_pb2.WatchJobRequest, job_id=job_id, from_token=offsets[0])
-        return build(generation_pb2.WatchJobRequest, job_id=job_id, from_tokens=offsets)
+    def watch_request(self, job_id: str) -> generation_pb2.WatchJobRequest:
+        """Builds the request for the rest of a job's output."""
+        offsets = self._offsets_in_order()
+        field = {"from_token": offsets[0]} if len(offsets) == 1 else {"from_tokens": offsets}
+        return build(generation_pb2.WatchJobRequest, job_id=job_id, attempt=self._attempt, **field)
+
+    def resumed(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
+        """The request again, for the rest of the output."""
+        if self._attempt:
+            resume = generation_pb2.Resume(from_tokens=self._offsets_in_order(), attempt=self._attempt)
+            request.resume.CopyFrom(resume)
+        return request
+
+    def _offsets_in_order(self) -> list[int]:
+        return [self._offsets.get(index, 0) for index in range(max(self._offsets, default=0) + 1)]
 
     def read(self, message: generation_pb2.GenerateResponse) -> OutputChunk | None:
         """Returns the next chunk; None for a repeated end. Raises InternalError for tokens left out or repeated."""
@@ -142,6 +162,7 @@ class OutputReader:
             of = f" of sample {sample}" if sample else ""
             raise InternalError(f"token {expected}{of} was expected, token {chunk.token_offset} came")
         self._offsets[sample] = expected + len(chunk.token_ids)
+        self._attempt = chunk.attempt
         self.is_over = chunk.job_usage is not None
         if sample in self._finished:
             # A new call repeats the end of a sample, and the job's end may come with it.
@@ -160,8 +181,18 @@ class OutputReader:
             raise ConnectionLostError("the stream ended before the job did")
 
 
-RETRIED = (ConnectionLostError, ResourceExhaustedError)
-"""Errors after which a job can be watched again: the second cuts off a client that did not read for a while."""
+def can_go_on_after(error: SlipstreamError) -> bool:
+    """True if the rest of a job's output can be asked for: the job lives, or goes on with the same request again."""
+    match error:
+        case ConnectionLostError():
+            return True
+        case UnavailableError():
+            return error.retry_after_ms is not None
+        case ResourceExhaustedError():
+            # A client that did not read for a while is cut off. A full queue names a time.
+            return error.retry_after_ms == 0
+        case _:
+            return False
 
 
 class Reconnection:
@@ -183,8 +214,10 @@ class Reconnection:
         """Called after each message: the connection works."""
         self._lost_at, self._pause_s = None, FIRST_PAUSE_S
 
-    def pause_after(self, error: Exception) -> float:
+    def pause_after(self, error: SlipstreamError) -> float:
         """Returns the seconds to wait before the next try. Raises the error if there should be none."""
+        if not can_go_on_after(error):
+            raise error
         now = time.monotonic()
         self._lost_at = now if self._lost_at is None else self._lost_at
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)

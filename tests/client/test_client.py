@@ -91,7 +91,8 @@ async def test_what_is_not_set_is_not_sent() -> None:
         async for _ in client.generate([1, 2], temperature=0.0, seed=0, stop_token_ids=[3], ignore_eos=True):
             pass
     text, ids = script.requests
-    assert text == generation_pb2.GenerateRequest(text="text", sampling_params={})
+    assert text.job_id != ids.job_id
+    assert text == generation_pb2.GenerateRequest(job_id=text.job_id, text="text", sampling_params={})
     assert list(ids.input_ids.ids) == [1, 2]
     assert {field.name for field, _ in ids.sampling_params.ListFields()} == {
         "temperature",
@@ -122,6 +123,7 @@ async def test_everything_that_is_asked_for_is_sent() -> None:
             pass
     everything, little = script.requests
     assert everything == generation_pb2.GenerateRequest(
+        job_id=everything.job_id,
         messages={"items": conversation},
         sampling_params={**sampling},
         speculation={"enabled": True, "max_draft_tokens": 2},
@@ -137,7 +139,7 @@ async def test_the_stream_ends_with_the_last_sample() -> None:
         assert [chunk async for chunk in client.generate("a", n=2)] == [FIRST, other, *ends]
     async with client_of(Script(FIRST, other, ends[0])) as client:
         with pytest.raises(ConnectionLostError, match="before the job did"):
-            async for _ in client.generate("a", n=2):
+            async for _ in client.generate("a", n=2, reconnect_s=0):
                 pass
     for wrong in (replace(other, token_offset=2), replace(FIRST, sample_index=1, token_offset=1)):
         async with client_of(Script(FIRST, wrong, is_endless=True)) as client:
@@ -152,10 +154,10 @@ def test_an_end_that_is_told_again_is_not_repeated() -> None:
     reader = OutputReader()
     end = replace(LAST, job_usage=None)
     assert [reader.read(chunk.to_pb()) for chunk in (FIRST, end)] == [FIRST, end]
-    assert reader.request("a") == generation_pb2.WatchJobRequest(job_id="a", from_token=2)
+    assert reader.watch_request("a") == generation_pb2.WatchJobRequest(job_id="a", from_token=2)
     other = OutputChunk(job_id="a", token_offset=0, token_ids=(5,), sample_index=2)
     assert [reader.read(chunk.to_pb()) for chunk in (end, other)] == [None, other]
-    assert reader.request("a") == generation_pb2.WatchJobRequest(job_id="a", from_tokens=[2, 0, 1])
+    assert reader.watch_request("a") == generation_pb2.WatchJobRequest(job_id="a", from_tokens=[2, 0, 1])
     assert not reader.is_over
     # The server cannot know which sample's end came last.
     assert reader.read(LAST.to_pb()) == OutputChunk(job_id="a", token_offset=2, job_usage=USAGE)
@@ -176,7 +178,7 @@ async def test_a_gap_or_a_repetition_is_seen(offset: int) -> None:
 
 async def test_a_stream_that_ends_too_early_is_an_error() -> None:
     async with client_of(Script(FIRST)) as client:
-        chunks = client.generate("a")
+        chunks = client.generate("a", reconnect_s=0)
         assert await anext(chunks) == FIRST
         with pytest.raises(UnavailableError, match="before the job did"):
             await anext(chunks)

@@ -17,6 +17,7 @@ from slipstream.common.errors import (
     AlreadyExistsError,
     ConnectionLostError,
     DeadlineExceededError,
+    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
 )
@@ -106,16 +107,49 @@ async def test_a_create_whose_answer_was_lost_is_sent_again() -> None:
         assert tokens_of([chunk async for chunk in client.watch_job(job.job_id)]) == [5, 6, 5, 6]
 
 
-async def test_a_generate_whose_connection_broke_ends() -> None:
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("is_noticed", [False, True])
+async def test_a_generate_goes_on_where_the_connection_broke(n: int, is_noticed: bool) -> None:
+    """Whether the server has cancelled the job by then or not. The seed is the server's, and drawn once."""
+    async with behind_a_proxy() as (server, proxy, client):
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        chunks: list[OutputChunk] = []
+        async for chunk in client.generate("Hello", n=n, max_new_tokens=31, temperature=0.5):
+            chunks.append(chunk)
+            proxy.cut()
+            if is_noticed:
+                await server.manager.wait_idle()
+            server.loop.pause_tokens += TOKENS_PER_STEP
+        assert proxy.num_connections > 3
+        prompt = server.model.tokenizer.encode("Hello")
+        for index in range(n):
+            sample = [chunk for chunk in chunks if chunk.sample_index == index]
+            assert tokens_of(sample) == [prompt[number % len(prompt)] for number in range(31)]
+            text = server.model.tokenizer.decode(tokens_of(sample), skip_special_tokens=True)
+            assert "".join(chunk.text for chunk in sample) == text
+        assert chunks[-1].job_usage is not None
+        assert len({chunk.attempt for chunk in chunks}) == 1
+        seeds = {sequence.spec.sampling.seed for sequence in server.loop.submitted}
+        assert len(seeds) == n
+
+
+async def test_tokens_of_another_attempt_are_not_joined() -> None:
     async with behind_a_proxy() as (server, proxy, client):
         server.loop.pause_tokens = TOKENS_PER_STEP
         chunks = client.generate([5], job_id="mine", max_new_tokens=9)
-        await anext(chunks)
+        first = await anext(chunks)
         proxy.cut()
-        with pytest.raises(ConnectionLostError):
-            await anext(chunks)
         await server.manager.wait_idle()
-        assert (await client.get_job("mine")).finish_reason == "abort"
+        server.loop.serve(model="other")
+        await until(lambda: server.link.model().identity == "other")
+        server.model = server.link.model()
+        again = await client.create_job([5], job_id="mine", max_new_tokens=9)
+        assert again.attempt > first.attempt
+        message = f"got {first.attempt}, but job 'mine' began anew, as attempt {again.attempt}"
+        with pytest.raises(FailedPreconditionError, match=message):
+            await anext(chunks)
+        with pytest.raises(FailedPreconditionError, match=message):
+            await anext(client.watch_job("mine", 3, attempt=first.attempt))
 
 
 async def test_not_for_ever() -> None:
@@ -126,6 +160,8 @@ async def test_not_for_ever() -> None:
                 await client.create_job("a", reconnect_s=0.1)
             with pytest.raises(ConnectionLostError):
                 await anext(client.watch_job("a", reconnect_s=0.1))
+            with pytest.raises(ConnectionLostError):
+                await anext(client.generate("a", reconnect_s=0.1))
             with pytest.raises(DeadlineExceededError):
                 await anext(client.watch_job("a", timeout_s=0.1))
 
