@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from slipstream.cli.trace_timeline import Lane, StampClock, Timeline
+from slipstream.client.connection import open_async_channel
 from slipstream.client.requests import channel_options
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
@@ -28,13 +29,16 @@ from slipstream.protos import trace_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Unpack
+
+    from slipstream.client.connection import AccessOptions
 
 STANDARD_OUTPUT = "-"
 
 Event = dict[str, object]
 
 
-async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
+async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: Unpack[AccessOptions]) -> int:
     """Writes a trace of the next `steps` steps to the file `out`, or to standard output if that is "-".
 
     Raises ConfigError naming what is wrong, UnavailableError without a server, DeadlineExceededError if nothing ran
@@ -45,7 +49,7 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
         raise ConfigError("wait", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
-        trace = await fetch_trace(server, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
+        trace = await fetch_trace(server, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)), **access)
         content = trace_json(trace)
         write(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
     uncertainty_us = content["otherData"]["clock_uncertainty_us"]
@@ -56,9 +60,9 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
     return 0
 
 
-async def fetch_trace(server: str, request: TraceRequest) -> Trace:
+async def fetch_trace(server: str, request: TraceRequest, **access: Unpack[AccessOptions]) -> Trace:
     """Asks the server at `server`. Raises what it raises, and UnavailableError when it does not answer."""
-    async with grpc.aio.insecure_channel(server, options=channel_options(None)) as channel:
+    async with open_async_channel(server, channel_options(None), access) as channel:
         stub = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
         try:
             return Trace.from_pb(await stub.Trace(request.to_pb()))

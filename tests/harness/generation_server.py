@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -191,6 +191,7 @@ async def generation_server(
     kept_jobs: int = 1000,
     read_timeout_s: float = 60.0,
     clock: Callable[[], float] = time.monotonic,
+    interceptors: tuple[Any, ...] = (),
 ) -> AsyncIterator[GenerationServer]:
     """Serves a model with a tokenizer of `kind`."""
     limits = RequestLimits(
@@ -214,7 +215,8 @@ async def generation_server(
             read_timeout_s=read_timeout_s,
         )
         add = generation_pb2_grpc.add_GenerationServicer_to_server
-        async with running_server((SERVICE_NAME, add, servicer), address=address) as server:
+        services = ((SERVICE_NAME, add, servicer),)
+        async with running_server(*services, address=address, interceptors=interceptors) as server:
             served = GenerationServer(
                 address=server.address,
                 manager=manager,
