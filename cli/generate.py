@@ -14,13 +14,18 @@ from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
+    from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.api.output_chunk import OutputChunk
 
 INTERRUPTED = 130
 
 
-async def run_generate(server: str, prompt: Prompt, options: RequestOptions, *, as_json: bool) -> int:
+async def run_generate(
+    server: str, prompt: Prompt, options: RequestOptions, *, as_json: bool, **access: Unpack[AccessOptions]
+) -> int:
     """Prints text as it comes, or a JSON line for each sample at the end; gives the exit status.
 
     Several samples come at the same time, so their texts are printed one after the other, at the end. A signal cancels
@@ -28,7 +33,7 @@ async def run_generate(server: str, prompt: Prompt, options: RequestOptions, *, 
     """
     is_streamed = not as_json and (options.get("n") or 1) == 1
     try:
-        chunks = await StopSignals().cancel(_generate(server, prompt, options, is_streamed=is_streamed))
+        chunks = await StopSignals().cancel(_generate(server, prompt, options, access, is_streamed=is_streamed))
     except UnavailableError as error:
         raise UnavailableError(f"server at {server}: {error}") from error
     if chunks is None:
@@ -46,9 +51,11 @@ async def run_generate(server: str, prompt: Prompt, options: RequestOptions, *, 
     return 0
 
 
-async def _generate(server: str, prompt: Prompt, options: RequestOptions, *, is_streamed: bool) -> list[OutputChunk]:
+async def _generate(
+    server: str, prompt: Prompt, options: RequestOptions, access: AccessOptions, *, is_streamed: bool
+) -> list[OutputChunk]:
     chunks: list[OutputChunk] = []
-    async with AsyncClient(server) as client, aclosing(client.generate(prompt, **options)) as stream:
+    async with AsyncClient(server, **access) as client, aclosing(client.generate(prompt, **options)) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if is_streamed:

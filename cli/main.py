@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from slipstream.cli.connection_options import ConnectionOptions
 from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
@@ -113,7 +114,7 @@ def up(
 
 
 @app.command()
-@with_options(GenerateOptions)
+@with_options(GenerateOptions, ConnectionOptions)
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
     server: ServerOption = DEFAULT_SERVER,
@@ -125,14 +126,16 @@ def generate(
     """Continue a prompt, and print the text as it comes. Ctrl-C cancels the job."""
     from slipstream.cli.generate import run_generate
 
-    options = GenerateOptions(**values)
+    options = shared(GenerateOptions, values)
     if options.logprobs is not None and not as_json:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
     text = sys.stdin.read() if prompt == "-" else prompt
-    _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json))
+    access = shared(ConnectionOptions, values).access()
+    _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **access))
 
 
 @app.command()
+@with_options(ConnectionOptions)
 def status(
     server: ServerOption = DEFAULT_SERVER,
     state_dir: StateDirOption = None,
@@ -145,6 +148,7 @@ def status(
     interval: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="With --watch: time between two looks.  [default: 1]")
     ] = None,
+    **values: Any,
 ) -> None:
     """Show each service: process, addresses, health, model. Fails when one is not healthy.
 
@@ -153,16 +157,18 @@ def status(
     from slipstream.cli.status import fetch_status
     from slipstream.cli.up.run import server_of
 
+    access = shared(ConnectionOptions, values).access()
+
     def locate() -> str:
         return server if state_dir is None else server_of(state_dir)
 
     if watch:
         from slipstream.cli.status_watch import run_watch
 
-        _exit_with(run_watch(locate, interval_s=interval, as_json=as_json))
+        _exit_with(run_watch(locate, access, interval_s=interval, as_json=as_json))
     if interval is not None:
         raise ConfigError("interval", interval, "a number with --watch")
-    found = asyncio.run(fetch_status(locate()))
+    found = asyncio.run(fetch_status(locate(), **access))
     if as_json:
         print(json.dumps(found.as_json()))
     else:
@@ -171,6 +177,7 @@ def status(
 
 
 @app.command()
+@with_options(ConnectionOptions)
 def trace(
     out: Annotated[str, typer.Argument(metavar="OUT", help="File to write; - is standard output.")],
     server: ServerOption = DEFAULT_SERVER,
@@ -179,6 +186,7 @@ def trace(
     wait: Annotated[
         float, typer.Option(metavar="SECONDS", help="Give up when no further step was complete for so long.")
     ] = 10.0,
+    **values: Any,
 ) -> None:
     """Write what scheduler, draft and verify do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
 
@@ -187,18 +195,23 @@ def trace(
     from slipstream.cli.trace import run_trace
     from slipstream.cli.up.run import server_of
 
-    _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait, out))
+    access = shared(ConnectionOptions, values).access()
+    _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait, out, **access))
 
 
 @app.command()
+@with_options(ConnectionOptions, without=("api_key",))
 def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
+    **values: Any,
 ) -> None:
     """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
     from slipstream.cli.status import check
     from slipstream.common.rpc.address import parse_address
 
-    found = asyncio.run(check(str(parse_address(address, field="ADDRESS"))))
+    found = asyncio.run(
+        check(str(parse_address(address, field="ADDRESS")), **shared(ConnectionOptions, values).access())
+    )
     if found != "SERVING":
         raise FailedPreconditionError(f"{address} says {found}")
     print(found)

@@ -12,11 +12,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.client import AsyncClient
+from slipstream.client.connection import open_async_channel
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Unpack
 
+    from slipstream.client.connection import AccessOptions
     from slipstream.common.api.server_state import ServerState, ServiceState
 
 UNREACHABLE = "UNREACHABLE"
@@ -51,12 +54,12 @@ async def wait_until_serving(address: str) -> None:
             await asyncio.sleep(_RETRY_S)
 
 
-async def check(address: str) -> str:
+async def check(address: str, **access: Unpack[AccessOptions]) -> str:
     """Health of the server at `address` now: "SERVING", "NOT_SERVING" or "UNKNOWN".
 
     Raises UnavailableError when no server answers there.
     """
-    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+    async with open_async_channel(address, _CHANNEL_OPTIONS, access) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             response = await stub.Check(_WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
@@ -118,25 +121,26 @@ class ServerStatus:
         Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH).print(table)
 
 
-async def fetch_status(server: str) -> ServerStatus:
+async def fetch_status(server: str, **access: Unpack[AccessOptions]) -> ServerStatus:
     """Asks the server, then each of its services. Raises UnavailableError when the server does not answer."""
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, **access) as client:
         try:
             state = await asyncio.wait_for(client.server_info(), _TIMEOUT_S)
         except (UnavailableError, TimeoutError) as error:
             why = str(error) or f"nothing for {_TIMEOUT_S:g} s"
             raise UnavailableError(f"no answer from a server at {server}: {why}") from error
-    healths = await asyncio.gather(*(_health(server, service) for service in state.services))
+    healths = await asyncio.gather(*(_health(server, service, access) for service in state.services))
     names = [service.name for service in state.services]
     return ServerStatus(server=server, state=state, health=dict(zip(names, healths, strict=True)))
 
 
-async def _health(server: str, service: ServiceState) -> str:
+async def _health(server: str, service: ServiceState, access: AccessOptions) -> str:
     # The gateway's own address may be a wildcard, or another than the one that leads there from here.
-    address = server if service.name == "gateway" else service.address
+    is_server = service.name == "gateway"
+    address = server if is_server else service.address
     if address.startswith("unix:") and not Path(address.removeprefix("unix:")).parent.is_dir():
         return ELSEWHERE
     try:
-        return await check(address)
+        return await (check(address, **access) if is_server else check(address))
     except UnavailableError:
         return UNREACHABLE

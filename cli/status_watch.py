@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ from slipstream.scheduler.telemetry.step_metrics import ACCEPTED_TOKENS, BUBBLE_
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+    from typing import Unpack
+
+    from slipstream.client.connection import AccessOptions
 
 MEASURED = ("scheduler", "gateway")
 """The services whose metrics are shown."""
@@ -135,9 +139,9 @@ class Watcher:
         return f"answers since {at:%H:%M:%S}{away}" if away else ""
 
 
-async def read_server(server: str) -> Reading:
+async def read_server(server: str, **access: Unpack[AccessOptions]) -> Reading:
     """Asks this server. Raises a SlipstreamError when it does not answer; without its metrics, the reading says why."""
-    status = await fetch_status(server)
+    status = await fetch_status(server, **access)
     pages: dict[str, Scrape] = {}
     metrics, why = None, ""
     for name in MEASURED:
@@ -197,7 +201,9 @@ def _add_server(table: Table, status: ServerStatus) -> None:
         table.add_row(service.name, line.append(f"  pid {service.pid}  {service.address}", "dim"))
 
 
-async def run_watch(locate: Callable[[], str], *, interval_s: float | None, as_json: bool) -> int:
+async def run_watch(
+    locate: Callable[[], str], access: AccessOptions, *, interval_s: float | None, as_json: bool
+) -> int:
     """Shows a look now and after each interval: on a terminal redrawn, elsewhere as lines. Returns 0 after a signal.
 
     `locate`: see `Watcher`. Raises ConfigError naming `interval`.
@@ -205,7 +211,7 @@ async def run_watch(locate: Callable[[], str], *, interval_s: float | None, as_j
     interval_s = DEFAULT_INTERVAL_S if interval_s is None else interval_s
     if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
         raise ConfigError("interval", interval_s, f"{MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
-    watcher = Watcher(locate, read_server)
+    watcher = Watcher(locate, partial(read_server, **access))
     is_live = not as_json and sys.stdout.isatty() and not Console().is_dumb_terminal
     plain = Console(width=_PLAIN_WIDTH, color_system=None)
     with Live(Text("asking ..."), auto_refresh=False) if is_live else nullcontext() as screen:

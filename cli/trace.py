@@ -29,13 +29,16 @@ from slipstream.protos import trace_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Unpack
+
+    from slipstream.client.connection import AccessOptions
 
 STANDARD_OUTPUT = "-"
 
 Event = dict[str, object]
 
 
-async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
+async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: Unpack[AccessOptions]) -> int:
     """Writes a trace of the server's next `steps` steps to the file `out`, or to standard output if that is "-".
 
     Raises ConfigError naming what is wrong, UnavailableError without a server, DeadlineExceededError if nothing ran
@@ -46,7 +49,8 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
         raise ConfigError("wait", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
-        trace = await fetch_trace(await scheduler_of(server), TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
+        scheduler = await scheduler_of(server, **access)
+        trace = await fetch_trace(scheduler, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
         content = trace_json(trace)
         write(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
     uncertainty_us = content["otherData"]["clock_uncertainty_us"]
@@ -57,9 +61,9 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str) -> int:
     return 0
 
 
-async def scheduler_of(server: str) -> str:
+async def scheduler_of(server: str, **access: Unpack[AccessOptions]) -> str:
     """Address of the scheduler behind a gateway. Raises UnavailableError if the gateway does not answer."""
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, **access) as client:
         try:
             state = await client.server_info()
         except UnavailableError as error:
@@ -69,7 +73,8 @@ async def scheduler_of(server: str) -> str:
 
 async def fetch_trace(scheduler: str, request: TraceRequest) -> Trace:
     """Asks the scheduler at this address. Raises what it raises, and UnavailableError when it does not answer."""
-    async with grpc.aio.insecure_channel(scheduler, options=channel_options(scheduler, None)) as channel:
+    options = channel_options(scheduler, None)
+    async with grpc.aio.insecure_channel(scheduler, options=options) as channel:
         stub = trace_pb2_grpc.TimelineStub(channel)  # type: ignore[no-untyped-call]
         try:
             return Trace.from_pb(await stub.Trace(request.to_pb()))

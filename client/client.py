@@ -7,9 +7,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Self
 
-import grpc
-import grpc.aio
-
+from slipstream.client.connection import open_async_channel, open_channel
 from slipstream.client.requests import (
     RECONNECT_S,
     OutputReader,
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator, Sequence
     from typing import Unpack
 
+    from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import Prompt, RequestOptions
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.rpc.keepalive import Keepalive
@@ -53,9 +52,12 @@ class AsyncClient:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, *, keepalive: Keepalive | None = None) -> None:
-        """`address`: HOST:PORT or unix:PATH. Connects with the first call; make it on the event loop."""
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options(address, keepalive))
+    def __init__(self, address: str, *, keepalive: Keepalive | None = None, **access: Unpack[AccessOptions]) -> None:
+        """`address`: HOST:PORT or unix:PATH. Connects with the first call; make it on the event loop.
+
+        `access`: an API key, and TLS. Raises ConfigError for files that cannot be used.
+        """
+        self._channel = open_async_channel(address, channel_options(address, keepalive), access)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -196,9 +198,9 @@ class Client:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, *, keepalive: Keepalive | None = None) -> None:
-        """`address`: HOST:PORT or unix:PATH. Connects with the first call."""
-        self._channel = grpc.insecure_channel(address, options=channel_options(address, keepalive))
+    def __init__(self, address: str, *, keepalive: Keepalive | None = None, **access: Unpack[AccessOptions]) -> None:
+        """`address`: HOST:PORT or unix:PATH. Connects with the first call. `access`: see `AsyncClient`."""
+        self._channel = open_channel(address, channel_options(address, keepalive), access)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:

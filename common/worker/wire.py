@@ -42,7 +42,6 @@ def _enum(kind: type[_Enum], value: object, field: str, accepted: str) -> _Enum:
 
 
 def description_to_pb(description: WorkerDescription) -> pb.DescribeResponse:
-    """Encodes a worker's description."""
     memory = encode(pb.DeviceMemory, description.memory) if description.memory.total else None
     return encode(pb.DescribeResponse, description, role=description.role.value, memory=memory)
 
@@ -54,7 +53,6 @@ def description_from_pb(message: pb.DescribeResponse) -> WorkerDescription:
 
 
 def manifest_to_pb(manifest: Manifest) -> pb.Manifest:
-    """Encodes a manifest."""
     buffers = [
         encode(pb.Buffer, placed.spec, offset=placed.offset, dtype=DTYPE_NAMES[placed.spec.dtype])
         for placed in manifest.buffers
@@ -83,7 +81,6 @@ def _word_from_pb(message: pb.FenceWord) -> FenceWord:
 
 
 def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:
-    """Encodes an attachment."""
     return encode(
         pb.AttachRequest,
         attachment,

@@ -10,8 +10,7 @@ import torch
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
-from slipstream.services.worker.graphs import batch_buckets, capture_buckets
-from slipstream.services.worker.slots import SamplingMode
+from slipstream.services.worker.graphs import GRAPHED_MODES, batch_buckets, capture_buckets
 from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
 
 if TYPE_CHECKING:
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
-
-_GRAPHED = (SamplingMode.NOISE, SamplingMode.FILTERS)
-"""Adjustments come without a graph: they take tables of the vocabulary for each row."""
+    from slipstream.services.worker.slots import SamplingMode
 
 
 class Drafter(Protocol):
@@ -100,13 +97,13 @@ class DraftGraphs:
     """The decode steps of an epoch as graphs: from the stash to the tokens, the whole chain in one."""
 
     def __init__(self, drafter: Drafter, state: EpochState, graphed: GraphedStep) -> None:
-        """Captures them."""
         self._drafter = drafter
         self._state = state
         self._graphed = graphed
         sizes = batch_buckets(state.attachment.shape.num_slots - 1)
         self._made: dict[SamplingMode, Buckets[GraphedPart]] = {
-            mode: capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)) for mode in _GRAPHED
+            mode: capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode))
+            for mode in GRAPHED_MODES
         }
 
     def propose(self, command: StepCommand) -> None:

@@ -5,7 +5,6 @@ from slipstream.services.worker.command_line import draft
 
 
 def main() -> None:
-    """Entry point."""
     run_command(draft)
 
 

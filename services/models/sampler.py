@@ -230,18 +230,15 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     has_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
     indices = (is_sampled & ~has_filter).nonzero()[:, 0]
     if len(indices):
-        tokens[indices] = _choose_unfiltered(logits[indices], rows.take(indices), positions[indices])
+        own = rows.take(indices)
+        noise = gumbel_noise(own.seed, positions[indices], logits.shape[1])
+        tokens[indices] = noise.sub_(_deficits(logits[indices], own)).argmax(dim=1)
     filtered = (is_sampled & has_filter).nonzero()[:, 0]
     num_rows = max(1, _LOGITS_AT_ONCE // logits.shape[1])
     for start in range(0, len(filtered), num_rows):
         indices = filtered[start : start + num_rows]
         tokens[indices] = _choose_filtered(logits[indices], rows.take(indices), positions[indices])
     return tokens
-
-
-def _choose_unfiltered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
-    noise = gumbel_noise(rows.seed, positions, logits.shape[1])
-    return noise.sub_(_deficits(logits, rows)).argmax(dim=1)
 
 
 def _choose_filtered(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
-from slipstream.services.worker.graphs import GraphedPart, Latest, batch_buckets, capture_buckets
-from slipstream.services.worker.slots import SamplingMode
+from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
 
 if TYPE_CHECKING:
     import torch
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from slipstream.services.verify.target import Target
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.graphs import Buckets, GraphedStep
-
-_GRAPHED = (SamplingMode.NOISE, SamplingMode.FILTERS)
-"""Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
+    from slipstream.services.worker.slots import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ class VerifyGraphs:
             result.value = target.forward(graphed.step, rows, has_draft=kind is StepKind.DECODE)
 
         part = graphed.capture_part(forward)
-        return _Graphs(part, result, {mode: self._ending(rows, result, mode) for mode in _GRAPHED})
+        return _Graphs(part, result, {mode: self._ending(rows, result, mode) for mode in GRAPHED_MODES})
 
     def _ending(self, rows: torch.Tensor, forward: Latest[TargetForward], mode: SamplingMode) -> _Ending:
         graphed, target, future_map = self._graphed, self._target, self._state.future_map

@@ -5,7 +5,6 @@ from slipstream.services.worker.command_line import verify
 
 
 def main() -> None:
-    """Entry point."""
     run_command(verify)
 
 

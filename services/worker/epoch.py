@@ -54,13 +54,11 @@ class Epoch:
         self._waited: dict[Fence, int] = {}
 
     def wait(self, stream: Stream, point: FencePoint) -> None:
-        """Enqueues a wait."""
         fence = self._fences[point.fence]
         self._waited[fence] = max(point.value, self._waited.get(fence, 0))
         fence.wait(stream, point.value)
 
     def signal(self, stream: Stream, point: FencePoint) -> None:
-        """Enqueues a signal."""
         self._fences[point.fence].signal(stream, point.value)
 
     def release(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 from slipstream.services.worker.memory import first_line, is_out_of_memory
+from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
+"""Adjustments and logprobs come without a graph: they take tables of the vocabulary for each row."""
 MIB = 2**20
 _FIRST_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _FURTHER = 32

@@ -56,11 +56,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._has_stream = False
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
-        """See worker.proto."""
         return description_to_pb(replace(self._engine.describe(), has_scheduler=self._has_stream))
 
     async def Attach(self, request: pb.AttachRequest, context: ServicerContext) -> pb.AttachResponse:
-        """See worker.proto."""
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
@@ -98,7 +96,6 @@ class WorkerServicer(pb_grpc.WorkerServicer):
             self._device_thread.submit(self._engine.abandon, epoch)
 
     async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
-        """See worker.proto."""
         await self._on_device_thread(self._engine.drain, request.epoch)
         return pb.DrainResponse()
 
@@ -119,7 +116,6 @@ class RecorderServicer(trace_pb2_grpc.RecorderServicer):
         self._device = device
 
     async def ReadRecords(self, request: trace_pb2.ReadRecordsRequest, context: Any) -> trace_pb2.ReadRecordsResponse:
-        """See trace.proto."""
         records = tuple(self._recorder.since(request.from_step))
         clock = None
         try:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -92,6 +92,7 @@ async def generation_server(
     outage_timeout_s: float = 60.0,
     stream_interval_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
+    interceptors: tuple[Any, ...] = (),
 ) -> AsyncIterator[GenerationServer]:
     """Serves a model with a tokenizer of `kind`, once it is linked to its scheduler."""
     description = replace(DESCRIPTION, server=replace(STATE, context_tokens=context_tokens))
@@ -123,7 +124,8 @@ async def generation_server(
             read_timeout_s=read_timeout_s,
         )
         add = generation_pb2_grpc.add_GenerationServicer_to_server
-        async with running_server((SERVICE_NAME, add, servicer), address=address) as server:
+        services = ((SERVICE_NAME, add, servicer),)
+        async with running_server(*services, address=address, interceptors=interceptors) as server:
             served = GenerationServer(
                 address=server.address,
                 manager=manager,

@@ -112,7 +112,6 @@ class HostDevice:
         target.copy_(source)
 
     def to_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the tensors themselves."""
         return tensors
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> PlainCopy:

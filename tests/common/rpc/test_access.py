@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -9,13 +12,20 @@ import grpc.aio
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from slipstream.client.connection import open_async_channel, open_channel
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal, is_public
+from tests.harness.certificates import Certificates
 from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Unpack
+
+    from slipstream.client.connection import AccessOptions
+    from slipstream.common.rpc.serving import GrpcServer
 
 SENTENCE = (
     "a loopback address or unix:PATH; any other address needs --tls-cert and --tls-key "
@@ -23,30 +33,10 @@ SENTENCE = (
 )
 
 
-class Certificates:
-    """Files of an authority, a server's certificate for loopback, and a client's."""
-
-    def __init__(self, folder: Path) -> None:
-        """Writes all of them."""
-        authority = trustme.CA()
-        server, client = authority.issue_cert("127.0.0.1", "localhost"), authority.issue_cert("client@example.org")
-        self.ca, self.cert, self.key = folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
-        authority.cert_pem.write_to_path(self.ca)
-        for blob in server.cert_chain_pems:
-            blob.write_to_path(self.cert, append=True)
-        server.private_key_pem.write_to_path(self.key)
-        self.client_cert, self.client_key = client.cert_chain_pems[0].bytes(), client.private_key_pem.bytes()
-
-    def channel(self, address: str, *, has_client_cert: bool) -> grpc.aio.Channel:
-        """A client's connection."""
-        pair = (self.client_key, self.client_cert) if has_client_cert else (None, None)
-        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca.read_bytes(), *pair))
-
-
 @pytest.fixture
-def certificates(tmp_path: Path) -> Certificates:
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """New ones."""
-    return Certificates(tmp_path)
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.mark.parametrize(
@@ -91,30 +81,79 @@ def test_settings_that_need_each_other(certificates: Certificates, tmp_path: Pat
             AccessSettings(**paths)
 
 
-async def check(channel: grpc.aio.Channel) -> int:
-    """The whole server's health."""
-    async with channel:
+async def health(address: str, **access: Unpack[AccessOptions]) -> int:
+    """The whole server's health, by a client with this access."""
+    async with open_async_channel(address, (), access) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         status: int = answer.status
         return status
 
 
-async def test_tls(certificates: Certificates) -> None:
+async def refused(address: str, **access: Unpack[AccessOptions]) -> None:
+    """Checks that no connection comes about."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(address, **access)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_tls(certificates: Certificates, tmp_path: Path) -> None:
     access = AccessSettings(tls_cert=certificates.cert, tls_key=certificates.key)
-    async with running_server(address="127.0.0.1:0", access=access) as server:
-        assert await check(certificates.channel(server.address, has_client_cert=False)) == 1
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await check(grpc.aio.insecure_channel(server.address))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        strangers = grpc.ssl_channel_credentials(trustme.CA().cert_pem.bytes())
-        with pytest.raises(grpc.aio.AioRpcError, match=r"(?i)certificate"):
-            await check(grpc.aio.secure_channel(server.address, strangers))
+    async with running_server(access=access) as server:
+        assert await health(server.address, tls_ca=certificates.ca) == 1
+        await refused(server.address)
+        await refused(server.address, tls=True)
+        trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+        await refused(server.address, tls_ca=tmp_path / "other.pem")
 
 
-async def test_mutual_tls(certificates: Certificates) -> None:
-    access = AccessSettings(tls_cert=certificates.cert, tls_key=certificates.key, tls_client_ca=certificates.ca)
-    async with running_server(address="127.0.0.1:0", access=access) as server:
-        assert await check(certificates.channel(server.address, has_client_cert=True)) == 1
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await check(certificates.channel(server.address, has_client_cert=False))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+async def test_mutual_tls(certificates: Certificates, tmp_path: Path) -> None:
+    own, stranger = certificates, Certificates(tmp_path)
+    access = AccessSettings(tls_cert=own.cert, tls_key=own.key, tls_client_ca=own.ca)
+    async with running_server(access=access) as server:
+        assert await health(server.address, tls_ca=own.ca, tls_cert=own.client_cert, tls_key=own.client_key) == 1
+        await refused(server.address, tls_ca=own.ca)
+        await refused(server.address, tls_ca=own.ca, tls_cert=stranger.client_cert, tls_key=stranger.client_key)
+
+
+def test_a_client_says_which_file_is_wrong(certificates: Certificates, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^tls_ca: "):
+        open_channel("127.0.0.1:1", (), {"tls_ca": tmp_path / "none"})
+    with pytest.raises(ConfigError, match=r"^tls_cert: .*tls_key"):
+        open_channel("127.0.0.1:1", (), {"tls_cert": certificates.client_cert})
+
+
+async def has_reflection(server: GrpcServer) -> bool:
+    """True if reflection is served; it must be unknown otherwise."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.address.rpartition(':')[2]}") as channel:
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked)
+        with suppress(grpc.aio.AioRpcError):
+            await call.read()
+            await call.read()
+        code = await call.code()
+        assert code in (grpc.StatusCode.OK, grpc.StatusCode.UNIMPLEMENTED)
+        return code is grpc.StatusCode.OK
+
+
+async def test_reflection_is_off_at_a_public_address_unless_it_is_asked_for() -> None:
+    async with running_server() as server:
+        assert await has_reflection(server)
+    async with running_server(address="0.0.0.0:0", access=AccessSettings(insecure_public=True)) as server:
+        assert not await has_reflection(server)
+    asked = AccessSettings(insecure_public=True, reflection=True)
+    async with running_server(address="0.0.0.0:0", access=asked) as server:
+        assert await has_reflection(server)
+
+
+@pytest.mark.parametrize(
+    ("service", "options", "accepted"),
+    [
+        ("scheduler.main", "--verify unix:v.sock --listen 0.0.0.0:0", SENTENCE),
+        ("services.verify.main", "--model . --listen 127.0.0.1:0", "unix:PATH, in a directory that only this user"),
+    ],
+)
+def test_a_service_checks_its_address_before_it_starts(service: str, options: str, accepted: str) -> None:
+    command = [sys.executable, "-m", f"slipstream.{service}", *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"accepted: {accepted}" in done.stderr

@@ -1,0 +1,107 @@
+"""Connections of clients: plain or with TLS, and with the API key that each call sends."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import grpc
+import grpc.aio
+
+from slipstream.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from slipstream.common.rpc.keepalive import ChannelOption
+
+API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
+"""Environment variable with the API key of clients that are given none."""
+
+
+class AccessOptions(TypedDict, total=False):
+    """What a client needs to be let in; files are in PEM. One of the last four makes it connect with TLS."""
+
+    api_key: str | None
+    """The token of a key, without its name; by default the variable SLIPSTREAM_API_KEY."""
+    tls: bool
+    """TLS with the authorities that gRPC brings."""
+    tls_ca: str | Path | None
+    """TLS with these authorities instead."""
+    tls_cert: str | Path | None
+    """Mutual TLS: the client's certificate."""
+    tls_key: str | Path | None
+    """Its key."""
+
+
+def open_async_channel(address: str, options: Sequence[ChannelOption], access: AccessOptions) -> Any:
+    """Returns a `grpc.aio.Channel`. Raises ConfigError for files that cannot be used."""
+    return _open(address, options, access, grpc.aio.insecure_channel, grpc.aio.secure_channel)
+
+
+def open_channel(address: str, options: Sequence[ChannelOption], access: AccessOptions) -> Any:
+    """Returns a `grpc.Channel`. Raises ConfigError for files that cannot be used."""
+    return _open(address, options, access, grpc.insecure_channel, grpc.secure_channel)
+
+
+def _open(
+    address: str,
+    options: Sequence[ChannelOption],
+    access: AccessOptions,
+    insecure: Callable[..., Any],
+    secure: Callable[..., Any],
+) -> Any:
+    credentials = _credentials(access)
+    if credentials is None:
+        channel = insecure(address, options=options)
+    else:
+        channel = secure(address, credentials, options=options)
+    api_key = access.get("api_key") or os.environ.get(API_KEY_VARIABLE)
+    if not api_key:
+        return channel
+    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+        raise ConfigError("api_key", f"{len(api_key)} characters", "printable ASCII without spaces")
+    return _KeyedChannel(channel, api_key)
+
+
+def _credentials(access: AccessOptions) -> Any:
+    names = ("tls_ca", "tls_key", "tls_cert")
+    ca, key, cert = files = [_content(name, access.get(name)) for name in names]
+    if not access.get("tls") and files == [None, None, None]:
+        return None
+    if (key is None) != (cert is None):
+        raise ConfigError("tls_cert", access.get("tls_cert"), "a file if and only if there is a tls_key")
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _content(name: str, path: object) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(str(path)).read_bytes()
+    except OSError as error:
+        raise ConfigError(name, str(path), f"a file that this user can read ({error})") from error
+
+
+class _KeyedChannel:
+    """A channel whose calls send an API key, also without TLS, where gRPC's own call credentials refuse to."""
+
+    def __init__(self, channel: Any, api_key: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {api_key}"),)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._channel, name)
+        return partial(self._method, found) if name in ("unary_unary", "unary_stream", "stream_stream") else found
+
+    async def __aenter__(self) -> _KeyedChannel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.__aexit__(*error)
+
+    def _method(self, make: Callable[..., Any], *arguments: Any, **more: Any) -> Callable[..., Any]:
+        return partial(make(*arguments, **more), metadata=self._metadata)

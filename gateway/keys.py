@@ -1,0 +1,212 @@
+"""API keys: who calls, and how much of the server each caller may use."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import stat
+import time
+from collections import Counter
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from slipstream.common.errors import (
+    RETRY_AFTER_MS,
+    ConfigError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
+from slipstream.common.rpc.interceptor import is_health_check, refusing, replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from slipstream.common.rpc.interceptor import Continuation, Handle
+
+    # gRPC has no types of its own.
+    _ServerInterceptor = object
+else:
+    _ServerInterceptor = grpc.aio.ServerInterceptor
+
+logger = logging.getLogger(__name__)
+
+NO_OWNER = ""
+"""The owner of what is called for without a key, where none is asked for."""
+LOOK_INTERVAL_S = 1.0
+"""A change of the file counts after this time at the latest."""
+MIN_TOKEN_CHARACTERS = 16
+_ACCEPTED = f"lines NAME:TOKEN, a name of letters, digits or ._-, a token of {MIN_TOKEN_CHARACTERS} characters or more"
+_LINE = re.compile(rf"([A-Za-z0-9._-]{{1,64}}):([!-~]{{{MIN_TOKEN_CHARACTERS},1024}})")
+
+_owner: ContextVar[str] = ContextVar("owner", default=NO_OWNER)
+
+
+def current_owner() -> str:
+    """Returns the name of the key with which the present call was made; `NO_OWNER` where none is asked for."""
+    return _owner.get()
+
+
+class KeyFile:
+    """The keys of a file of lines NAME:TOKEN; empty lines and lines that begin with # do not count.
+
+    Keeps hashes of the tokens alone. Reads the file again when it has changed; if it then is wrong, the keys stay.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError naming `api_keys`, and the line that is wrong, without its content."""
+        self._path = path
+        self._clock = clock
+        self._look_at = clock() + LOOK_INTERVAL_S
+        self._version = self._find_version()
+        self._names = self._read()
+        if not self._names:
+            raise ConfigError("api_keys", str(path), f"a file with keys: {_ACCEPTED}")
+
+    def find(self, token: str) -> str | None:
+        """Returns the name of the key with this token, in a time that does not depend on how much of one is right."""
+        self._look()
+        digest, found = _digest(token), None
+        for known, name in self._names:
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+    def _look(self) -> None:
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_INTERVAL_S
+        try:
+            version = self._find_version()
+            if version == self._version:
+                return
+            # Also when the file is wrong: it is said once.
+            self._version = version
+            self._names = self._read()
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("read %d API keys again", len(self._names))
+
+    def _find_version(self) -> tuple[int, int, int] | None:
+        """Differs from time to time when the file does; None if it cannot be read."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> tuple[tuple[bytes, str], ...]:
+        names: dict[bytes, str] = {}
+        try:
+            with self._path.open(encoding="utf-8", errors="replace") as file:
+                mode = stat.S_IMODE(self._path.stat().st_mode)
+                lines = file.read().splitlines()
+        except OSError as error:
+            raise ConfigError("api_keys", str(self._path), f"a file that this user can read ({error})") from error
+        if mode & 0o022:
+            raise ConfigError("api_keys", f"{self._path} (mode {mode:04o})", "a file that no other user can write to")
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            match = _LINE.fullmatch(line.strip())
+            if match is None:
+                raise ConfigError("api_keys", f"{self._path}, line {number}", _ACCEPTED)
+            name, digest = match[1], _digest(match[2])
+            if digest in names or name in names.values():
+                raise ConfigError("api_keys", f"{self._path}, line {number}", "each name and each token once")
+            names[digest] = name
+        return tuple(names.items())
+
+
+class KeyInterceptor(_ServerInterceptor):
+    """Lets calls in that have a key, in the metadata `authorization: Bearer TOKEN`; health checks need none.
+
+    Bounds the streams that a key has open.
+    """
+
+    def __init__(self, keys: KeyFile, *, max_streams: int | None = None) -> None:
+        self._keys = keys
+        self._max_streams = max_streams
+        self._num_streams: Counter[str] = Counter()
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Wraps the handler of a call, or replaces it by a refusal."""
+        handler = await continuation(handler_call_details)
+        if handler is None or is_health_check(handler_call_details):
+            return handler
+        owner = self._owner_of(handler_call_details.invocation_metadata)
+        if owner is None:
+            return refusing(handler, UnauthenticatedError("no valid API key: send `authorization: Bearer TOKEN`"))
+        make = self._counted if handler.response_streaming else _plain
+        return replaced(handler, lambda handle: make(handle, owner))
+
+    def _owner_of(self, metadata: Any) -> str | None:
+        given = [value for key, value in metadata or () if key == "authorization"]
+        if len(given) != 1 or not isinstance(given[0], str):
+            return None
+        scheme, _, token = given[0].partition(" ")
+        return self._keys.find(token.strip()) if scheme.lower() == "bearer" else None
+
+    def _counted(self, handle: Handle, owner: str) -> Handle:
+        async def call(request: Any, context: Any) -> Any:
+            if self._max_streams is not None and self._num_streams[owner] >= self._max_streams:
+                message = f"this key has {self._num_streams[owner]} streams open, of at most {self._max_streams}"
+                raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+            self._num_streams[owner] += 1
+            try:
+                _owner.set(owner)
+                return await handle(request, context)
+            finally:
+                self._num_streams[owner] -= 1
+                if not self._num_streams[owner]:
+                    del self._num_streams[owner]
+
+        return call
+
+
+def _plain(handle: Handle, owner: str) -> Handle:
+    async def call(request: Any, context: Any) -> Any:
+        _owner.set(owner)
+        return await handle(request, context)
+
+    return call
+
+
+class TokenQuota:
+    """Bounds the tokens that each owner has in flight. Belongs to the event loop.
+
+    A sample counts with its prompt and its `max_new_tokens`, from the job's creation until the sample has ended.
+    """
+
+    def __init__(self, max_tokens: int | None) -> None:
+        """None sets no limit."""
+        self._max_tokens = max_tokens
+        self._num_tokens: Counter[str] = Counter()
+
+    def take(self, owner: str, num_tokens: int) -> None:
+        """Counts tokens. Raises ResourceExhaustedError if they are too many now, InvalidArgumentError if always."""
+        limit = self._max_tokens
+        if limit is not None and num_tokens > limit:
+            given = f"{num_tokens} tokens, with the prompt and all samples"
+            raise InvalidArgumentError("sampling_params.max_new_tokens", given, f"at most {limit} for a key together")
+        if limit is not None and self._num_tokens[owner] + num_tokens > limit:
+            message = f"this key has {self._num_tokens[owner]} tokens in flight; {num_tokens} more exceed {limit}"
+            raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
+        self._num_tokens[owner] += num_tokens
+
+    def give_back(self, owner: str, num_tokens: int) -> None:
+        """Counts tokens of samples that have ended."""
+        self._num_tokens[owner] -= num_tokens
+        if not self._num_tokens[owner]:
+            del self._num_tokens[owner]
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
