@@ -13,7 +13,6 @@ from slipstream.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
-    SlipstreamError,
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
@@ -81,15 +80,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: Any
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Says whether requests are served now."""
+        """Says whether requests are served now. UNAVAILABLE while there is no model to describe.
+
+        SMG takes any answer as a sign that it can ask for the model, once and for all.
+        """
         reject_unknown_fields(request)
-        try:
-            self._model()
-        except SlipstreamError as error:
-            return vllm_engine_pb2.HealthCheckResponse(healthy=False, message=str(error))
-        if not self._is_serving():
-            return vllm_engine_pb2.HealthCheckResponse(healthy=False, message="this server does not serve now")
-        return vllm_engine_pb2.HealthCheckResponse(healthy=True)
+        self._model()
+        is_healthy = self._is_serving()
+        message = "" if is_healthy else "this server does not serve now"
+        return vllm_engine_pb2.HealthCheckResponse(healthy=is_healthy, message=message)
 
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Any
