@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings
@@ -15,7 +16,7 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(AccessSettings):
-    """The gateway's settings that `slipstream up` has, too, and passes on."""
+    """The gateway's settings that `slipstream up` has, too, and passes on. Raises ConfigError naming the field."""
 
     queue: int = setting(
         256, help="Requests that may wait for a slot; one more is refused.", unit="N", low=1, high=2**20
@@ -46,6 +47,12 @@ class GatewaySettings(AccessSettings):
         above=0,
         high=_DAY_S,
     )
+    vllm_engine: bool = setting(False, help="Serve the vllm.grpc.engine.VllmEngine service, too: for the SMG gateway.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vllm_engine and find_spec("smg_grpc_proto") is None:
+            raise ConfigError("vllm_engine", True, "false without the extra, slipstream-serve[openai]")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ class Job:
         self.job_id = request.job_id
         self.digest = request.digest
         self.number = number
+        self.num_prompt_tokens = len(request.samples[0].prompt)
         self.attempt = attempt
         self.model_identity = model.identity
         self.samples = tuple(

@@ -20,9 +20,15 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json"
 class ServedModel:
     """The tokenizer, vocabulary and limits of a model."""
 
-    def __init__(self, tokenizer: Any, limits: RequestLimits, *, identity: object = None) -> None:
-        """`tokenizer`: as `load_tokenizer` returns it. `identity`: equal for equal models, see `load_model`."""
+    def __init__(
+        self, tokenizer: Any, limits: RequestLimits, *, tokenizer_path: str = "", identity: object = None
+    ) -> None:
+        """`tokenizer`: as `load_tokenizer` returns it, from the directory `tokenizer_path`.
+
+        `identity`: equal for equal models, see `load_model`.
+        """
         self.tokenizer = tokenizer
+        self.tokenizer_path = tokenizer_path
         longest = longest_token(tokenizer)
         self.limits = replace(limits, max_characters=longest and longest * limits.context_tokens)
         self.identity = identity
@@ -43,11 +49,12 @@ def load_model(description: SchedulerDescription, last: ServedModel | None, *, m
         num_draft_tokens=server.num_draft_tokens,
         max_samples=max_samples,
     )
-    identity = (server.model, server.vocab_size, _digest(Path(description.tokenizer_path)))
+    path = description.tokenizer_path
+    identity = (server.model, server.vocab_size, _digest(Path(path)))
     if last is None or last.identity != identity:
-        return ServedModel(load_tokenizer(description.tokenizer_path), limits, identity=identity)
-    model = ServedModel(last.tokenizer, limits, identity=identity)
-    return last if last.limits == model.limits else model
+        return ServedModel(load_tokenizer(path), limits, tokenizer_path=path, identity=identity)
+    model = ServedModel(last.tokenizer, limits, tokenizer_path=path, identity=identity)
+    return last if (last.limits, last.tokenizer_path) == (model.limits, path) else model
 
 
 def _digest(directory: Path) -> str:

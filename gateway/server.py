@@ -77,6 +77,14 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             jobs, model=link.model, state=state, turns=FairTurns(executor), read_timeout_s=config.read_timeout_s
         )
         server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        if config.vllm_engine:
+            # Its messages come with an extra.
+            from slipstream.gateway import vllm_engine
+
+            engine = vllm_engine.VllmEngineServicer(
+                servicer, jobs, model=link.model, state=state, is_serving=lambda: server.is_serving
+            )
+            server.add_service(vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine)
         await server.start()
         linked = asyncio.create_task(link.run(jobs))
         linked.add_done_callback(lambda _: signals.request())

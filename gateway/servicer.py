@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from slipstream.gateway.validation import check_job_id, check_num_messages, chec
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
     from types import TracebackType
+
+    from google.protobuf.message import Message
 
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.api.server_state import ServerState
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from slipstream.gateway.job import Job
     from slipstream.gateway.manager import JobManager
     from slipstream.gateway.served_model import ServedModel
-    from slipstream.gateway.validation import CheckedRequest, JobRequest
+    from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
+
+    Encode = Callable[[OutputChunk], Iterable[Message]]
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -60,27 +65,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
         from_tokens, attempt = _take_resume(request)
-        job = await self._admit(request, context.peer(), attempt=attempt)
-        self._jobs.enter(job)
-        try:
-            await self._send(
-                context,
-                self._jobs.watch(
-                    job,
-                    from_tokens,
-                    field="resume.from_tokens",
-                    attempt=attempt,
-                    timeout_s=context.time_remaining(),
-                ),
-            )
-        finally:
-            self._jobs.leave(job, context.time_remaining())
+        job = await self.admit(request, context.peer(), attempt=attempt)
+        await self.follow(job, context, _messages, from_tokens, attempt=attempt)
 
     async def CreateJob(
         self, request: generation_pb2.CreateJobRequest, context: Any
     ) -> generation_pb2.CreateJobResponse:
         """See generation.proto."""
-        job = await self._admit(request, context.peer())
+        job = await self.admit(request, context.peer())
         job.is_detached = True
         return generation_pb2.CreateJobResponse(job=job.info().to_pb())
 
@@ -95,7 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             field, offsets = "from_tokens", list(request.from_tokens)
         timeout_s = context.time_remaining()
         chunks = self._jobs.watch(job, offsets, field=field, attempt=request.attempt, timeout_s=timeout_s)
-        await self._send(context, chunks)
+        await self._send(context, chunks, _messages)
 
     async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
         """See generation.proto."""
@@ -127,8 +119,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         check_job_id(request.job_id)
         return self._jobs.get(request.job_id)
 
-    async def _admit(self, request: JobRequest, client: str, *, attempt: int = 0) -> Job:
-        """The job of a request, new or not. Raises FailedPreconditionError if it is not that of `attempt`; 0 is any."""
+    async def admit(self, request: JobRequest, client: str, *, attempt: int = 0, fills_context: bool = False) -> Job:
+        """The job of a request, new or not. Raises FailedPreconditionError if it is not that of `attempt`; 0 is any.
+
+        `fills_context`: a request that names no number of tokens gets as many as the context has room for.
+        """
         check_num_messages(request)
         with suppress(UnavailableError, FailedPreconditionError):
             check_size(request, self._model().limits)
@@ -148,38 +143,58 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 raise FailedPreconditionError(message)
             # Before the text is tokenised: under overload most requests come no further.
             self._jobs.check_room()
-            checked = await self._parse(request, model, client)
+            limits = model.limits
+            if fills_context:
+                limits = replace(limits, default_max_new_tokens=limits.context_tokens)
+            checked = await self._parse(request, limits, model.tokenizer, client)
             # Other workers may have come meanwhile, with another context length or vocabulary.
             if self._present_model() is model:
                 return self._jobs.create(checked, model)
+
+    async def follow(
+        self, job: Job, context: Any, encode: Encode, from_tokens: Sequence[int] = (), *, attempt: int = 0
+    ) -> None:
+        """Sends a job's output to a caller that it lives for, each chunk as the messages that `encode` makes of it."""
+        field, timeout_s = "resume.from_tokens", context.time_remaining()
+        self._jobs.enter(job)
+        try:
+            chunks = self._jobs.watch(job, from_tokens, field=field, attempt=attempt, timeout_s=timeout_s)
+            await self._send(context, chunks, encode)
+        finally:
+            self._jobs.leave(job, context.time_remaining())
 
     def _present_model(self) -> ServedModel:
         with self._jobs.counting_refusals():
             return self._model()
 
-    async def _parse(self, request: JobRequest, model: ServedModel, client: str) -> CheckedRequest:
-        parse = partial(parse_request, request, model.limits, model.tokenizer)
+    async def _parse(self, request: JobRequest, limits: RequestLimits, tokenizer: Any, client: str) -> CheckedRequest:
+        parse = partial(parse_request, request, limits, tokenizer)
         # The time that a chat template takes is unbounded.
         if len(request.text) <= LONG_TEXT_CHARACTERS and not request.HasField("messages"):
             return parse()
         return await self._turns.run(client, request.ByteSize(), parse)
 
-    async def _send(self, context: Any, chunks: AsyncGenerator[OutputChunk, None]) -> None:
+    async def _send(self, context: Any, chunks: AsyncGenerator[OutputChunk, None], encode: Encode) -> None:
         """Sends a stream. Gives up on a client that reads nothing: by then gRPC holds a few MiB of it."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout, aclosing(chunks):
                 with WriteWatch(timeout, self._read_timeout_s) as watch:
                     async for chunk in chunks:
-                        watch.begin()
-                        await context.write(chunk.to_pb())
-                        watch.end()
+                        for message in encode(chunk):
+                            watch.begin()
+                            await context.write(message)
+                            watch.end()
         except TimeoutError:
             if not timeout.expired():
                 raise
             self._jobs.cut_off()
-            message = f"the client read nothing for {self._read_timeout_s:g} s"
-            raise ResourceExhaustedError(message, retry_after_ms=0) from None
+            reason = f"the client read nothing for {self._read_timeout_s:g} s"
+            raise ResourceExhaustedError(reason, retry_after_ms=0) from None
+
+
+def _messages(chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
+    return (chunk.to_pb(),)
 
 
 def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], int]:

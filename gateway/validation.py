@@ -268,7 +268,7 @@ def check_num_messages(request: JobRequest) -> None:
 def check_size(request: JobRequest, limits: RequestLimits) -> None:
     """Raises InvalidArgumentError for a prompt that is too long, before any work that grows with its length."""
     check_num_messages(request)
-    _check_most(len(request.input_ids.ids), limits.context_tokens, "input_ids.ids")
+    check_most(len(request.input_ids.ids), limits.context_tokens, "input_ids.ids")
     num_characters = len(request.text) + sum(len(message.content) for message in request.messages.items)
     if limits.max_characters is not None and num_characters > limits.max_characters:
         accepted = f"at most {limits.max_characters}, which may fit into the context of {limits.context_tokens} tokens"
@@ -332,10 +332,11 @@ def _render(messages: generation_pb2.ChatMessages, tokenizer: Tokenizer) -> str:
 def _check_length(prompt: Sequence[int], context_tokens: int, field: str) -> None:
     if not prompt:
         raise InvalidArgumentError(field, "no tokens", "at least one token")
-    _check_most(len(prompt), context_tokens, field)
+    check_most(len(prompt), context_tokens, field)
 
 
-def _check_most(num_tokens: int, context_tokens: int, field: str) -> None:
+def check_most(num_tokens: int, context_tokens: int, field: str) -> None:
+    """Raises InvalidArgumentError for a prompt of too many tokens."""
     if num_tokens >= context_tokens:
         accepted = f"at most {context_tokens - 1}, which leaves one of the context's for the output"
         raise InvalidArgumentError(field, f"{num_tokens} tokens", accepted)

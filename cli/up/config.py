@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
 from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
 from slipstream.cli.up.process import ServiceCommand
+from slipstream.cli.up.smg import SMG, smg_command
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
 from slipstream.common.rpc.listener import Listener
@@ -29,7 +31,7 @@ DEFAULT_SERVER = LISTEN
 
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
-_METRICS_PORTS = ("scheduler", "verify", "draft", "gateway")
+_METRICS_PORTS = ("scheduler", "verify", "draft", "gateway", SMG)
 """Services in the order of their metrics ports, which follow each other."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
@@ -63,6 +65,14 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
         high=65536 - len(_METRICS_PORTS),
         unset=f"{METRICS_PORT}, and free ones with port 0 in --listen",
     )
+    openai_port: int | None = setting(
+        None,
+        help="Port of OpenAI's interface, on loopback, served by SMG; 0 takes a free one.",
+        unit="PORT",
+        low=0,
+        high=65535,
+        unset="none",
+    )
     state_dir: Path = setting(
         default_factory=default_state_dir,
         help="Directory for sockets and logs, made if it is not there; one `up` at a time.",
@@ -86,6 +96,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
         parse_address(self.socket("scheduler"), field="state_dir")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
+        self._check_openai_port()
         for worker in self.workers:
             self.worker(worker)
         _ = self.scheduler, self.gateway
@@ -121,7 +132,13 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
     @property
     def gateway(self) -> GatewayConfig:
         """Settings of the gateway."""
-        return shared(GatewayConfig, self, scheduler=self.socket("scheduler"), grace_s=self.drain_timeout_s)
+        return shared(
+            GatewayConfig,
+            self,
+            scheduler=self.socket("scheduler"),
+            grace_s=self.drain_timeout_s,
+            vllm_engine=self.vllm_engine or self.openai_port is not None,
+        )
 
     @property
     def mps_mode(self) -> MpsMode:
@@ -133,6 +150,15 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
     def mps_dir(self) -> Path:
         """Pipes and logs of the MPS daemon."""
         return self.state_dir.absolute() / "mps"
+
+    def _check_openai_port(self) -> None:
+        if self.openai_port is None:
+            return
+        if find_spec("smg") is None:
+            raise ConfigError("openai_port", self.openai_port, "none without the extra, slipstream-serve[openai]")
+        if self.has_tls or self.api_keys is not None or not isinstance(parse_address(self.listen), TcpAddress):
+            accepted = "none where clients need TLS, a key or a Unix socket: SMG reaches the gateway as a client does"
+            raise ConfigError("openai_port", self.openai_port, accepted)
 
     def metrics_port_of(self, service: str) -> int:
         """Port of a service's metrics; 0 for any free one."""
@@ -168,6 +194,17 @@ def gateway_command(config: UpConfig, listen: str) -> ServiceCommand:
     return replace(command, restarts=True)
 
 
+def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
+    """SMG in front of the gateway at `engine`, at ports that are free."""
+    ports = {"openai_port": config.openai_port, "metrics_port": config.metrics_port_of(SMG)}
+    listen, metrics = (
+        parse_address(free_address(f"{LOOPBACK}:{port}", field=field), field=field) for field, port in ports.items()
+    )
+    assert isinstance(listen, TcpAddress), "a port is TCP's"
+    assert isinstance(metrics, TcpAddress), "a port is TCP's"
+    return smg_command(listen, [dialled(engine)], metrics_port=metrics.port, log_path=config.log_path(SMG))
+
+
 def _command(config: UpConfig, name: str, module: str, listen: str, settings: Settings) -> ServiceCommand:
     options = shared(
         ServiceOptions,
@@ -187,8 +224,8 @@ def _command(config: UpConfig, name: str, module: str, listen: str, settings: Se
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
     """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
-    if daemon is None or service.name in ("scheduler", "gateway"):
-        return replace(service, environment=outside_mps(directory))
+    if daemon is None or service.name in ("scheduler", "gateway", SMG):
+        return replace(service, environment={**service.environment, **outside_mps(directory)})
     return replace(service, environment=daemon.environment)
 
 

@@ -33,7 +33,7 @@ class ServiceCommand:
     argv: tuple[str, ...]
     """The command line, beginning with an absolute path."""
     address: str
-    """gRPC target at which its health is asked, `unix:PATH` or `HOST:PORT`."""
+    """Where its health is asked: `unix:PATH` or `HOST:PORT` by gRPC, `http://HOST:PORT` as SMG answers."""
     log_path: Path
     """Takes its standard output and error."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import fetch_status
-from slipstream.cli.up.config import LOOPBACK, free_address, gateway_command, placed, scheduler_command, worker_command
+from slipstream.cli.up.config import (
+    LOOPBACK,
+    free_address,
+    gateway_command,
+    openai_command,
+    placed,
+    scheduler_command,
+    worker_command,
+)
 from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
@@ -72,19 +80,23 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
     with hold_state_dir(config.state_dir) as announce:
         *workers, scheduler, gateway = commands = _commands(config)
+        openai = [] if config.openai_port is None else [openai_command(config, gateway.address)]
         async with (
             LogFollower(sys.stderr.buffer) as follower,
             supervising(config, display.on_change, hurry) as supervisor,
         ):
             with display:
-                supervisor.start(*workers)
+                # SMG ends after the gateway, whose last requests came through it.
+                supervisor.start(*openai, *workers)
                 supervisor.start(scheduler)
                 supervisor.start(gateway)
                 if is_verbose:
-                    follower.start(command.log_path for command in commands)
+                    follower.start(command.log_path for command in (*openai, *commands))
                 await supervisor.wait_ready()
             status = await supervisor.while_alive(fetch_status(gateway.address))
             status.print()
+            for command in openai:
+                print(f"OpenAI's interface: {command.address}/v1", flush=True)
             announce(gateway.address)
             await supervisor.watch()
 

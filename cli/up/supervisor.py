@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from slipstream.cli.cancellation import background, shielded
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.process import ServiceProcess
+from slipstream.cli.up.smg import HTTP, wait_until_smg_serves
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
@@ -192,7 +193,8 @@ class Supervisor:
             ) from None
 
     async def _wait_one_ready(self, process: ServiceProcess) -> None:
-        await wait_until_serving(process.command.address)
+        address = process.command.address
+        await (wait_until_smg_serves(address) if address.startswith(HTTP) else wait_until_serving(address))
         self._ready.add(process)
         self._on_change(process.name, ServiceState.READY)
 

@@ -65,6 +65,11 @@ class GrpcServer:
         """The address that clients dial."""
         return self._listener.address
 
+    @property
+    def is_serving(self) -> bool:
+        """The answer to health checks."""
+        return self._health.is_serving
+
     def add_service(self, name: str, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service before `start`: its full name, its generated `add_..._to_server`, and its servicer."""
         add_to_server(servicer, self._server)
@@ -130,18 +135,18 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.names = {""}
-        self._is_serving = False
+        self.is_serving = False
         self._is_closed = False
         self._changed = asyncio.Event()
 
     def set_serving(self, is_serving: bool) -> None:
         """Sets the answer, and tells watchers. No effect after `close`."""
-        self._is_serving = is_serving and not self._is_closed
+        self.is_serving = is_serving and not self._is_closed
         self._announce()
 
     def close(self) -> None:
         """Answers NOT_SERVING from now on; every watch ends after it has said so."""
-        self._is_serving = False
+        self.is_serving = False
         self._is_closed = True
         self._announce()
 
@@ -172,4 +177,4 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def _response(self, service: str) -> Any:
         if service not in self.names:
             return _Status(status=_Status.SERVICE_UNKNOWN)
-        return _Status(status=_Status.SERVING if self._is_serving else _Status.NOT_SERVING)
+        return _Status(status=_Status.SERVING if self.is_serving else _Status.NOT_SERVING)

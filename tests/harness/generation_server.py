@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from slipstream.gateway import vllm_engine
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.manager import JobManager, JobStore
 from slipstream.gateway.request_metrics import RequestMetrics
@@ -19,6 +20,7 @@ from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import ServedModel
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
 from slipstream.gateway.validation import RequestLimits
+from slipstream.gateway.vllm_engine import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc
 from tests.harness.grpc_server import FREE_PORT, running_server
 from tests.harness.scripted_scheduler import (
@@ -55,6 +57,8 @@ class GenerationServer:
     registry: CollectorRegistry
     absence: SlipstreamError | None = None
     """Why there is nothing to serve, if so."""
+    is_serving: bool = True
+    """What health checks say."""
 
     def model_now(self) -> ServedModel:
         """Returns the model that requests are checked with. Raises `absence`."""
@@ -76,7 +80,7 @@ def model_of(description: SchedulerDescription, kind: str = "byte level") -> Ser
         eos_token_ids=frozenset(description.eos_token_ids),
         num_draft_tokens=server.num_draft_tokens,
     )
-    return ServedModel(make_tokenizer(kind), limits, identity=server.model)
+    return ServedModel(make_tokenizer(kind), limits, tokenizer_path="/models/tiny", identity=server.model)
 
 
 @asynccontextmanager
@@ -123,8 +127,17 @@ async def generation_server(
             turns=FairTurns(executor),
             read_timeout_s=read_timeout_s,
         )
-        add = generation_pb2_grpc.add_GenerationServicer_to_server
-        services = ((SERVICE_NAME, add, servicer),)
+        engine = VllmEngineServicer(
+            servicer,
+            manager,
+            model=lambda: served.model_now(),
+            state=state,
+            is_serving=lambda: served.is_serving,
+        )
+        services = (
+            (SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer),
+            (vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine),
+        )
         async with running_server(*services, address=address, interceptors=interceptors) as server:
             served = GenerationServer(
                 address=server.address,

@@ -1,0 +1,225 @@
+"""`up --openai-port` and the `openai` package: SMG in front of the real services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from safetensors.torch import load_file
+
+from slipstream.bundled import standalone_dir, target_dir
+from slipstream.client import AsyncClient
+from slipstream.common.api.job_info import JobState
+from slipstream.gateway.tokenizer import load_tokenizer
+from tests.harness.checkpoints import write_json, write_weights
+from tests.harness.running import running_up
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+
+    from tests.harness.running import Running
+
+pytestmark = pytest.mark.timeout(60)
+
+MODEL = "tiny"
+PROMPT = "def add(a, b):"
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}[assistant] "
+CONVERSATION: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled target with a chat template, and in float32: there a batch changes no token."""
+    path: Path = tmp_path_factory.mktemp("models") / MODEL
+    shutil.copytree(target_dir(), path)
+    for name, changes in (
+        ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+        ("config.json", {"dtype": "float32"}),
+    ):
+        write_json(path / name, json.loads((path / name).read_text()) | changes)
+    weights = load_file(path / "model.safetensors")
+    write_weights(path, {name: weight.float() for name, weight in weights.items()})
+    return path
+
+
+@pytest.fixture(scope="module")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """State directory of the module's `up`."""
+    return tmp_path_factory.mktemp("openai")
+
+
+@pytest.fixture(scope="module")
+def up(model_dir: Path, state_dir: Path) -> Iterator[Running]:
+    """The model, ready, with OpenAI's interface."""
+    with running_up(
+        state_dir, "--target", str(model_dir), "--draft", str(standalone_dir()), "--openai-port", "0", "--device", "cpu"
+    ) as up:
+        yield up
+        up.signal(signal.SIGINT)
+        assert up.end() == 0
+
+
+@pytest.fixture
+async def client(up: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's own client, as its users make it."""
+    found = re.search(r"OpenAI's interface: (\S+)", up.output())
+    assert found
+    async with openai.AsyncOpenAI(base_url=found[1], api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def own(up: Running, state_dir: Path) -> AsyncIterator[AsyncClient]:
+    """Our own client, of the same server."""
+    async with AsyncClient((state_dir / "server").read_text()) as client:
+        yield client
+
+
+async def complete(client: openai.AsyncOpenAI, **params: Any) -> Completion:
+    """A completion without a stream."""
+    found: Completion = await client.completions.create(
+        **{"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 1.0} | params
+    )
+    return found
+
+
+async def chat(client: openai.AsyncOpenAI, **params: Any) -> ChatCompletion:
+    """An answer without a stream."""
+    found: ChatCompletion = await client.chat.completions.create(
+        **{"model": MODEL, "messages": CONVERSATION, "max_completion_tokens": 24, "temperature": 1.0} | params
+    )
+    return found
+
+
+async def own_text(own: AsyncClient, prompt: str, **params: Any) -> str:
+    """The text of our own client."""
+    params = {"max_new_tokens": 24, "temperature": 1.0} | params
+    return "".join([chunk.text async for chunk in own.generate(prompt, **params)])
+
+
+async def test_a_completion_is_what_our_own_client_gets(client: openai.AsyncOpenAI, own: AsyncClient) -> None:
+    first, second = await complete(client, seed=11), await complete(client, seed=11)
+    assert first.choices[0].text == second.choices[0].text == await own_text(own, PROMPT, seed=11)
+    assert first.choices[0].finish_reason == "length"
+    assert first.usage is not None
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (6, 24)
+    assert (await complete(client, seed=12)).choices[0].text != first.choices[0].text
+
+
+async def test_a_stream_has_the_same_text_in_parts(client: openai.AsyncOpenAI) -> None:
+    whole = await complete(client, seed=11)
+    stream = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=24, temperature=1.0, seed=11, stream=True
+    )
+    parts = [chunk.choices[0] async for chunk in stream]
+    assert len(parts) > 2
+    assert "".join(part.text for part in parts) == whole.choices[0].text
+    assert parts[-1].finish_reason == "length"
+
+
+async def test_an_answer_continues_what_the_template_writes(client: openai.AsyncOpenAI, own: AsyncClient) -> None:
+    expected = await own_text(own, f"[system] Be brief.\n[user] {PROMPT}\n[assistant] ", seed=5)
+    answer = await chat(client, seed=5)
+    assert answer.choices[0].message.content == expected
+    stream = await client.chat.completions.create(
+        model=MODEL, messages=CONVERSATION, max_completion_tokens=24, temperature=1.0, seed=5, stream=True
+    )
+    deltas = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(deltas) == expected
+
+
+async def test_a_stop_string_ends_the_text_before_it(client: openai.AsyncOpenAI) -> None:
+    text = (await complete(client, seed=11)).choices[0].text
+    stop = text[6:9]
+    found = await complete(client, seed=11, stop=[stop])
+    assert found.choices[0].text == text[: text.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+async def test_samples_have_the_seeds_of_our_interface(client: openai.AsyncOpenAI, own: AsyncClient) -> None:
+    found = await complete(client, seed=11, n=3)
+    texts: dict[int, str] = {}
+    async for chunk in own.generate(PROMPT, seed=11, n=3, max_new_tokens=24, temperature=1.0):
+        texts[chunk.sample_index] = texts.get(chunk.sample_index, "") + chunk.text
+    assert {choice.index: choice.text for choice in found.choices} == texts
+    assert len(set(texts.values())) == 3
+
+
+async def test_logprobs_are_those_of_our_interface(
+    client: openai.AsyncOpenAI, own: AsyncClient, model_dir: Path
+) -> None:
+    answer = await chat(client, seed=5, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    prompt = f"[system] Be brief.\n[user] {PROMPT}\n[assistant] "
+    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 5, "logprobs": True, "top_logprobs": 2}
+    chunks = [chunk async for chunk in own.generate(prompt, **options)]
+    own_logprobs = [logprobs for chunk in chunks for logprobs in chunk.logprobs]
+    assert [item.logprob for item in content] == pytest.approx([one.logprob for one in own_logprobs], abs=1e-5)
+    tokenizer = load_tokenizer(model_dir)
+    for item, one in zip(content, own_logprobs, strict=True):
+        expected = [(tokenizer.decode([token]), pytest.approx(logprob, abs=1e-5)) for token, logprob in one.top]
+        assert [(top.token, top.logprob) for top in item.top_logprobs] == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"max_tokens": 10_000}, "max_tokens"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 17}, "sampling_params.n"),
+        ({"stop": ["x" * 300]}, "stop[0]"),
+        ({"extra_body": {"regex": "a+"}}, "regex"),
+        ({"extra_body": {"stop_token_ids": [99_999]}}, "stop_token_ids[0]"),
+    ],
+    ids=str,
+)
+async def test_what_cannot_be_honoured_is_refused_by_its_name(
+    client: openai.AsyncOpenAI, params: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as failure:
+        await complete(client, **params)
+    assert field in failure.value.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_stops_the_work(client: openai.AsyncOpenAI, own: AsyncClient, stream: bool) -> None:
+    call = asyncio.ensure_future(
+        client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=480, temperature=1.0, stream=stream, extra_body={"ignore_eos": True}
+        )
+    )
+
+    async def newest() -> Any:
+        return next(iter((await own.list_jobs()).jobs))
+
+    async with asyncio.timeout(30):
+        while (await newest()).state is not JobState.RUNNING:
+            pass
+    if stream:
+        chunks = await call
+        await chunks.close()
+    else:
+        call.cancel()
+    async with asyncio.timeout(30):
+        while (job := await newest()).state is not JobState.ENDED:
+            pass
+    assert job.finish_reason == "abort"
+    assert job.num_tokens < 480
+
+
+async def test_every_port_is_on_loopback(up: Running) -> None:
+    (smg,) = (child for child in up.children() if child.name().startswith("smg"))
+    addresses = [connection.laddr.ip for connection in smg.net_connections("tcp") if connection.status == "LISTEN"]
+    assert addresses == ["127.0.0.1", "127.0.0.1"]  # and metrics

@@ -1,0 +1,293 @@
+"""VllmEngine over a real connection, with a fake loop behind the manager: as SMG calls it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import pytest
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from slipstream.client import AsyncClient
+from slipstream.common.api.job_info import JobState
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.errors import UnavailableError
+from tests.harness.generation_server import state_of
+from tests.harness.scripted_scheduler import CONTEXT_TOKENS, EOS_ID, STATE, VOCAB_SIZE, logprobs_of
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from slipstream.common.api.sequence import SequenceSpec
+    from tests.harness.generation_server import GenerationServer
+
+PROMPT = [20, 30, 40, 50, 60]
+"""Its tokens are the output, again and again."""
+
+
+@asynccontextmanager
+async def engine(server: GenerationServer) -> AsyncIterator[Any]:
+    """A stub for the server's engine."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
+
+
+@pytest.fixture
+async def stub(server: GenerationServer) -> AsyncIterator[Any]:
+    """Connected to `server`."""
+    async with engine(server) as connected:
+        yield connected
+
+
+def request(*, stream: bool = False, request_id: str = "cmpl-1", **params: Any) -> pb.GenerateRequest:
+    """A request of token ids."""
+    return pb.GenerateRequest(
+        request_id=request_id,
+        tokenized=pb.TokenizedInput(original_text="for logs", input_ids=PROMPT),
+        sampling_params=pb.SamplingParams(**{"temperature": 0.0, "max_tokens": 7} | params),
+        stream=stream,
+    )
+
+
+async def answers(stub: Any, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """All messages of a call."""
+    return [response async for response in stub.Generate(message)]
+
+
+async def refused(stub: Any, message: pb.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+    """The status of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await answers(stub, message)
+    return failure.value.code(), failure.value.details() or ""
+
+
+async def spec_of(server: GenerationServer, stub: Any, message: pb.GenerateRequest) -> SequenceSpec:
+    """The sequence that a request is turned into; it is cancelled then."""
+    server.loop.pause_tokens = 0
+    call = stub.Generate(message)
+    await until(lambda: len(server.loop.running) == 1)
+    spec = server.loop.running[0].spec
+    await stub.Abort(pb.AbortRequest(request_ids=[message.request_id]))
+    assert (await call.read()).complete.finish_reason == "abort"
+    return spec
+
+
+async def test_a_stream_has_the_tokens_as_they_come_and_an_end(stub: Any) -> None:
+    *chunks, last = await answers(stub, request(stream=True, max_tokens=70))
+    tokens = [token for answer in chunks for token in answer.chunk.token_ids]
+    assert tokens == PROMPT * 14
+    assert all(answer.chunk.completion_tokens == len(answer.chunk.token_ids) for answer in chunks)
+    assert {answer.chunk.prompt_tokens for answer in chunks} == {len(PROMPT)}
+    assert not any(answer.chunk.HasField("output_logprobs") for answer in chunks)
+    end = last.complete
+    assert (end.finish_reason, end.prompt_tokens, end.completion_tokens) == ("length", len(PROMPT), 70)
+    assert end.spec_draft_tokens >= end.spec_accepted_tokens > 0
+    assert not end.output_ids  # they were in the chunks
+
+
+async def test_without_a_stream_there_is_one_message_with_all_tokens(stub: Any) -> None:
+    (answer,) = await answers(stub, request(max_tokens=70, logprobs=2))
+    end = answer.complete
+    assert list(end.output_ids) == PROMPT * 14
+    assert (end.finish_reason, end.completion_tokens) == ("length", 70)
+    expected = [logprobs_of(token, 2) for token in end.output_ids]
+    assert list(end.output_logprobs.token_ids) == list(end.output_ids)
+    assert list(end.output_logprobs.token_logprobs) == [logprobs.logprob for logprobs in expected]
+    tops = [tuple(zip(top.token_ids, top.values, strict=True)) for top in end.output_logprobs.top_logprobs]
+    assert tops == [logprobs.top for logprobs in expected]
+
+
+async def test_logprobs_of_a_stream_are_those_of_each_chunk(stub: Any) -> None:
+    *chunks, last = await answers(stub, request(stream=True, logprobs=0))
+    assert [token for answer in chunks for token in answer.chunk.output_logprobs.token_ids] == (PROMPT * 2)[:7]
+    assert not any(top.token_ids for answer in chunks for top in answer.chunk.output_logprobs.top_logprobs)
+    assert not last.complete.HasField("output_logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_sample_has_an_end_of_its_own(stub: Any, stream: bool) -> None:
+    found = await answers(stub, request(stream=stream, n=3))
+    ends = [answer.complete.index for answer in found if answer.HasField("complete")]
+    assert (sorted(ends) if stream else ends) == [0, 1, 2]
+    streamed = {answer.chunk.index for answer in found if answer.HasField("chunk")}
+    assert streamed == ({0, 1, 2} if stream else set())
+
+
+async def test_a_text_is_tokenized_here(server: GenerationServer, stub: Any) -> None:
+    message = request()
+    message.text = "Hello world"
+    spec = await spec_of(server, stub, message)
+    assert list(spec.prompt) == server.model.tokenizer.encode("Hello world")
+
+
+async def test_what_stopped_the_output_is_named(server: GenerationServer, stub: Any) -> None:
+    (by_token,) = await answers(stub, request(stop_token_ids=[40], request_id="a"))
+    assert (by_token.complete.finish_reason, by_token.complete.matched_token_id) == ("stop", 40)
+    assert list(by_token.complete.output_ids) == [20, 30, 40]
+    text = server.model.tokenizer.decode([40])
+    (by_text,) = await answers(stub, request(stop=[text], request_id="b"))
+    assert (by_text.complete.finish_reason, by_text.complete.matched_stop_str) == ("stop", text)
+    assert list(by_text.complete.output_ids) == [20, 30, 40]  # the gateway cuts the text
+
+
+async def test_every_sampling_parameter_counts(server: GenerationServer, stub: Any) -> None:
+    values: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 5,
+        "min_p": 0.125,
+        "frequency_penalty": 1.5,
+        "presence_penalty": -1.5,
+        "repetition_penalty": 1.25,
+    }
+    message = request(
+        **values, seed=-3, logit_bias={7: 2.5}, max_tokens=90, min_tokens=4, logprobs=3, stop_token_ids=[9]
+    )
+    message.sampling_params.skip_special_tokens = True
+    spec = await spec_of(server, stub, message)
+    expected = SamplingParams(seed=2**64 - 3, logit_bias=((7, 2.5),), **values)
+    assert {name: getattr(spec.sampling, name) for name in (*values, "seed", "logit_bias")} == {
+        name: getattr(expected, name) for name in (*values, "seed", "logit_bias")
+    }
+    assert (spec.max_new_tokens, spec.top_logprobs, spec.stop_token_ids) == (90, 3, {9, EOS_ID})
+    assert set(spec.sampling.masked_token_ids) == {9, EOS_ID}  # until there are `min_tokens`
+
+
+async def test_what_is_not_set_has_the_defaults_of_openai(server: GenerationServer, stub: Any) -> None:
+    message = pb.GenerateRequest(request_id="x", tokenized=pb.TokenizedInput(input_ids=PROMPT))
+    spec = await spec_of(server, stub, message)
+    sampling = spec.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, 1.0, 1.0)
+    assert spec.max_new_tokens == CONTEXT_TOKENS - len(PROMPT)
+    assert spec.stop_token_ids == {EOS_ID}
+    message.sampling_params.ignore_eos = True
+    message.request_id = "y"
+    assert not (await spec_of(server, stub, message)).stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"temperature": -1.0}, "sampling_params.temperature"),
+        ({"top_p": 1.5}, "sampling_params.top_p"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens"),
+        ({"min_tokens": 8}, "sampling_params.min_tokens"),
+        ({"n": 17}, "sampling_params.n"),
+        ({"logprobs": -1}, "sampling_params.logprobs"),
+        ({"logprobs": 21}, "sampling_params.logprobs"),
+        ({"prompt_logprobs": 0}, "sampling_params.prompt_logprobs"),
+        ({"logit_bias": {-1: 1.0}}, "sampling_params.logit_bias"),
+        ({"logit_bias": {VOCAB_SIZE: 1.0}}, "sampling_params.logit_bias"),
+        ({"stop": [""]}, "sampling_params.stop[0]"),
+        ({"stop_token_ids": [5, VOCAB_SIZE]}, "sampling_params.stop_token_ids[1]"),
+        ({"truncate_prompt_tokens": -1}, "sampling_params.truncate_prompt_tokens"),
+        ({"json_object": False}, "sampling_params.json_object"),
+        ({"regex": "a+"}, "sampling_params.regex"),
+        ({"choice": pb.ChoiceConstraint(choices=["a"])}, "sampling_params.choice"),
+        ({"grammar_from_first_token": True}, "sampling_params.grammar_from_first_token"),
+    ],
+    ids=str,
+)
+async def test_a_parameter_that_cannot_be_honoured_is_refused_by_its_name(
+    stub: Any, params: dict[str, Any], field: str
+) -> None:
+    code, details = await refused(stub, request(**params))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith(f"{field}: got ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tokenized": pb.TokenizedInput()}, "tokenized.input_ids"),
+        ({"tokenized": pb.TokenizedInput(input_ids=[5, VOCAB_SIZE])}, "tokenized.input_ids[1]"),
+        ({"tokenized": pb.TokenizedInput(input_ids=[5] * CONTEXT_TOKENS)}, "tokenized.input_ids"),
+        ({}, "input"),
+        ({"text": "a", "request_id": "no spaces"}, "request_id"),
+        ({"text": "a", "mm_inputs": pb.MultimodalInputs(im_token_id=1)}, "mm_inputs"),
+        ({"text": "a", "kv_transfer_params_json": "{}"}, "kv_transfer_params_json"),
+        ({"text": "a", "data_parallel_rank": 0}, "data_parallel_rank"),
+    ],
+    ids=str,
+)
+async def test_a_request_that_cannot_be_honoured_is_refused_by_the_field(
+    stub: Any, fields: dict[str, Any], field: str
+) -> None:
+    code, details = await refused(stub, pb.GenerateRequest(**fields))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith(f"{field}: got ")
+
+
+async def test_a_field_of_a_later_version_is_refused(stub: Any) -> None:
+    later = pb.GenerateRequest.FromString(request().SerializeToString() + b"\xf8\x3f\x01")  # field 1023
+    code, details = await refused(stub, later)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith("1023: ")
+
+
+async def test_an_abort_stops_the_work(server: GenerationServer, stub: Any) -> None:
+    server.loop.pause_tokens = 6
+    found, aborted = [], pb.AbortRequest(request_ids=["of another engine", "cmpl-7", "cmpl-7"])
+    async for answer in stub.Generate(request(stream=True, request_id="cmpl-7", max_tokens=1000)):
+        found.append(answer)
+        if answer.chunk.completion_tokens:
+            await stub.Abort(aborted)
+    assert found[-1].complete.finish_reason == "abort"
+    assert 0 < found[-1].complete.completion_tokens <= 6
+    await server.manager.wait_idle()
+    assert {sequence.spec.job_id for sequence in server.loop.cancelled} == {"cmpl-7"}
+
+
+async def test_a_call_that_ends_stops_the_work(server: GenerationServer, stub: Any) -> None:
+    server.loop.pause_tokens = 6
+    call = stub.Generate(request(stream=True, max_tokens=1000))
+    await call.read()
+    call.cancel()
+    await server.manager.wait_idle()
+    assert len(server.loop.cancelled) == 1
+
+
+async def test_a_request_is_a_job_that_other_clients_see(server: GenerationServer, stub: Any) -> None:
+    server.loop.pause_tokens = 6
+    call = stub.Generate(request(request_id="cmpl-9", max_tokens=1000))
+    await until(lambda: len(server.loop.running) == 1)
+    async with AsyncClient(server.address) as client:
+        await state_of(client, "cmpl-9", JobState.RUNNING)
+        await client.cancel_job("cmpl-9")
+    assert (await call.read()).complete.finish_reason == "abort"
+
+
+async def test_health_is_that_of_the_server(server: GenerationServer, stub: Any) -> None:
+    assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+    server.is_serving = False
+    assert (await stub.HealthCheck(pb.HealthCheckRequest())).message == "this server does not serve now"
+    server.absence = UnavailableError("no workers")
+    with pytest.raises(grpc.aio.AioRpcError, match="no workers"):  # SMG would ask it for its model
+        await stub.HealthCheck(pb.HealthCheckRequest())
+    assert (await refused(stub, request()))[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_model_and_the_server_are_described(stub: Any) -> None:
+    model = await stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.served_model_name, model.tokenizer_path, model.is_generation) == ("tiny", "/models/tiny", True)
+    assert (model.max_context_length, model.vocab_size) == (CONTEXT_TOKENS, VOCAB_SIZE)
+    assert list(model.eos_token_ids) == [EOS_ID]
+    info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (info.active_requests, info.is_paused, info.max_num_seqs) == (0, False, STATE.num_slots)
+
+
+async def test_loads_are_those_of_the_server(stub: Any) -> None:
+    (load,) = (await stub.GetLoads(pb.GetLoadsRequest(include=["core", "queues"]))).loads
+    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (2, 1, 3)
+    assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (16, 1600, 0.01)
+    with pytest.raises(grpc.aio.AioRpcError, match="dp_rank: got 3"):
+        await stub.GetLoads(pb.GetLoadsRequest(dp_rank=3))
+
+
+async def test_calls_that_are_not_served_are_unimplemented(stub: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await stub.Embed(pb.EmbedRequest(request_id="x"))
+    assert failure.value.code() is grpc.StatusCode.UNIMPLEMENTED
