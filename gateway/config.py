@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.access import AccessSettings
+from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.settings import setting
 
@@ -60,6 +60,9 @@ class GatewayConfig(GatewaySettings):
     """Checked when it is built; the command line takes its options from here."""
 
     scheduler: str = setting(help="Address of the scheduler, unix:PATH.", unit="ADDRESS")
+    private_listen: str | None = setting(
+        None, help="A second address, unix:PATH, with neither TLS nor keys, for this user.", unit="ADDRESS"
+    )
     grace_s: float = setting(
         30.0,
         help="After the first SIGTERM, running jobs may take this long.",
@@ -73,3 +76,5 @@ class GatewayConfig(GatewaySettings):
         super().__post_init__()
         if not isinstance(parse_address(self.scheduler, field="scheduler"), UnixAddress):
             raise ConfigError("scheduler", self.scheduler, "unix:PATH")
+        if self.private_listen is not None:
+            check_internal(self.private_listen, field="private_listen")

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import CheckpointError, UnavailableError
+from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
+from slipstream.gateway.keys import KeyFile, KeyInterceptor
 from slipstream.gateway.manager import JobManager, JobStore
 from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
 from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
@@ -27,7 +29,6 @@ from slipstream.gateway.validation import MAX_SAMPLES
 from slipstream.protos import generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from slipstream.common.rpc.listener import Listener
     from slipstream.gateway.config import GatewayConfig
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,23 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
-        server = GrpcServer(listener, metrics=RpcMetrics(registry), access=config)
+        rpc_metrics = RpcMetrics(registry)
+        server = GrpcServer(listener, metrics=rpc_metrics, access=config, interceptors=_interceptors(config))
+        servers = [server]
+        if config.private_listen is not None:
+            private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
+            servers.append(GrpcServer(private, metrics=rpc_metrics))
+
+        def set_serving(is_serving: bool) -> None:
+            for one in servers:
+                one.set_serving(is_serving)
+
         link = SchedulerLink(
             config.scheduler,
             partial(load_model, max_samples=min(MAX_SAMPLES, config.queue)),
             capacity=config.queue,
             outage_timeout_s=config.outage_timeout_s,
-            on_serving=server.set_serving,
+            on_serving=set_serving,
         )
         ServerInfo(
             registry,
@@ -76,7 +87,8 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         servicer = GenerationServicer(
             jobs, model=link.model, state=state, turns=FairTurns(executor), read_timeout_s=config.read_timeout_s
         )
-        server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        for one in servers:
+            one.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
         if config.vllm_engine:
             # Its messages come with an extra.
             from slipstream.gateway import vllm_engine
@@ -85,12 +97,13 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
                 servicer, jobs, model=link.model, state=state, is_serving=lambda: server.is_serving
             )
             server.add_service(vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine)
-        await server.start()
+        for one in servers:
+            await one.start()
         linked = asyncio.create_task(link.run(jobs))
         linked.add_done_callback(lambda _: signals.request())
         await signals.wait()
         await _finish(link, jobs, config.grace_s)
-        await server.stop(STOP_GRACE_S)
+        await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
         linked.cancel()
         try:
             await linked
@@ -99,6 +112,13 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         except CheckpointError as error:
             print(f"slipstream-gateway: {error}", file=sys.stderr)
             return 1
+
+
+def _interceptors(config: GatewayConfig) -> tuple[KeyInterceptor, ...]:
+    """What looks at clients' calls first. Raises ConfigError for a file of keys that is wrong."""
+    if config.api_keys is None:
+        return ()
+    return (KeyInterceptor(KeyFile(config.api_keys), max_streams=config.key_streams),)
 
 
 async def _finish(link: SchedulerLink, jobs: JobManager, grace_s: float) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.access import AccessSettings
 from slipstream.common.settings import Settings, setting
 
 DISPATCH_TOGETHER = "together"
@@ -54,7 +53,7 @@ class ServingSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(ServingSettings, AccessSettings):
+class SchedulerConfig(ServingSettings):
     """Checked when it is built; the command line takes its options from here."""
 
     verify: str = setting(help="Address of the verify service, unix:PATH.", unit="ADDRESS")

@@ -189,9 +189,14 @@ def scheduler_command(config: UpConfig) -> ServiceCommand:
 
 
 def gateway_command(config: UpConfig, listen: str) -> ServiceCommand:
-    """The gateway of a configuration, for clients at `listen`, whose port is not 0."""
-    command = _command(config, "gateway", "slipstream.gateway.main", listen, config.gateway)
-    return replace(command, restarts=True)
+    """The gateway of a configuration, for clients at `listen`, whose port is not 0.
+
+    Where clients need a key or TLS, `up` and the commands with --state-dir reach it at a socket of its own.
+    """
+    private = config.socket("gateway") if config.has_tls or config.api_keys is not None else None
+    settings = replace(config.gateway, private_listen=private)
+    command = _command(config, "gateway", "slipstream.gateway.main", listen, settings)
+    return replace(command, address=private or command.address, restarts=True)
 
 
 def openai_command(config: UpConfig, engine: str) -> ServiceCommand:

@@ -148,8 +148,9 @@ async def test_reflection_is_off_at_a_public_address_unless_it_is_asked_for() ->
 @pytest.mark.parametrize(
     ("service", "options", "accepted"),
     [
-        ("scheduler.main", "--verify unix:v.sock --listen 0.0.0.0:0", SENTENCE),
-        ("services.verify.main", "--model . --listen 127.0.0.1:0", "unix:PATH, in a directory that only this user"),
+        ("gateway.main", "--scheduler unix:s.sock --listen 0.0.0.0:0", SENTENCE),
+        ("scheduler.main", "--verify unix:v.sock --listen 127.0.0.1:0", "unix:PATH, in a directory"),
+        ("services.verify.main", "--model . --listen 127.0.0.1:0", "unix:PATH, in a directory"),
     ],
 )
 def test_a_service_checks_its_address_before_it_starts(service: str, options: str, accepted: str) -> None:
