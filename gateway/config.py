@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.settings import setting
+from slipstream.gateway.journal_file import JournalMode
 
 LISTEN = "127.0.0.1:50051"
 _DAY_S = 86_400
@@ -33,6 +35,12 @@ class GatewaySettings(AccessSettings):
         1000, help="Jobs that are kept after their end, to be watched and asked after.", unit="N", low=0, high=2**20
     )
     job_ttl_s: float = setting(600.0, help="How long they are kept.", unit="SECONDS", above=0, high=_DAY_S)
+    kept_mib: int = setting(256, help="Memory that they take at most.", unit="MIB", low=1, high=2**20)
+    journal: str = setting(
+        JournalMode.PROCESS.value,
+        help="What requests and their output survive: nothing, the death of any process, the loss of power.",
+        choices=tuple(JournalMode),
+    )
     read_timeout_s: float = setting(
         30.0,
         help="A stream whose client reads nothing for so long is cut off.",
@@ -63,6 +71,9 @@ class GatewayConfig(GatewaySettings):
     private_listen: str | None = setting(
         None, help="A second address, unix:PATH, with neither TLS nor keys, for this user.", unit="ADDRESS"
     )
+    state_dir: Path | None = setting(
+        None, help="Directory of the journal, which is there already.", unit="DIR", unset="no journal"
+    )
     grace_s: float = setting(
         30.0,
         help="After the first SIGTERM, running jobs may take this long.",
@@ -78,3 +89,8 @@ class GatewayConfig(GatewaySettings):
             raise ConfigError("scheduler", self.scheduler, "unix:PATH")
         if self.private_listen is not None:
             check_internal(self.private_listen, field="private_listen")
+
+    @property
+    def journal_path(self) -> Path | None:
+        """The journal's file; None if jobs are kept in memory alone."""
+        return None if self.state_dir is None else self.state_dir / "journal.sqlite3"

@@ -15,6 +15,7 @@ from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError
 from slipstream.gateway.request_metrics import FAILED
 from slipstream.gateway.sample import Sample
 from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS, SampleOutput
+from slipstream.gateway.validation import MAX_SAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest
 
+_JOB_BYTES = 4096
 _STRONGEST_FIRST = (FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
 
@@ -41,8 +43,13 @@ class Job:
         *,
         number: int,
         attempt: int,
+        created_at: datetime | None = None,
     ) -> None:
-        """`sequences`: one for each sample. `number` grows from job to job, `attempt` with each of the same name."""
+        """`sequences`: one for each sample. `number` grows from job to job, `attempt` with each of the same name.
+
+        `created_at` is now if it is not given.
+        """
+        self.request = request
         self.job_id = request.job_id
         self.digest = request.digest
         self.number = number
@@ -53,6 +60,7 @@ class Job:
             Sample(
                 sequence,
                 SampleOutput(request, model.vocabulary.new_detokenizer(), sample_index=index, attempt=attempt),
+                key=_key(number, index),
             )
             for index, sequence in enumerate(sequences)
         )
@@ -62,12 +70,15 @@ class Job:
         """True if the job goes on without a caller."""
         self.left_as: str | None = None
         """An outcome of `RequestMetrics`, if the job was cancelled because its last caller left."""
+        self.is_cancelled = False
+        """True once a client cancelled it."""
         self.is_over = False
         """True if there will be no more tokens."""
-        self._created_at = datetime.now(UTC)
-        self._arrived_at = time.monotonic()
+        self.created_at = created_at or datetime.now(UTC)
+        self._arrived_at = self.samples[0].arrived_at
         self._has_started = False
-        self._failure: SlipstreamError | None = None
+        self.failure: SlipstreamError | None = None
+        """Set if it failed as a whole."""
         self._waiting: set[asyncio.Future[None]] = set()
         self._waiting_for_turn: set[asyncio.Future[None]] = set()
 
@@ -82,10 +93,15 @@ class Job:
         return sum(sample.output.num_tokens for sample in self.samples)
 
     @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, roughly."""
+        return _JOB_BYTES + 8 * len(self.samples[0].spec.prompt) + sum(one.output.num_bytes for one in self.samples)
+
+    @property
     def error(self) -> SlipstreamError | None:
         """The reason why the job could not go on."""
-        if self._failure is not None:
-            return self._failure
+        if self.failure is not None:
+            return self.failure
         for sample in self.samples:
             if sample.error is not None:
                 return sample.error
@@ -113,14 +129,27 @@ class Job:
     def fail(self, error: SlipstreamError) -> None:
         """Fails the job unless it is over; the caller cancels its sequences."""
         if not self.is_over:
-            self._failure = error
+            self.failure = error
 
-    def go_on(self, new_detokenizer: Callable[[], Detokenizer]) -> list[tuple[Sample, RunningSequence]]:
-        """Begins again from the output kept. Returns the samples that are not whole, with their new sequences."""
-        self.left_as = self._failure = None
-        self.is_over = False
+    def settle(self) -> None:
+        """Called when all of its output has come back from the journal."""
+        for sample in self.samples:
+            sample.settle()
+        self._has_started = self.num_tokens > 0
+        self.is_over = all(sample.sequence is None for sample in self.samples)
+
+    def go_on(self, number: int, new_detokenizer: Callable[[], Detokenizer]) -> list[tuple[Sample, RunningSequence]]:
+        """Begins again from the output kept, under a new number.
+
+        Returns the samples that are not whole, with their new sequences.
+        """
+        self.number = number
+        self.left_as = self.failure = None
+        self.is_over = self.is_cancelled = False
         return [
-            (sample, sequence) for sample in self.samples if (sequence := sample.go_on(new_detokenizer())) is not None
+            (sample, sequence)
+            for index, sample in enumerate(self.samples)
+            if (sequence := sample.go_on(new_detokenizer(), key=_key(number, index))) is not None
         ]
 
     async def wait_for_change(self, wake: asyncio.Future[None], *, is_urgent: bool = True) -> None:
@@ -176,7 +205,7 @@ class Job:
         return JobInfo(
             job_id=self.job_id,
             state=state,
-            created_at=self._created_at,
+            created_at=self.created_at,
             num_tokens=self.num_tokens,
             finish_reason=self.finish_reason,
             error="" if self.error is None else str(self.error),
@@ -322,6 +351,11 @@ class JobReader:
         self._is_late = True
         if self._wake is not None:
             _set(self._wake)
+
+
+def _key(number: int, index: int) -> int:
+    """Names a sample in the journal."""
+    return number * MAX_SAMPLES + index
 
 
 def _set(wake: asyncio.Future[None]) -> None:

@@ -9,13 +9,12 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import ResourceExhaustedError, SlipstreamError, UnavailableError
-from slipstream.gateway.journal_file import Accepted, Forgotten, JournalFile, JournalMode, Saved
+from slipstream.gateway.journal_file import Accepted, Forgotten, Saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
-    from slipstream.gateway.journal_file import Change
+    from slipstream.gateway.journal_file import Change, JournalFile
 
 RETRY_AFTER_MS = 1000
 """For clients whose job failed because the disk is full."""
@@ -59,14 +58,11 @@ class Journal:
         if file is not None:
             self._thread.start()
 
-    @classmethod
-    def open_file(cls, path: Path, mode: JournalMode) -> JournalFile | None:
-        """Opens the file for `mode`, None if it is off. Raises the errors of `JournalFile.open`."""
-        return None if mode is JournalMode.OFF else JournalFile.open(path, mode)
-
-    def accepted(self, number: int, record: bytes, then: Callable[[], None] | None = None) -> None:
-        """A job begins, or its record changes. Job numbers only grow."""
-        self._put(_Item(Accepted(number, record), None, then))
+    def accepted(
+        self, number: int, record: bytes, output: bytes | None = None, then: Callable[[], None] | None = None
+    ) -> None:
+        """A job begins, perhaps with output that it has already, or its record changes. Job numbers only grow."""
+        self._put(_Item(Accepted(number, record, output), None, then))
 
     def outputs(self, rows: bytes, then: Callable[[], None] | None = None) -> None:
         """Output of a step, for any number of jobs that were accepted before."""
@@ -77,8 +73,8 @@ class Journal:
     ) -> None:
         """The whole output of a job that has ended (in nanoseconds since 1970), or that goes on.
 
-        Of a job that goes on: the output of every step whose `then` was called, and of none after it. It may have ended
-        before.
+        Of a job that goes on: the output of every step whose `then` was called, and of none after it. Not called from a
+        `then`, because others of the same commit may follow.
         """
         self._put(_Item(Saved(number, output, self._next_step, ended_ns), None, then))
 
@@ -86,13 +82,17 @@ class Journal:
         """A job is kept no longer."""
         self._put(_Item(Forgotten(number), None, None))
 
+    def after(self, then: Callable[[], None]) -> None:
+        """Calls `then` when everything given so far is committed."""
+        self._put(_Item(None, None, then))
+
     async def flush(self) -> None:
         """Returns when everything given so far is committed. Raises the error that prevents it."""
         if self._file is None:
             return
         future: asyncio.Future[None] = self._loop.create_future()
         self._flushes.add(future)
-        self._put(_Item(None, None, lambda: None if future.done() else future.set_result(None)))
+        self.after(lambda: None if future.done() else future.set_result(None))
         try:
             await future
         finally:

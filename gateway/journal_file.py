@@ -55,6 +55,8 @@ class Accepted:
 
     number: int
     record: bytes
+    output: bytes | None = None
+    """Output that it begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class StoredJob:
     """Rows of the steps from this one on come on top of `output`."""
     ended_ns: int | None
     output: bytes | None
-    """None if it was never saved."""
+    """None if there was none."""
 
 
 class JournalFile:
@@ -203,7 +205,7 @@ class JournalFile:
             case Accepted():
                 upsert = "INSERT INTO jobs VALUES (?, ?) ON CONFLICT DO UPDATE SET record = excluded.record"
                 execute(upsert, (change.number, change.record))
-                execute("INSERT OR IGNORE INTO outputs VALUES (?, ?, NULL, NULL)", (change.number, step))
+                execute("INSERT OR IGNORE INTO outputs VALUES (?, ?, NULL, ?)", (change.number, step, change.output))
             case Saved():
                 query = "UPDATE outputs SET since = ?, ended_ns = ?, output = ? WHERE number = ?"
                 execute(query, (change.since, change.ended_ns, change.output, change.number))

@@ -6,27 +6,31 @@ import asyncio
 import itertools
 import logging
 import time
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.common.api.job_info import JobPage
 from slipstream.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InternalError,
-    InvalidArgumentError,
     NotFoundError,
     SlipstreamError,
+    UnavailableError,
 )
 from slipstream.gateway.job import Job, JobReader
+from slipstream.gateway.job_journal import JobJournal
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 
+    from slipstream.common.api.job_info import JobPage
     from slipstream.common.api.output_chunk import FinishReason, OutputChunk
     from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.api.step_output import StepOutput
+    from slipstream.gateway.job_store import JobStore
+    from slipstream.gateway.journal_file import JournalFile
     from slipstream.gateway.request_metrics import RequestMetrics
     from slipstream.gateway.running_sequence import RunningSequence
     from slipstream.gateway.sample import Sample
@@ -35,8 +39,9 @@ if TYPE_CHECKING:
 
 DEADLINE_SLACK_S = 0.05
 """A client's clock for its call started earlier than ours, by the time that the call took to arrive."""
-DEFAULT_PAGE_SIZE = 50
-MAX_PAGE_SIZE = 1000
+RETURN_S = 30.0
+"""After a restart, callers of Generate may take so long to come back before their jobs are cancelled."""
+RETRY_AFTER_MS = 200
 
 _BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 
@@ -80,14 +85,25 @@ class JobManager:
         metrics: RequestMetrics,
         *,
         stream_interval_s: Callable[[], float] = lambda: 0.0,
+        journal_file: JournalFile | None = None,
+        return_s: float = RETURN_S,
     ) -> None:
-        """`stream_interval_s` returns the least time between two messages of a stream."""
+        """`stream_interval_s` returns the least time between two messages of a stream.
+
+        Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
+        `return_s` to come back to its job.
+        """
         self._core = core
         self._store = store
         self._metrics = metrics
         self._stream_interval_s = stream_interval_s
         self._alive: dict[RunningSequence, tuple[Job, Sample]] = {}
-        self._numbers = itertools.count(1)
+        self.journal = JobJournal(journal_file, jobs=store.jobs, on_failure=self._fail_all)
+        self._return_s = return_s
+        self._is_complete = not self.journal.has_jobs
+        """False while jobs of the journal are not back."""
+        self._numbers = itertools.count(self.journal.last_number + 1)
+        store.on_forget = lambda job: self.journal.forget(job.number)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -100,12 +116,34 @@ class JobManager:
         """Returns when no job is alive."""
         await self._is_idle.wait()
 
+    async def begin(self, model: ServedModel) -> None:
+        """See `Receiver.begin`."""
+        if self._is_complete:
+            return
+        restored = await self.journal.restore(model)
+        for job, _ in restored:
+            self._store.add(job)
+            for sample in job.samples:
+                if sample.sequence is not None:
+                    self._alive[sample.sequence] = (job, sample)
+                    self._core.add(sample.sequence)
+        for job, ago_s in sorted(restored, key=lambda item: -item[1]):
+            if job.is_over:
+                self._store.end(job, ago_s)
+        if self._alive:
+            self._is_idle.clear()
+        self._is_complete = True
+        logger.info("%d jobs are back, %d of them go on", len(restored), self.num_jobs)
+        unfinished = [job for job, _ in restored if not job.is_over]
+        asyncio.get_running_loop().call_later(self._return_s, self._cancel_deserted, unfinished)
+
     def find(self, job_id: str, digest: bytes, model: ServedModel | None = None) -> Job | None:
         """Finds the job that the same request made before; None if there is none, or if it has to begin anew.
 
         A job that its caller left, or that failed, goes on from the output that it has if `model` is still the same.
         Raises AlreadyExistsError if another request made the job of this id, and the errors of `Core.check_room`.
         """
+        self._check_complete()
         job = self._store.get(job_id)
         if job is None:
             return None
@@ -124,7 +162,11 @@ class JobManager:
         self._cancel_sequences(job)
         for sequence in job.sequences:
             self._alive.pop(sequence, None)
-        begun = job.go_on(model.vocabulary.new_detokenizer)
+        # Under its old number, the journal may have output that was not taken in.
+        old_number = job.number
+        begun = job.go_on(next(self._numbers), model.vocabulary.new_detokenizer)
+        self.journal.accept(job)
+        self.journal.forget(old_number)
         for sample, sequence in begun:
             self._alive[sequence] = (job, sample)
             self._core.add(sequence)
@@ -145,6 +187,7 @@ class JobManager:
         job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt)
         self._alive |= {sequence: (job, sample) for sequence, sample in zip(sequences, job.samples, strict=True)}
         self._store.add(job)
+        self.journal.accept(job)
         self._is_idle.clear()
         return job
 
@@ -163,7 +206,8 @@ class JobManager:
             self._core.check_room()
 
     def get(self, job_id: str) -> Job:
-        """The job of this id. Raises NotFoundError."""
+        """The job of this id. Raises NotFoundError, and UnavailableError while jobs come back from the journal."""
+        self._check_complete()
         job = self._store.get(job_id)
         if job is None:
             raise NotFoundError(f"there is no job {job_id!r}, or it ended too long ago")
@@ -171,6 +215,7 @@ class JobManager:
 
     def page(self, size: int, token: str) -> JobPage:
         """See `JobStore.page`."""
+        self._check_complete()
         return self._store.page(size, token)
 
     def cancel(self, job_id: str) -> None:
@@ -178,7 +223,17 @@ class JobManager:
 
         Raises NotFoundError.
         """
-        self._cancel_sequences(self.get(job_id))
+        job = self.get(job_id)
+        if not job.is_over and not job.is_cancelled:
+            job.is_cancelled = True
+            self.journal.accept(job)
+            self._cancel_sequences(job)
+
+    def detach(self, job: Job) -> None:
+        """Lets a job go on without a caller."""
+        if not job.is_detached:
+            job.is_detached = True
+            self.journal.accept(job)
 
     def watch(
         self,
@@ -219,12 +274,20 @@ class JobManager:
 
     def deliver(self, step: StepOutput) -> None:
         """See `Receiver.deliver`."""
-        self._apply(step)
+        self.journal.take_in(step, self._core.running, partial(self._apply, step))
 
     def end(
         self, sequence: RunningSequence, reason: FinishReason | None = None, error: SlipstreamError | None = None
     ) -> None:
         """See `Receiver.end`."""
+        self.journal.after(partial(self._end, sequence, reason, error))
+
+    async def settled(self) -> None:
+        """See `Receiver.settled`."""
+        with suppress(SlipstreamError):
+            await self.journal.flush()
+
+    def _end(self, sequence: RunningSequence, reason: FinishReason | None, error: SlipstreamError | None) -> None:
         self._core.release(sequence)
         if sequence not in self._alive:
             return
@@ -234,9 +297,6 @@ class JobManager:
             # A job fails with any of its samples.
             self._cancel_sequences(job)
         self._measure([job], time.monotonic())
-
-    async def settled(self) -> None:
-        """See `Receiver.settled`."""
 
     def _apply(self, step: StepOutput) -> None:
         """Adds the output of a step to its jobs, and wakes their readers."""
@@ -282,6 +342,7 @@ class JobManager:
         for job in changed:
             num_tokens += job.measure(self._metrics, now)
             if job.is_over:
+                self.journal.save(job)
                 self._store.end(job)
                 _log_end(job)
         self._metrics.generated(num_tokens)
@@ -303,71 +364,27 @@ class JobManager:
                 self._cancel_sequences(job)
             raise InternalError(_BROKEN_OUTPUT) from error
 
+    def _check_complete(self) -> None:
+        if not self._is_complete:
+            message = "the jobs from before the server's start are back when the scheduler is"
+            raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
+
+    def _cancel_deserted(self, jobs: Iterable[Job]) -> None:
+        """Cancels those of the jobs to which no caller has come back."""
+        for job in jobs:
+            if not (job.is_over or job.is_detached or job.num_callers):
+                job.left_as = DISCONNECTED
+                self._cancel_sequences(job)
+
+    def _fail_all(self, error: SlipstreamError) -> None:
+        """Ends all that is alive: what came of it last is not in the journal."""
+        for sequence in tuple(self._alive):
+            self._core.cancel(sequence)
+            self._end(sequence, None, error)
+
     def _cancel_sequences(self, job: Job) -> None:
         for sequence in job.sequences:
             self._core.cancel(sequence)
-
-
-class JobStore:
-    """Jobs by their ids, in memory: those that are alive, and a bounded number of those that ended not long ago."""
-
-    def __init__(self, *, capacity: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Keeps `capacity` jobs at most after their end, each for `ttl_s` seconds of `clock`."""
-        self._capacity = capacity
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._jobs: dict[str, Job] = {}
-        self._ended: dict[Job, float] = {}
-        """When each of them is forgotten, the earliest first."""
-
-    def add(self, job: Job) -> None:
-        """Adds a job that begins, in place of one of the same id."""
-        self._ended.pop(job, None)
-        self._jobs.pop(job.job_id, None)
-        self._jobs[job.job_id] = job
-
-    def end(self, job: Job) -> None:
-        """Starts the time after which a job that is over is forgotten."""
-        self._ended[job] = self._clock() + self._ttl_s
-        self._forget()
-
-    def get(self, job_id: str) -> Job | None:
-        """The job of this id; None if there is none, or no more."""
-        self._forget()
-        return self._jobs.get(job_id)
-
-    def page(self, size: int, token: str) -> JobPage:
-        """The next jobs, the latest first. Raises InvalidArgumentError for an invalid size or token."""
-        if not 0 <= size <= MAX_PAGE_SIZE:
-            raise InvalidArgumentError("page_size", size, f"0 to {MAX_PAGE_SIZE}")
-        if token and not (token.isascii() and token.isdigit() and len(token) < 20):
-            raise InvalidArgumentError("page_token", token, "next_page_token of an answer, or nothing")
-        self._forget()
-        size = size or DEFAULT_PAGE_SIZE
-        # Numbers only grow, so jobs that come or go between two calls move no other to another page.
-        before = int(token) if token else None
-        found: list[Job] = []
-        for job in reversed(self._jobs.values()):
-            if before is not None and job.number >= before:
-                continue
-            if len(found) == size:
-                return JobPage(jobs=tuple(job.info() for job in found), next_page_token=str(found[-1].number))
-            found.append(job)
-        return JobPage(jobs=tuple(job.info() for job in found))
-
-    def __len__(self) -> int:
-        self._forget()
-        return len(self._jobs)
-
-    def _forget(self) -> None:
-        now = self._clock()
-        while self._ended:
-            job, ends_at = next(iter(self._ended.items()))
-            if len(self._ended) <= self._capacity and ends_at > now:
-                return
-            del self._ended[job]
-            if self._jobs.get(job.job_id) is job:
-                del self._jobs[job.job_id]
 
 
 def _log_end(job: Job) -> None:

@@ -75,6 +75,8 @@ class RunningSequence:
     """The id under which the scheduler knows it; 0 if none does."""
     added_at: float = 0.0
     """When the link took it, in seconds of `time.monotonic`."""
+    key: int = 0
+    """Names its sample in the journal."""
     is_cancelled: bool = False
 
     def to_pb(self, epoch: int) -> scheduler_pb2.NewSequence:

@@ -16,25 +16,29 @@ if TYPE_CHECKING:
     from slipstream.common.errors import SlipstreamError
     from slipstream.gateway.detokenizer import Detokenizer
     from slipstream.gateway.request_metrics import RequestMetrics
-    from slipstream.gateway.sample_output import SampleOutput
+    from slipstream.gateway.sample_output import OutputColumns, SampleOutput
 
 
 class Sample:
     """A sequence and its output. Belongs to the event loop."""
 
-    def __init__(self, sequence: RunningSequence, output: SampleOutput) -> None:
+    def __init__(self, sequence: RunningSequence, output: SampleOutput, *, key: int = 0) -> None:
+        """`key` names the sample in the journal."""
         self.output = output
         self.error: SlipstreamError | None = None
         """The reason why the sample could not go on."""
         self.spec = sequence.spec
         """What was asked for."""
         self._sequence: RunningSequence | None = sequence
-        self._stats = sequence.stats
-        self._arrived_at = sequence.arrived_at
+        self.stats = sequence.stats
+        """Counts and times so far."""
+        self.arrived_at = sequence.arrived_at
+        """Seconds of `time.monotonic`."""
         self._is_drafted = sequence.spec.max_draft_tokens != 0
         self._usage: Usage | None = None
         self._num_measured = 0
         self._measured_at = 0.0
+        sequence.key = key
         sequence.output = output.token_ids
 
     @property
@@ -60,7 +64,7 @@ class Sample:
         """Adds the output of a step; ignored after the end. Returns True if the scheduler must end the sequence."""
         if self._usage is not None:
             return False
-        output, stats = self.output, self._stats
+        output, stats = self.output, self.stats
         was_cut = output.is_cut
         if num_draft_tokens and token_ids and self._is_drafted:
             stats.add_draft(num_draft_tokens, num_accepted)
@@ -83,7 +87,7 @@ class Sample:
             error = None
         self._finish(error)
 
-    def go_on(self, detokenizer: Detokenizer) -> RunningSequence | None:
+    def go_on(self, detokenizer: Detokenizer, *, key: int) -> RunningSequence | None:
         """Begins again from the output kept, unless the output is whole. Returns the sequence to run."""
         if self._usage is None and self.output.is_cut:
             self.end(FinishReason.ABORT, None)
@@ -91,11 +95,28 @@ class Sample:
             return None
         self.error = self._usage = None
         self.output.reopen(detokenizer)
-        self._stats.finished_at = None
+        self.stats.finished_at = None
         self._sequence = RunningSequence(
-            self.spec, arrived_at=self._arrived_at, output=self.output.token_ids, stats=self._stats
+            self.spec, arrived_at=self.arrived_at, output=self.output.token_ids, stats=self.stats, key=key
         )
         return self._sequence
+
+    def restore(self, columns: OutputColumns, usage: Usage | None, error: SlipstreamError | None) -> None:
+        """Takes over what was kept of it. `usage` is set if it is over."""
+        self.output.restore(columns)
+        self._usage, self.error = usage, error
+        if usage is not None:
+            self.output.finish(usage)
+
+    def settle(self) -> None:
+        """Called when all of its output has come back from the journal: it is not measured again."""
+        if self.output.is_cut:
+            # A stop string ended it; the scheduler's answer to that is of no interest.
+            self.end(FinishReason.STOP, None)
+        self._num_measured = len(self.output.token_ids)
+        self._measured_at = time.monotonic()
+        if self._usage is not None:
+            self._sequence = None
 
     def measure(self, metrics: RequestMetrics, now: float) -> int:
         """Measures the tokens added since the last call and returns their number. Drops the sequence if it is over."""
@@ -125,12 +146,12 @@ class Sample:
 
     def _finish(self, error: SlipstreamError | None) -> None:
         self.error = error
-        self._stats.finished_at = time.monotonic()
-        self._usage = self._usage_now(self._stats.finished_at)
+        self.stats.finished_at = time.monotonic()
+        self._usage = self._usage_now(self.stats.finished_at)
         self.output.finish(self._usage)
 
     def _usage_now(self, ended_at: float) -> Usage:
-        stats, arrived_at, num_tokens = self._stats, self._arrived_at, self.output.num_tokens
+        stats, arrived_at, num_tokens = self.stats, self.arrived_at, self.output.num_tokens
         admitted_at = ended_at if stats.admitted_at is None else stats.admitted_at
         first_token_at = arrived_at if stats.first_token_at is None else stats.first_token_at
         decoding_s = 0.0

@@ -7,7 +7,7 @@ from array import array
 from functools import lru_cache
 from itertools import accumulate, chain
 from operator import sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs
 from slipstream.gateway.stop_strings import StopMatcher
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_TOKENS = 4096
 """A few milliseconds of the event loop's time, in which it serves no other call. Logprobs count like tokens."""
+
+
+class OutputColumns(NamedTuple):
+    """All that must be kept of an output; its text is spelled again."""
+
+    token_ids: Sequence[int]
+    is_draft: bytes
+    logprobs: Sequence[float]
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+    finish_reason: FinishReason | None
+    ends_with_token: bool
+    is_cut: bool
 
 
 class SampleOutput:
@@ -71,6 +84,12 @@ class SampleOutput:
     def num_spelled(self) -> int:
         """Tokens that are text by now."""
         return len(self._text_ends)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes, roughly: 30 bytes a token with its text."""
+        num_logprobs = 0 if self._logprobs is None else sum(map(len, self._logprobs.columns()))
+        return 30 * len(self.token_ids) + 4 * num_logprobs
 
     @property
     def is_cut(self) -> bool:
@@ -126,6 +145,27 @@ class SampleOutput:
         self._ends_with_token = False
         if self._stop:
             self._stops = StopMatcher(self._stop)
+            self.spell(self.num_tokens)
+
+    def columns(self) -> OutputColumns:
+        """What must be kept of it."""
+        logprobs = ((), (), ()) if self._logprobs is None else self._logprobs.columns()
+        return OutputColumns(
+            self.token_ids, bytes(self._is_draft), *logprobs, self._finish_reason, self._ends_with_token, self.is_cut
+        )
+
+    def restore(self, columns: OutputColumns) -> None:
+        """Takes over what was kept of it; nothing was added before."""
+        self.token_ids.extend(columns.token_ids)
+        self._is_draft += columns.is_draft
+        if self._logprobs is not None:
+            self._logprobs.restore(columns.logprobs, columns.top_token_ids, columns.top_logprobs)
+        self._ends_with_token = columns.ends_with_token
+        if columns.is_cut:
+            # The end, whichever it was, came after the cut.
+            self.spell(self.num_tokens)
+        self._finish_reason = columns.finish_reason
+        if self._stops is not None:
             self.spell(self.num_tokens)
 
     def finish(self, usage: Usage) -> None:
@@ -245,6 +285,16 @@ class LogprobColumns:
         del self._own[num_tokens:]
         del self._top_ids[num_tokens * self._num_top :]
         del self._top[num_tokens * self._num_top :]
+
+    def columns(self) -> tuple[Sequence[float], Sequence[int], Sequence[float]]:
+        """The tokens' own logprobs, the ids of the top tokens and their logprobs."""
+        return self._own, self._top_ids, self._top
+
+    def restore(self, own: Iterable[float], top_ids: Iterable[int], top: Iterable[float]) -> None:
+        """Takes over what `columns` returned."""
+        self._own.extend(own)
+        self._top_ids.extend(top_ids)
+        self._top.extend(top)
 
     def read(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
         """The logprobs of the tokens [start, end)."""

@@ -40,6 +40,9 @@ DESCRIBE_TIMEOUT_S = 1.0
 class Receiver(Protocol):
     """Takes the output of sequences."""
 
+    async def begin(self, model: ServedModel) -> None:
+        """Called with the model before any sequence is submitted to a scheduler that serves."""
+
     def deliver(self, step: StepOutput) -> None:
         """Called with the output of a step; the ids are those of `SchedulerLink.running`."""
 
@@ -254,6 +257,8 @@ class SchedulerLink:
         if self._model is not None and self._model.identity != model.identity:
             for sequence in tuple(self._sequences):
                 receiver.end(sequence, error=UnavailableError("the model changed"))
+            await receiver.settled()
+        await receiver.begin(model)
         self.description, self._model, self._absence, self._is_final = description, model, None, False
         for sequence in self._sequences:
             self._send(sequence)

@@ -19,8 +19,10 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metri
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
+from slipstream.gateway.job_store import JobStore
+from slipstream.gateway.journal_file import JournalFile, JournalMode
 from slipstream.gateway.keys import KeyFile, KeyInterceptor
-from slipstream.gateway.manager import JobManager, JobStore
+from slipstream.gateway.manager import JobManager
 from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
 from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
 from slipstream.gateway.served_model import load_model
@@ -66,12 +68,14 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             queue_capacity=config.queue,
             state=lambda: None if link.description is None else link.description.server,
         )
+        path, mode = config.journal_path, JournalMode(config.journal)
         interval_ms = config.stream_interval_ms
         jobs = JobManager(
             link,
-            JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s),
+            JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
             RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting),
             stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
+            journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
         )
 
         async def state() -> ServerState:
@@ -112,6 +116,8 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         except CheckpointError as error:
             print(f"slipstream-gateway: {error}", file=sys.stderr)
             return 1
+        finally:
+            await jobs.journal.close()
 
 
 def _interceptors(config: GatewayConfig) -> tuple[KeyInterceptor, ...]:

@@ -73,7 +73,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.CreateJobResponse:
         """See generation.proto."""
         job = await self.admit(request, context.peer())
-        job.is_detached = True
+        self._jobs.detach(job)
+        await self._jobs.journal.flush()
         return generation_pb2.CreateJobResponse(job=job.info().to_pb())
 
     async def WatchJob(self, request: generation_pb2.WatchJobRequest, context: Any) -> None:
@@ -105,6 +106,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         reject_unknown_fields(request)
         check_job_id(request.job_id)
         self._jobs.cancel(request.job_id)
+        await self._jobs.journal.flush()
         return generation_pb2.CancelJobResponse()
 
     async def GetServerInfo(

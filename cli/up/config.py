@@ -75,7 +75,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
     )
     state_dir: Path = setting(
         default_factory=default_state_dir,
-        help="Directory for sockets and logs, made if it is not there; one `up` at a time.",
+        help="Directory for sockets, logs and the journal of jobs, made if need be; one `up` at a time.",
         unit="DIR",
     )
     ready_timeout_s: float = setting(
@@ -136,6 +136,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
             GatewayConfig,
             self,
             scheduler=self.socket("scheduler"),
+            state_dir=self.state_dir.absolute(),
             grace_s=self.drain_timeout_s,
             vllm_engine=self.vllm_engine or self.openai_port is not None,
         )

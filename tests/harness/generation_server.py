@@ -14,7 +14,9 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.gateway import vllm_engine
 from slipstream.gateway.fair_turns import FairTurns
-from slipstream.gateway.manager import JobManager, JobStore
+from slipstream.gateway.job_store import JobStore
+from slipstream.gateway.journal_file import JournalFile, JournalMode
+from slipstream.gateway.manager import JobManager
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import ServedModel
@@ -34,6 +36,7 @@ from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable
+    from pathlib import Path
 
     from slipstream.client import AsyncClient
     from slipstream.common.api.job_info import JobInfo, JobState
@@ -97,10 +100,15 @@ async def generation_server(
     stream_interval_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     interceptors: tuple[Any, ...] = (),
+    journal: Path | None = None,
+    return_s: float = 30.0,
+    scheduler: ScriptedScheduler | None = None,
+    waits: bool = True,
 ) -> AsyncIterator[GenerationServer]:
-    """Serves a model with a tokenizer of `kind`, once it is linked to its scheduler."""
+    """Serves a model with a tokenizer of `kind`. If it `waits`, it is linked to its scheduler from the beginning on."""
     description = replace(DESCRIPTION, server=replace(STATE, context_tokens=context_tokens))
-    scheduler, registry, is_linked = ScriptedScheduler(description, slots=slots), CollectorRegistry(), asyncio.Event()
+    scheduler = scheduler or ScriptedScheduler(description, slots=slots)
+    registry, is_linked = CollectorRegistry(), asyncio.Event()
     with TemporaryDirectory() as directory, ThreadPoolExecutor(1) as executor, serving(scheduler, directory) as behind:
         link = SchedulerLink(
             behind,
@@ -113,9 +121,17 @@ async def generation_server(
         )
         metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
         store = JobStore(capacity=kept_jobs, ttl_s=TTL_S, clock=clock)
-        manager = JobManager(link, store, metrics, stream_interval_s=lambda: stream_interval_s)
+        manager = JobManager(
+            link,
+            store,
+            metrics,
+            stream_interval_s=lambda: stream_interval_s,
+            journal_file=journal and JournalFile.open(journal, JournalMode.PROCESS),
+            return_s=return_s,
+        )
         linked = asyncio.create_task(link.run(manager))
-        await asyncio.wait_for(is_linked.wait(), 30)
+        if waits:
+            await asyncio.wait_for(is_linked.wait(), 30)
 
         async def state() -> ServerState:
             return (await link.describe()).server
@@ -145,13 +161,14 @@ async def generation_server(
                 store=store,
                 link=link,
                 loop=scheduler,
-                model=link.model(),
+                model=link.model() if waits else model_of(description, kind),
                 registry=registry,
             )
             yield served
         linked.cancel()
         with suppress(asyncio.CancelledError):
             await linked
+        await manager.journal.close()
 
 
 async def collect(chunks: AsyncIterable[OutputChunk]) -> list[OutputChunk]:

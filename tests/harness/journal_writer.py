@@ -8,15 +8,14 @@ import sys
 from pathlib import Path
 
 from slipstream.gateway.journal import Journal
-from slipstream.gateway.journal_file import JournalMode
+from slipstream.gateway.journal_file import JournalFile, JournalMode
 
 SHORT_JOBS_EVERY = 7
 
 
 async def main(path: Path, mode: JournalMode) -> None:
     """Goes on behind the last number of the file."""
-    file = Journal.open_file(path, mode)
-    assert file is not None, "the test writes a file"
+    file = JournalFile.open(path, mode)
     number = max((int.from_bytes(row, "big") for _, rows in file.rows() for row in rows), default=0)
     job = max((job.number for job in file.jobs()), default=0)
     journal = Journal(file, on_failure=lambda error: os._exit(1), save=lambda jobs: None)

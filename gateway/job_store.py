@@ -1,0 +1,108 @@
+"""Jobs by their ids: those that are alive, and a bounded number of those that ended not long ago."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from slipstream.common.api.job_info import JobPage
+from slipstream.common.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from slipstream.gateway.job import Job
+
+DEFAULT_PAGE_SIZE = 50
+MAX_PAGE_SIZE = 1000
+
+
+class JobStore:
+    """Jobs by their ids, in memory. Ended ones are bounded by age, number and bytes."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        ttl_s: float,
+        max_bytes: int = 2**30,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keeps `capacity` jobs at most after their end, each for `ttl_s` seconds of `clock`.
+
+        Together they take `max_bytes` of memory at most; the one that ended first goes first.
+        """
+        self.on_forget: Callable[[Job], None] = lambda _: None
+        """Called with each job that is not kept any longer."""
+        self._capacity = capacity
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._jobs: dict[str, Job] = {}
+        self._ended: dict[Job, tuple[float, int]] = {}
+        """When each of them is forgotten, and its bytes; the earliest first."""
+        self._ended_bytes = 0
+
+    def __len__(self) -> int:
+        self._forget()
+        return len(self._jobs)
+
+    def jobs(self) -> Iterable[Job]:
+        """All that are kept, the earliest first."""
+        return self._jobs.values()
+
+    def add(self, job: Job) -> None:
+        """Adds a job that begins, in place of one of the same id."""
+        before = self._jobs.pop(job.job_id, None)
+        if before is not None:
+            self._take_from_ended(before)
+            if before is not job:
+                self.on_forget(before)
+        self._jobs[job.job_id] = job
+
+    def end(self, job: Job, ago_s: float = 0.0) -> None:
+        """Starts the time after which a job that is over is forgotten; it ended `ago_s` before now."""
+        if self._jobs.get(job.job_id) is not job:
+            return
+        self._take_from_ended(job)
+        self._ended[job] = self._clock() - ago_s + self._ttl_s, job.num_bytes
+        self._ended_bytes += job.num_bytes
+        self._forget()
+
+    def get(self, job_id: str) -> Job | None:
+        """The job of this id; None if there is none, or no more."""
+        self._forget()
+        return self._jobs.get(job_id)
+
+    def page(self, size: int, token: str) -> JobPage:
+        """The next jobs, the latest first. Raises InvalidArgumentError for an invalid size or token."""
+        if not 0 <= size <= MAX_PAGE_SIZE:
+            raise InvalidArgumentError("page_size", size, f"0 to {MAX_PAGE_SIZE}")
+        if token and not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise InvalidArgumentError("page_token", token, "next_page_token of an answer, or nothing")
+        self._forget()
+        size = size or DEFAULT_PAGE_SIZE
+        # Numbers only grow, so jobs that come or go between two calls move no other to another page.
+        before = int(token) if token else None
+        found: list[Job] = []
+        for job in reversed(self._jobs.values()):
+            if before is not None and job.number >= before:
+                continue
+            if len(found) == size:
+                return JobPage(jobs=tuple(job.info() for job in found), next_page_token=str(found[-1].number))
+            found.append(job)
+        return JobPage(jobs=tuple(job.info() for job in found))
+
+    def _forget(self) -> None:
+        now = self._clock()
+        while self._ended:
+            job, (until, _) = next(iter(self._ended.items()))
+            if len(self._ended) <= self._capacity and until > now and self._ended_bytes <= self._max_bytes:
+                return
+            self._take_from_ended(job)
+            del self._jobs[job.job_id]
+            self.on_forget(job)
+
+    def _take_from_ended(self, job: Job) -> None:
+        _, num_bytes = self._ended.pop(job, (0.0, 0))
+        self._ended_bytes -= num_bytes

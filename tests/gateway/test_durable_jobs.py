@@ -1,0 +1,293 @@
+"""Jobs come back from the journal of a gateway that was killed: they go on, or can be watched."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.api.job_info import JobState
+from slipstream.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from slipstream.gateway.journal_file import JournalFile
+from slipstream.protos import generation_pb2, generation_pb2_grpc
+from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
+from tests.harness.scripted_scheduler import ScriptedScheduler
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.api.output_chunk import OutputChunk
+    from tests.harness.generation_server import GenerationServer
+
+PROMPT = list(range(65, 91))
+"""An alphabet: the text repeats it."""
+PAUSE = 30
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"max_new_tokens": 100},
+    "two samples": {"max_new_tokens": 100, "temperature": 1.0, "n": 2},
+    "logprobs": {"max_new_tokens": 100, "logprobs": True, "top_logprobs": 3},
+    "stop string": {"max_new_tokens": 100, "stop": ["y`abcdefghijklmn"]},
+    "stop string over the cut": {"max_new_tokens": 100, "stop": ["wxy`abcdef"]},
+    "stop token": {"max_new_tokens": 100, "stop_token_ids": [88], "min_new_tokens": 1},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of the journal."""
+    return tmp_path / "journal.sqlite3"
+
+
+def killed(path: Path) -> Path:
+    """The journal as a kill at this moment leaves it."""
+    left = path.with_name(f"{path.stem}-left.sqlite3")
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{path}{suffix}", f"{left}{suffix}")
+    return left
+
+
+def job_id(name: str) -> str:
+    """The job of a request."""
+    return name.replace(" ", "-")
+
+
+async def create_all(client: AsyncClient) -> None:
+    for name, request in REQUESTS.items():
+        await client.create_job(PROMPT, job_id=job_id(name), seed=7, **request)
+
+
+async def outputs(client: AsyncClient) -> dict[str, list[OutputChunk]]:
+    """Everything of each job."""
+    return {name: await collect(client.watch_job(job_id(name))) for name in REQUESTS}
+
+
+def comparable(chunks: list[OutputChunk]) -> list[object]:
+    """What must be the same whatever happened to a server, sample by sample."""
+    samples = []
+    for index in range(1 + max(chunk.sample_index for chunk in chunks)):
+        own = [chunk for chunk in chunks if chunk.sample_index == index]
+        usage = own[-1].usage
+        assert usage is not None
+        counts = usage.prompt_tokens, usage.completion_tokens, usage.seed
+        if not isinstance(own[-1].matched_stop, str):
+            # A few drafts behind a stop string may be counted or not.
+            counts += usage.total_draft_tokens, *usage.accepted_per_position
+        flags = [flag for chunk in own for flag in chunk.is_draft]
+        logprobs = [one for chunk in own for one in chunk.logprobs]
+        end = own[-1].finish_reason, own[-1].matched_stop
+        samples.append((tokens_of(own), text_of(own), flags, logprobs, end, counts))
+    return samples
+
+
+async def paused_at(server: GenerationServer, client: AsyncClient, num_tokens: int) -> None:
+    """Waits until no job has more to come before the scheduler's pause."""
+    infos = [await client.get_job(job_id(name)) for name in REQUESTS]
+    while not all(info.is_over or info.num_tokens >= num_tokens * len(info.samples) for info in infos):
+        infos = [await client.get_job(job_id(name)) for name in REQUESTS]
+
+
+async def test_jobs_of_a_killed_gateway_go_on(path: Path) -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        await create_all(client)
+        expected = {name: comparable(chunks) for name, chunks in (await outputs(client)).items()}
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        await create_all(client)
+        await paused_at(server, client, PAUSE)
+        before = {name: await client.get_job(job_id(name)) for name in REQUESTS}
+        left = killed(path)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        watched = {name: await collect(client.watch_job(job_id(name))) for name in REQUESTS}
+        for name, chunks in watched.items():
+            assert comparable(chunks) == expected[name], name
+            info = await client.get_job(job_id(name))
+            assert (info.created_at, info.attempt) == (before[name].created_at, before[name].attempt)
+        # It went on, rather than began again.
+        unfinished = [info for info in before.values() if not info.is_over]
+        assert sorted(len(sequence.spec.output) for sequence in server.loop.submitted) == sorted(
+            sample.num_tokens for info in unfinished for sample in info.samples
+        )
+        assert all(sequence.spec.output for sequence in server.loop.submitted)
+        again = killed(left)
+    # All have ended: their text comes from the journal alone.
+    async with generation_server(journal=again) as server, AsyncClient(server.address) as client:
+        for name, chunks in (await outputs(client)).items():
+            assert comparable(chunks) == expected[name], name
+            assert chunks[-1].job_usage == watched[name][-1].job_usage
+        assert server.loop.submitted == []
+
+
+async def test_a_client_goes_on_at_its_offset(path: Path) -> None:
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=80)
+        first = []
+        async for chunk in client.watch_job("mine"):
+            first.append(chunk)
+            if len(tokens_of(first)) >= PAUSE:
+                break
+        left = killed(path)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        second = await collect(client.watch_job("mine", len(tokens_of(first))))
+    assert tokens_of(first) + tokens_of(second) == (PROMPT * 4)[:80]
+    assert text_of(first) + text_of(second) == ("`abcdefghijklmnopqrstuvwxy" * 4)[:80]
+    assert {chunk.attempt for chunk in first} == {chunk.attempt for chunk in second}
+
+
+async def test_no_token_is_readable_before_its_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_commit = threading.Event()
+    may_commit.set()
+    commit = JournalFile.commit
+
+    def slow(file: JournalFile, *given: Any) -> int:
+        assert may_commit.wait(30)
+        return commit(file, *given)
+
+    monkeypatch.setattr(JournalFile, "commit", slow)
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=100)
+        await until(lambda: server.manager.get("mine").num_tokens == PAUSE)
+        may_commit.clear()
+        server.loop.pause_tokens = 2 * PAUSE
+        await until(lambda: all(one.num_tokens == 2 * PAUSE for one in server.loop.running))
+        # The scheduler's messages are here by now, before the answer to this.
+        creating = asyncio.create_task(client.create_job(PROMPT, job_id="other", max_new_tokens=1))
+        await until(lambda: "other" in {job.job_id for job in server.store.jobs()})
+        assert (await client.get_job("mine")).num_tokens == PAUSE
+        assert not creating.done(), "a job was answered for that is not in the journal"
+        may_commit.set()
+        await creating
+        await until(lambda: server.manager.get("mine").num_tokens == 2 * PAUSE)
+
+
+async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path) -> None:
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        streams = [
+            asyncio.create_task(collect(client.generate(PROMPT, job_id=name, max_new_tokens=100, seed=3)))
+            for name in ("comes-back", "stays-away")
+        ]
+        jobs = server.manager
+        await until(lambda: sum(job.num_tokens for job in server.store.jobs()) == 2 * PAUSE)
+        attempt = jobs.get("comes-back").attempt
+        left = killed(path)
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    scheduler = ScriptedScheduler()
+    scheduler.pause_tokens = PAUSE
+    opening = generation_server(journal=left, return_s=0.5, scheduler=scheduler)
+    async with opening as server, AsyncClient(server.address) as client:
+        assert (await client.get_job("stays-away")).state is not JobState.ENDED
+        request = generation_pb2.GenerateRequest(job_id="comes-back", input_ids={"ids": PROMPT})
+        request.sampling_params.max_new_tokens, request.sampling_params.seed = 100, 3
+        request.resume.from_tokens.append(PAUSE)
+        request.resume.attempt = attempt
+        stub = generation_pb2_grpc.GenerationStub(client._channel)  # type: ignore[no-untyped-call]
+        call = stub.Generate(request)
+        cancelled = await state_of(client, "stays-away", JobState.ENDED)
+        assert (cancelled.finish_reason, cancelled.num_tokens) == ("abort", PAUSE)
+        scheduler.pause_tokens = None
+        tokens = [token async for message in call for token in message.token_ids]
+        assert tokens == (PROMPT * 4)[PAUSE:100]
+
+
+async def test_a_cancelled_job_stays_cancelled(path: Path) -> None:
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=100)
+        await until(lambda: server.manager.get("mine").num_tokens == PAUSE)
+        # The scheduler's answer does not come.
+        server.manager.end = lambda *_, **__: None  # type: ignore[method-assign]
+        server.manager.deliver = lambda _: None  # type: ignore[method-assign]
+        await client.cancel_job("mine")
+        left = killed(path)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        info = await client.get_job("mine")
+        assert (info.state, info.finish_reason, info.num_tokens) == (JobState.ENDED, "abort", PAUSE)
+        assert server.loop.submitted == []
+
+
+async def test_a_full_disk_fails_jobs_that_can_go_on_later(path: Path) -> None:
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=3000)
+        await until(lambda: server.manager.get("mine").num_tokens == PAUSE)
+        assert server.manager.journal._journal._file is not None
+        database = server.manager.journal._journal._file._database
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        database.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+        server.loop.pause_tokens = None
+        with pytest.raises(ResourceExhaustedError, match=r"disk .* full"):
+            await collect(client.watch_job("mine", reconnect_s=0))
+        assert "full" in (await client.get_job("mine")).error
+        database.execute("PRAGMA query_only = ON").fetchall()
+        with pytest.raises(UnavailableError, match="journal of jobs cannot be written"):
+            await client.create_job(PROMPT, job_id="other", max_new_tokens=100)
+        database.execute("PRAGMA query_only = OFF").fetchall()
+        database.execute("PRAGMA max_page_count = 1000000").fetchall()
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=3000)
+        chunks = await collect(client.watch_job("mine"))
+        assert tokens_of(chunks) == (PROMPT * 120)[:3000]
+        left = killed(path)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        assert tokens_of(await collect(client.watch_job("mine"))) == (PROMPT * 120)[:3000]
+
+
+async def test_calls_for_jobs_wait_for_the_scheduler(path: Path) -> None:
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=5)
+        left = killed(path)
+    scheduler = ScriptedScheduler()
+    scheduler.pause()
+    opening = generation_server(journal=left, scheduler=scheduler, waits=False)
+    async with opening as server, AsyncClient(server.address) as client:
+        with pytest.raises(UnavailableError, match="are back when the scheduler is") as raised:
+            await client.get_job("mine")
+        assert raised.value.retry_after_ms
+        with pytest.raises(UnavailableError, match="are back when the scheduler is"):
+            await client.create_job(PROMPT, job_id="mine", max_new_tokens=5)
+        scheduler.serve()
+        await until(lambda: server.manager._is_complete)
+        assert tokens_of(await collect(client.watch_job("mine"))) == PROMPT[:5]
+
+
+def scheduler_of(model: str) -> ScriptedScheduler:
+    """A scheduler that serves a model of this name."""
+    scheduler = ScriptedScheduler()
+    scheduler.serve(model=model)
+    return scheduler
+
+
+async def test_jobs_of_another_model_are_dropped(path: Path) -> None:
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=5)
+        left = killed(path)
+    opening = generation_server(journal=left, scheduler=scheduler_of("another"))
+    async with opening as server, AsyncClient(server.address) as client:
+        with pytest.raises(NotFoundError):
+            await client.get_job("mine")
+        await client.create_job(PROMPT, job_id="mine", max_new_tokens=7)
+        left = killed(left)
+    opening = generation_server(journal=left, scheduler=scheduler_of("another"))
+    async with opening as server, AsyncClient(server.address) as client:
+        assert tokens_of(await collect(client.watch_job("mine"))) == PROMPT[:7]
+        assert (await client.list_jobs()).jobs[1:] == ()
+
+
+async def test_the_journal_forgets_with_the_store(path: Path) -> None:
+    async with generation_server(journal=path, kept_jobs=3) as server, AsyncClient(server.address) as client:
+        for number in range(8):
+            await client.create_job(PROMPT, job_id=f"job-{number}", max_new_tokens=5)
+            await collect(client.watch_job(f"job-{number}"))
+        await server.manager.journal.flush()
+        left = killed(path)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        page = await client.list_jobs()
+        assert [job.job_id for job in page.jobs] == ["job-7", "job-6", "job-5"]
