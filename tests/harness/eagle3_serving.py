@@ -55,7 +55,7 @@ def check_tokens(folder: Path, device: str, fences: tuple[str, ...]) -> None:
     drafted = serve(folder / "eagle3", device, "eagle3")
     assert drafted.state.algorithm == "eagle3"
     assert drafted.state.fence in fences
-    assert len({service.pid for service in drafted.state.services}) == 3, "each service is a process of its own"
+    assert len({service.pid for service in drafted.state.services}) == 4, "each service is a process of its own"
     workers = [service for service in drafted.state.services if service.name in ("draft", "verify")]
     assert len(workers) == 2
     assert len({service.device for service in workers}) == 1
