@@ -44,7 +44,7 @@ class BatchSizes:
 
 
 class _Decoding(NamedTuple):
-    """The sequences that decode, the same from step to step until one comes or goes."""
+    """The sequences that decode, the same from step to step until one comes, goes or is sure to end."""
 
     members: StepSlots
     most_more: Ints | int
@@ -100,7 +100,9 @@ class Batch:
 
     def next_step(self) -> Step | None:
         """The next step, or None if there is nothing to do: prompts and decoding take turns."""
-        decoding = self._decoding = self._decoding or self._find_decoding()
+        decoding = self._decoding
+        if decoding is None or self.accounts.is_sure_to_end(decoding.members.rows).any():
+            decoding = self._decoding = self._find_decoding()
         if not self._prefilling and not decoding.members.slots:
             return None
         self._was_prefill = bool(self._prefilling) and not (decoding.members.slots and self._was_prefill)
@@ -119,8 +121,6 @@ class Batch:
         self.outbox.add_step(taken_in, num_draft_tokens, published_ns or time.monotonic_ns())
         for slot in taken_in.rows[taken_in.reasons != GOES_ON].tolist():
             self._end(self._running[slot])
-        if self._decoding is not None and self.accounts.is_sure_to_end(self._decoding.members.rows).any():
-            self._decoding = None
         return taken_in
 
     def cancel(self, sequences: list[Sequence]) -> None:
@@ -195,10 +195,7 @@ class Batch:
         )
 
     def _decode_step(self, decoding: _Decoding) -> Step:
-        rows = decoding.members.rows
-        self.accounts.lengths.begin(rows, decoding.most_more)
-        if self.accounts.is_sure_to_end(rows).any():
-            self._decoding = None
+        self.accounts.lengths.begin(decoding.members.rows, decoding.most_more)
         return Step(
             number=self.last_step,
             kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,
