@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -142,7 +142,11 @@ async def run(device: str, seed: int, *, num_clients: int = NUM_CLIENTS, num_kil
         )
         gateway = gateway_command(config, free_address(config.listen, field="listen"))
         # Kills in short order are meant here.
-        quiet = {"on_change": lambda _name, _state: None, "hurry": asyncio.Event(), "deaths_within_s": 0.0}
+        quiet: dict[str, Any] = {
+            "on_change": lambda _name, _state: None,
+            "hurry": asyncio.Event(),
+            "deaths_within_s": 0.0,
+        }
         async with supervising(config, **quiet) as supervisor:
             supervisor.start(*(worker_command(config, name) for name in config.workers))
             supervisor.start(scheduler_command(config))
