@@ -25,8 +25,8 @@ import typer
 
 from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.stack import background
 from slipstream.bundled import prompts
+from slipstream.cli.cancellation import background
 from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.up.config import UpConfig, free_address, gateway_command, scheduler_command, worker_command
 from slipstream.cli.up.run import supervising
