@@ -1,0 +1,168 @@
+"""`deploy/smg/serve`: SMG in front of two trios, of which one is killed under load."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+import openai
+import psutil
+import pytest
+
+from slipstream.client import AsyncClient
+from tests.harness.running import COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SERVE = Path(__file__).parents[2] / "deploy" / "smg" / "serve"
+NUM_CLIENTS = 4
+NUM_TOKENS = 16
+LOAD_S = 5.0
+"""Time of load after one trio is gone."""
+
+_http = build_opener(ProxyHandler({}))
+
+
+def free_ports(num: int, *, step: int = 1) -> int:
+    """The first of some free ports."""
+    while True:
+        first = int.from_bytes(os.urandom(2)) % 20_000 + 10_000
+        with ExitStack() as held:
+            try:
+                for number in range(num):
+                    held.enter_context(socket.create_server(("127.0.0.1", first + step * number)))
+            except OSError:
+                continue
+            return first
+
+
+def num_healthy(openai_port: int) -> int:
+    """Trios that SMG sends requests to; 0 while it is not there."""
+    try:
+        with _http.open(f"http://127.0.0.1:{openai_port}/readiness", timeout=5) as answer:
+            return int(json.load(answer)["healthy_workers"])
+    except URLError:
+        return 0
+
+
+@contextmanager
+def serving(state_dir: Path, ports: dict[str, int]) -> Iterator[subprocess.Popen[bytes]]:
+    """The script with two trios on the CPU; it ends in order with the context."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    settings = {"SLIPSTREAM": " ".join(COMMAND), "STATE_DIR": str(state_dir), "PATH": path}
+    settings |= {name: str(port) for name, port in ports.items()}
+    command = [SERVE, "--device", "cpu", "--slots", "4"]
+    with subprocess.Popen(command, env=os.environ | settings, start_new_session=True) as script:
+        children: set[psutil.Process] = set()
+        try:
+            yield script
+            children = set(psutil.Process(script.pid).children(recursive=True))
+            script.terminate()
+            assert script.wait(40) == 0
+        finally:
+            script.kill()
+            for child in children:
+                if child.is_running():
+                    child.kill()
+        assert not any(child.is_running() for child in children)
+
+
+async def until_healthy(num: int, openai_port: int) -> None:
+    """Returns when SMG has so many trios."""
+    while await asyncio.to_thread(num_healthy, openai_port) != num:
+        pass
+
+
+async def until_served(address: str) -> None:
+    """Returns when a trio has had a request since it started."""
+    async with AsyncClient(address) as client:
+        while not (await client.list_jobs(page_size=1)).jobs:
+            pass
+
+
+class Load:
+    """Clients that send one request after the other."""
+
+    def __init__(self, client: openai.AsyncOpenAI) -> None:
+        self.ended: list[tuple[float, str | None]] = []
+        """Of each request: when it began, and its error."""
+        self._client = client
+
+    async def run(self) -> None:
+        """Returns never."""
+        while True:
+            began_at, error = time.monotonic(), None
+            try:
+                found = await self._client.completions.create(
+                    model="target",
+                    prompt="import os\n",
+                    max_tokens=16,
+                    temperature=1.0,
+                    extra_body={"ignore_eos": True},
+                )
+                assert found.usage is not None
+                assert found.usage.completion_tokens == NUM_TOKENS
+            except openai.APIError as failure:
+                error = str(failure)
+            self.ended.append((began_at, error))
+
+    def since(self, began_at: float) -> list[str | None]:
+        """The errors, or None, of the requests that began after that."""
+        return [error for at, error in self.ended if at >= began_at]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_no_request_fails_after_smg_has_noticed_that_a_trio_is_gone(tmp_path: Path) -> None:
+    ports = {
+        "OPENAI_PORT": free_ports(1),
+        "SMG_METRICS_PORT": free_ports(1),
+        "FIRST_PORT": free_ports(2),
+        "FIRST_METRICS_PORT": free_ports(15),
+    }
+    openai_port = ports["OPENAI_PORT"]
+    async with AsyncExitStack() as held:
+        script = held.enter_context(serving(tmp_path, ports))
+        await until_healthy(2, openai_port)
+        url = f"http://127.0.0.1:{openai_port}/v1"
+        load = Load(await held.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)))
+        clients = [asyncio.ensure_future(load.run()) for _ in range(NUM_CLIENTS)]
+        held.callback(lambda: [client.cancel() for client in clients])
+
+        for trio in (0, 1):
+            await until_served(f"127.0.0.1:{ports['FIRST_PORT'] + trio}")
+        assert load.ended == [(at, None) for at, _ in load.ended]
+        kill_trio(script, tmp_path / "trio-0")
+        await until_healthy(1, openai_port)
+        noticed_at = time.monotonic()
+        await asyncio.sleep(LOAD_S)  # of load: the other serves on
+        outcomes = load.since(noticed_at)
+        assert len(outcomes) >= NUM_CLIENTS
+        assert outcomes == [None] * len(outcomes)
+        await until_healthy(2, openai_port)  # the script has started it again
+        back_at = time.monotonic()
+        await until_served(f"127.0.0.1:{ports['FIRST_PORT']}")
+        assert load.since(back_at) == [None] * len(load.since(back_at))
+
+
+def kill_trio(script: subprocess.Popen[Any], state_dir: Path) -> None:
+    """Kills an `up` and all of its services at once."""
+    up = next(
+        child
+        for child in psutil.Process(script.pid).children()
+        if "up" in child.cmdline() and str(state_dir) in child.cmdline()
+    )
+    for process in [*up.children(recursive=True), up]:
+        process.send_signal(signal.SIGKILL)
