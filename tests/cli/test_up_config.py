@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from slipstream.cli.model_choice import ModelChoice
 from slipstream.cli.up import config as up_config
-from slipstream.cli.up.config import UpConfig, dialled, gateway_command, scheduler_command, worker_command
+from slipstream.cli.up.config import (
+    UpConfig,
+    dialled,
+    gateway_command,
+    openai_command,
+    scheduler_command,
+    worker_command,
+)
 from slipstream.cli.up.mps import MpsMode
 from slipstream.common.errors import ConfigError
+from slipstream.gateway import config as gateway_config
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 # Checked by then: any directory will do.
@@ -46,6 +56,9 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
         ("metrics_port", {"metrics_port": 65533}),
         ("log_level", {"log_level": "LOUD"}),
         ("log_format", {"log_format": "xml"}),
+        ("openai_port", {"openai_port": 65536}),
+        ("openai_port", {"openai_port": 0, "listen": "unix:/tmp/clients.sock"}),
+        ("openai_port", {"openai_port": 0, "api_keys": Path(__file__)}),
         ("listen", {"listen": "50051"}),
         ("listen", {"listen": "0.0.0.0:50051"}),
         ("state_dir", {"state_dir": Path("/tmp") / ("x" * 100)}),
@@ -54,6 +67,25 @@ MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3
 def test_a_wrong_setting_is_named(field: str, setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
         UpConfig(models=MODELS, **setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("setting", [{"openai_port": 8000}, {"vllm_engine": True}], ids=str)
+def test_openai_s_interface_needs_its_extra(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert UpConfig(models=MODELS, **setting).gateway.vllm_engine
+    for module in (up_config, gateway_config):
+        monkeypatch.setattr(module, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"slipstream-serve\[openai\]"):
+        UpConfig(models=MODELS, **setting)
+
+
+def test_smg_is_on_loopback_in_front_of_the_gateway(tmp_path: Path) -> None:
+    config = UpConfig(models=MODELS, openai_port=0, state_dir=tmp_path, listen="127.0.0.1:0")
+    command = openai_command(config, "127.0.0.1:5")
+    given = dict(pairwise(command.argv))
+    assert (given["--host"], given["--prometheus-host"]) == ("127.0.0.1", "127.0.0.1")
+    assert command.address == f"http://127.0.0.1:{given['--port']}"
+    assert given["--worker-urls"] == "grpc://127.0.0.1:5"
+    assert command.environment["HF_HUB_OFFLINE"] == "1"
 
 
 def test_every_setting_reaches_its_service(tmp_path: Path) -> None:

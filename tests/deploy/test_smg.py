@@ -1,7 +1,8 @@
-"""`deploy/smg/serve`: SMG in front of two trios, of which one is killed under load."""
+"""SMG in front of two trios: by the script, and one of them is killed under load; by the compose files."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -19,8 +20,12 @@ from urllib.request import ProxyHandler, build_opener
 import openai
 import psutil
 import pytest
+import typer.main
+from smg.router_args import RouterArgs
 
+from slipstream.cli.main import app
 from slipstream.client import AsyncClient
+from tests.harness.compose_files import load
 from tests.harness.running import COMMAND
 
 if TYPE_CHECKING:
@@ -155,6 +160,27 @@ async def test_no_request_fails_after_smg_has_noticed_that_a_trio_is_gone(tmp_pa
         back_at = time.monotonic()
         await until_served(f"127.0.0.1:{ports['FIRST_PORT']}")
         assert load.since(back_at) == [None] * len(load.since(back_at))
+
+
+@pytest.mark.parametrize("files", [["smg/compose.yaml"], ["smg/compose.yaml", "smg/compose.cpu.yaml"]], ids=len)
+def test_the_containers_are_started_as_they_can_be(files: list[str], tmp_path: Path) -> None:
+    project = load(*files)
+    (tmp_path / "compose.json").write_text(json.dumps(project))
+    check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
+    subprocess.run((*check, tmp_path / "compose.json"), check=True, capture_output=True, timeout=60)
+    trios = [project["services"][f"trio-{number}"] for number in (0, 1)]
+    for trio in trios:
+        command = typer.main.get_command(app)
+        found = command.commands["up"].make_context("up", list(trio["command"][2:])).params  # type: ignore[attr-defined]
+        assert trio["command"][:2] == ["slipstream", "up"]
+        assert (found["vllm_engine"], found["insecure_public"], found["listen"]) == (True, True, "0.0.0.0:50051")
+        assert "ports" not in trio
+    smg = project["services"]["smg"]
+    parser = argparse.ArgumentParser()
+    RouterArgs.add_cli_args(parser, exclude_host_port=False)
+    options = parser.parse_args(smg["command"][2:])
+    assert options.worker_urls == ["grpc://trio-0:50051", "grpc://trio-1:50051"]
+    assert (options.port, smg["ports"]) == (8000, ["127.0.0.1:8000:8000"])
 
 
 def kill_trio(script: subprocess.Popen[Any], state_dir: Path) -> None:
