@@ -19,7 +19,8 @@ RUN python -c "import tomllib; print(*tomllib.load(open('/src/pyproject.toml', '
  && ln -s "$(python -c 'from slipstream.bundled import target_dir; print(target_dir().parent)')" /opt/slipstream/bundled
 
 FROM ${PYTHON} AS final
-RUN groupadd --gid 10001 slipstream && useradd --uid 10001 --gid 10001 --create-home slipstream
+RUN groupadd --gid 10001 slipstream && useradd --uid 10001 --gid 10001 --create-home slipstream \
+ && install --directory --mode 0700 --owner 10001 --group 10001 /var/lib/slipstream
 COPY --from=build /opt/slipstream /opt/slipstream
 ENV PATH=/opt/slipstream/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \

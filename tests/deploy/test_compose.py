@@ -120,6 +120,8 @@ def test_the_gateway_finds_its_scheduler(project: dict[str, Any]) -> None:
     found = options("gateway", project)
     config = configuration(GatewayConfig, found)
     assert config.scheduler == options("scheduler", project)["listen"]
+    assert config.journal_path is not None
+    assert f" {config.state_dir}\n" in (DEPLOY / "gateway.Dockerfile").read_text(encoding="utf-8"), "the user's own"
     assert found["log_format"] in FORMATS
     assert _seconds(project["services"]["gateway"]["stop_grace_period"]) > config.grace_s
 
@@ -198,7 +200,7 @@ def test_the_gateway_gets_no_more_than_it_needs(project: dict[str, Any]) -> None
     assert not {"pid", "ipc", "environment"} & set(gateway)
     assert "reservations" not in gateway["deploy"]["resources"]
     targets = {mount["target"] if isinstance(mount, dict) else mount.split(":")[1] for mount in gateway["volumes"]}
-    assert targets == {"/run/slipstream", "/models"}
+    assert targets == {"/run/slipstream", "/var/lib/slipstream", "/models"}
 
 
 def test_nobody_can_do_more_than_he_must(project: dict[str, Any]) -> None:
