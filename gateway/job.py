@@ -44,13 +44,15 @@ class Job:
         number: int,
         attempt: int,
         created_at: datetime | None = None,
+        owner: str = "",
     ) -> None:
         """`sequences`: one for each sample. `number` grows from job to job, `attempt` with each of the same name.
 
-        `created_at` is now if it is not given.
+        `created_at` is now if it is not given. `owner` is the name of the API key that it was made with.
         """
         self.request = request
         self.job_id = request.job_id
+        self.owner = owner
         self.digest = request.digest
         self.number = number
         self.num_prompt_tokens = len(request.samples[0].prompt)

@@ -1,4 +1,4 @@
-"""Jobs by their ids: those that are alive, and a bounded number of those that ended not long ago."""
+"""Jobs by owner and id: those that are alive, and a bounded number of those that ended not long ago."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ MAX_PAGE_SIZE = 1000
 
 
 class JobStore:
-    """Jobs by their ids, in memory. Ended ones are bounded by age, number and bytes."""
+    """Jobs by owner and id, in memory. Ended ones are bounded by age, number and bytes.
+
+    An owner knows of no job of another: both may use the same id.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class JobStore:
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._clock = clock
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[tuple[str, str], Job] = {}
         self._ended: dict[Job, tuple[float, int]] = {}
         """When each of them is forgotten, and its bytes; the earliest first."""
         self._ended_bytes = 0
@@ -52,30 +55,30 @@ class JobStore:
         return self._jobs.values()
 
     def add(self, job: Job) -> None:
-        """Adds a job that begins, in place of one of the same id."""
-        before = self._jobs.pop(job.job_id, None)
+        """Adds a job that begins, in place of its owner's of the same id."""
+        before = self._jobs.pop((job.owner, job.job_id), None)
         if before is not None:
             self._take_from_ended(before)
             if before is not job:
                 self.on_forget(before)
-        self._jobs[job.job_id] = job
+        self._jobs[job.owner, job.job_id] = job
 
     def end(self, job: Job, ago_s: float = 0.0) -> None:
         """Starts the time after which a job that is over is forgotten; it ended `ago_s` before now."""
-        if self._jobs.get(job.job_id) is not job:
+        if self._jobs.get((job.owner, job.job_id)) is not job:
             return
         self._take_from_ended(job)
         self._ended[job] = self._clock() - ago_s + self._ttl_s, job.num_bytes
         self._ended_bytes += job.num_bytes
         self._forget()
 
-    def get(self, job_id: str) -> Job | None:
-        """The job of this id; None if there is none, or no more."""
+    def get(self, owner: str, job_id: str) -> Job | None:
+        """The owner's job of this id; None if there is none, or no more."""
         self._forget()
-        return self._jobs.get(job_id)
+        return self._jobs.get((owner, job_id))
 
-    def page(self, size: int, token: str) -> JobPage:
-        """The next jobs, the latest first. Raises InvalidArgumentError for an invalid size or token."""
+    def page(self, owner: str, size: int, token: str) -> JobPage:
+        """The owner's next jobs, the latest first. Raises InvalidArgumentError for an invalid size or token."""
         if not 0 <= size <= MAX_PAGE_SIZE:
             raise InvalidArgumentError("page_size", size, f"0 to {MAX_PAGE_SIZE}")
         if token and not (token.isascii() and token.isdigit() and len(token) < 20):
@@ -86,7 +89,7 @@ class JobStore:
         before = int(token) if token else None
         found: list[Job] = []
         for job in reversed(self._jobs.values()):
-            if before is not None and job.number >= before:
+            if job.owner != owner or (before is not None and job.number >= before):
                 continue
             if len(found) == size:
                 return JobPage(jobs=tuple(job.info() for job in found), next_page_token=str(found[-1].number))
@@ -100,7 +103,7 @@ class JobStore:
             if len(self._ended) <= self._capacity and until > now and self._ended_bytes <= self._max_bytes:
                 return
             self._take_from_ended(job)
-            del self._jobs[job.job_id]
+            del self._jobs[job.owner, job.job_id]
             self.on_forget(job)
 
     def _take_from_ended(self, job: Job) -> None:

@@ -42,6 +42,7 @@ def record_of(job: Job) -> bytes:
         is_detached=job.is_detached,
         is_cancelled=job.is_cancelled,
         model_identity=repr(job.model_identity),
+        owner=job.owner,
     ).SerializeToString()
 
 
@@ -104,6 +105,7 @@ def job_of(stored: StoredJob, model: ServedModel) -> Job | None:
         number=stored.number,
         attempt=record.attempt,
         created_at=datetime.fromtimestamp(record.created_ns / 1e9, UTC),
+        owner=record.owner,
     )
     for sample, message in zip(job.samples, output.samples, strict=False):
         _restore(sample, message)

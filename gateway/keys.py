@@ -24,10 +24,13 @@ from slipstream.common.errors import (
 from slipstream.common.rpc.interceptor import is_health_check, refusing, replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.rpc.interceptor import Continuation, Handle
+    from slipstream.gateway.job import Job
+    from slipstream.gateway.sample import Sample
 
     # gRPC has no types of its own.
     _ServerInterceptor = object
@@ -180,7 +183,7 @@ def _plain(handle: Handle, owner: str) -> Handle:
 
 
 class TokenQuota:
-    """Bounds the tokens that each owner has in flight. Belongs to the event loop.
+    """Bounds the tokens that each owner has in flight.
 
     A sample counts with its prompt and its `max_new_tokens`, from the job's creation until the sample has ended.
     """
@@ -188,24 +191,27 @@ class TokenQuota:
     def __init__(self, max_tokens: int | None) -> None:
         """None sets no limit."""
         self._max_tokens = max_tokens
-        self._num_tokens: Counter[str] = Counter()
 
-    def take(self, owner: str, num_tokens: int) -> None:
-        """Counts tokens. Raises ResourceExhaustedError if they are too many now, InvalidArgumentError if always."""
+    def check(self, owner: str, samples: Iterable[SequenceSpec], alive: Iterable[tuple[Job, Sample]]) -> None:
+        """Checks a new job of these samples; `alive` are all samples that have not ended.
+
+        Raises ResourceExhaustedError if its tokens are too many now, InvalidArgumentError if they always are.
+        """
         limit = self._max_tokens
-        if limit is not None and num_tokens > limit:
-            given = f"{num_tokens} tokens, with the prompt and all samples"
+        if limit is None:
+            return
+        wanted = sum(map(_tokens_of, samples))
+        if wanted > limit:
+            given = f"{wanted} tokens, with the prompt and all samples"
             raise InvalidArgumentError("sampling_params.max_new_tokens", given, f"at most {limit} for a key together")
-        if limit is not None and self._num_tokens[owner] + num_tokens > limit:
-            message = f"this key has {self._num_tokens[owner]} tokens in flight; {num_tokens} more exceed {limit}"
+        in_flight = sum(_tokens_of(sample.spec) for job, sample in alive if job.owner == owner)
+        if in_flight + wanted > limit:
+            message = f"this key has {in_flight} tokens in flight; {wanted} more exceed {limit}"
             raise ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
-        self._num_tokens[owner] += num_tokens
 
-    def give_back(self, owner: str, num_tokens: int) -> None:
-        """Counts tokens of samples that have ended."""
-        self._num_tokens[owner] -= num_tokens
-        if not self._num_tokens[owner]:
-            del self._num_tokens[owner]
+
+def _tokens_of(spec: SequenceSpec) -> int:
+    return len(spec.prompt) + spec.max_new_tokens
 
 
 def _digest(token: str) -> bytes:

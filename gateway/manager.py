@@ -20,6 +20,7 @@ from slipstream.common.errors import (
 )
 from slipstream.gateway.job import Job, JobReader
 from slipstream.gateway.job_journal import JobJournal
+from slipstream.gateway.keys import TokenQuota, current_owner
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Core(Protocol):
 
 
 class JobManager:
-    """Jobs by their ids. Belongs to the event loop.
+    """Jobs by their ids, for the owner who calls: see `current_owner`. Belongs to the event loop.
 
     A job's output is kept with it and every reader reads it there: the client that waits for its job takes the same
     path as one that comes back for it.
@@ -87,11 +88,12 @@ class JobManager:
         stream_interval_s: Callable[[], float] = lambda: 0.0,
         journal_file: JournalFile | None = None,
         return_s: float = RETURN_S,
+        quota: TokenQuota | None = None,
     ) -> None:
         """`stream_interval_s` returns the least time between two messages of a stream.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
-        `return_s` to come back to its job.
+        `return_s` to come back to its job. `quota` bounds each owner's tokens in flight.
         """
         self._core = core
         self._store = store
@@ -100,6 +102,7 @@ class JobManager:
         self._alive: dict[RunningSequence, tuple[Job, Sample]] = {}
         self.journal = JobJournal(journal_file, jobs=store.jobs, on_failure=self._fail_all)
         self._return_s = return_s
+        self._quota = quota or TokenQuota(None)
         self._is_complete = not self.journal.has_jobs
         """False while jobs of the journal are not back."""
         self._numbers = itertools.count(self.journal.last_number + 1)
@@ -144,7 +147,7 @@ class JobManager:
         Raises AlreadyExistsError if another request made the job of this id, and the errors of `Core.check_room`.
         """
         self._check_complete()
-        job = self._store.get(job_id)
+        job = self._store.get(current_owner(), job_id)
         if job is None:
             return None
         if job.digest != digest:
@@ -180,11 +183,13 @@ class JobManager:
         found = self.find(request.job_id, request.digest, model)
         if found is not None:
             return found
+        owner = current_owner()
         with self.counting_refusals():
+            self._quota.check(owner, request.samples, self._alive.values())
             sequences = self._core.submit(*request.samples)
-        before = self._store.get(request.job_id)
+        before = self._store.get(owner, request.job_id)
         attempt = max(time.time_ns() // 1000, 0 if before is None else before.attempt + 1)
-        job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt)
+        job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt, owner=owner)
         self._alive |= {sequence: (job, sample) for sequence, sample in zip(sequences, job.samples, strict=True)}
         self._store.add(job)
         self.journal.accept(job)
@@ -208,7 +213,7 @@ class JobManager:
     def get(self, job_id: str) -> Job:
         """The job of this id. Raises NotFoundError, and UnavailableError while jobs come back from the journal."""
         self._check_complete()
-        job = self._store.get(job_id)
+        job = self._store.get(current_owner(), job_id)
         if job is None:
             raise NotFoundError(f"there is no job {job_id!r}, or it ended too long ago")
         return job
@@ -216,7 +221,7 @@ class JobManager:
     def page(self, size: int, token: str) -> JobPage:
         """See `JobStore.page`."""
         self._check_complete()
-        return self._store.page(size, token)
+        return self._store.page(current_owner(), size, token)
 
     def cancel(self, job_id: str) -> None:
         """Cancels a job; its streams then end with the reason "abort". No effect if it is over.

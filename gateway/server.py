@@ -21,7 +21,7 @@ from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
 from slipstream.gateway.job_store import JobStore
 from slipstream.gateway.journal_file import JournalFile, JournalMode
-from slipstream.gateway.keys import KeyFile, KeyInterceptor
+from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from slipstream.gateway.manager import JobManager
 from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
 from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
@@ -75,6 +75,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
             RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting),
             stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
+            quota=TokenQuota(config.key_tokens),
             journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
         )
 

@@ -20,6 +20,7 @@ class Ended:
     job_id: str
     number: int
     num_bytes: int = BYTES
+    owner: str = ""
 
 
 class Kept:

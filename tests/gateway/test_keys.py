@@ -18,6 +18,7 @@ from slipstream.client.connection import API_KEY_VARIABLE
 from slipstream.common.errors import (
     ConfigError,
     InvalidArgumentError,
+    NotFoundError,
     ResourceExhaustedError,
     UnauthenticatedError,
 )
@@ -248,16 +249,63 @@ def test_a_token_is_compared_with_all_keys_whatever_it_is(path: Path, monkeypatc
         assert compared == [(32, 32), (32, 32)]
 
 
-def test_tokens_in_flight_are_bounded_by_owner() -> None:
-    quota = TokenQuota(100)
-    quota.take("ann", 60)
-    quota.take("bob", 100)
-    with pytest.raises(ResourceExhaustedError, match="60 tokens in flight; 41 more exceed 100") as caught:
-        quota.take("ann", 41)
-    assert caught.value.retry_after_ms > 0
-    quota.take("ann", 40)
-    quota.give_back("ann", 60)
-    quota.take("ann", 60)
-    with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.max_new_tokens: got '101 tokens"):
-        quota.take("carl", 101)
-    TokenQuota(None).take("ann", 10**9)
+async def test_tokens_in_flight_are_bounded_by_key(path: Path) -> None:
+    keys = (KeyInterceptor(KeyFile(path)),)
+    async with (
+        generation_server(interceptors=keys, quota=TokenQuota(100)) as server,
+        AsyncClient(server.address, api_key=ANN) as ann,
+        AsyncClient(server.address, api_key=BOB) as bob,
+    ):
+        server.loop.pause_tokens = 3
+        await ann.create_job([2, 3], max_new_tokens=28, n=2, job_id="a")
+        with pytest.raises(ResourceExhaustedError, match="60 tokens in flight; 41 more exceed 100") as caught:
+            await ann.create_job([2], max_new_tokens=40)
+        assert caught.value.retry_after_ms > 0
+        await bob.create_job([2], max_new_tokens=99, job_id="b")
+        await ann.create_job([2], max_new_tokens=39, job_id="c")
+        await ann.cancel_job("a")
+        assert [chunk async for chunk in ann.watch_job("a")]
+        await ann.create_job([2], max_new_tokens=59)
+        with pytest.raises(InvalidArgumentError, match=r"^sampling_params\.max_new_tokens: got '101 tokens"):
+            await bob.create_job([2], max_new_tokens=100)
+
+
+async def test_a_key_sees_its_own_jobs_alone(path: Path) -> None:
+    async with (
+        keyed_server(path) as server,
+        AsyncClient(server.address, api_key=ANN) as ann,
+        AsyncClient(server.address, api_key=BOB) as bob,
+    ):
+        server.loop.pause_tokens = 3
+        await ann.create_job([2, 3], max_new_tokens=50, job_id="a")
+        for call in (bob.get_job("a"), bob.cancel_job("a"), anext(bob.watch_job("a"))):
+            with pytest.raises(NotFoundError):
+                await call
+        assert (await bob.list_jobs()).jobs == ()
+        # The name is free for another key, with another request.
+        await bob.create_job([4, 5], max_new_tokens=50, job_id="a")
+        async for chunk in bob.watch_job("a"):
+            assert set(chunk.token_ids) <= {4, 5}
+            await bob.cancel_job("a")
+        assert [job.state for job in (await ann.list_jobs()).jobs] == ["running"]
+        assert [job.state for job in (await bob.list_jobs()).jobs] == ["ended"]
+        await ann.cancel_job("a")
+
+
+async def test_jobs_that_come_back_after_a_restart_have_their_owner(path: Path, tmp_path: Path) -> None:
+    keys, journal = (KeyInterceptor(KeyFile(path)),), tmp_path / "journal"
+    async with (
+        generation_server(interceptors=keys, journal=journal) as server,
+        AsyncClient(server.address, api_key=ANN) as ann,
+    ):
+        await ann.create_job([2, 3], max_new_tokens=4, job_id="a")
+        assert tokens_of([chunk async for chunk in ann.watch_job("a")]) == [2, 3, 2, 3]
+        await server.manager.journal.close()
+    async with (
+        generation_server(interceptors=keys, journal=journal) as server,
+        AsyncClient(server.address, api_key=ANN) as ann,
+        AsyncClient(server.address, api_key=BOB) as bob,
+    ):
+        assert (await ann.get_job("a")).num_tokens == 4
+        with pytest.raises(NotFoundError):
+            await bob.get_job("a")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.api.server_state import SchedulerDescription, ServerState
     from slipstream.common.errors import SlipstreamError
+    from slipstream.gateway.keys import TokenQuota
 
 TTL_S = 600.0
 
@@ -100,6 +101,7 @@ async def generation_server(
     stream_interval_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     interceptors: tuple[Any, ...] = (),
+    quota: TokenQuota | None = None,
     journal: Path | None = None,
     return_s: float = 30.0,
     scheduler: ScriptedScheduler | None = None,
@@ -128,6 +130,7 @@ async def generation_server(
             stream_interval_s=lambda: stream_interval_s,
             journal_file=journal and JournalFile.open(journal, JournalMode.PROCESS),
             return_s=return_s,
+            quota=quota,
         )
         linked = asyncio.create_task(link.run(manager))
         if waits:
