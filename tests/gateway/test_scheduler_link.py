@@ -129,7 +129,7 @@ async def test_requests_come_in_while_there_is_no_scheduler() -> None:
 async def test_no_scheduler_for_too_long() -> None:
     async with generation_server(outage_timeout_s=0.3) as server, AsyncClient(server.address) as client:
         server.loop.pause_tokens = TOKENS_PER_STEP
-        chunks = client.generate([5], job_id="mine", max_new_tokens=9)
+        chunks = client.generate([5], job_id="mine", max_new_tokens=9, reconnect_s=0)
         await anext(chunks)
         server.loop.pause("verify is gone")
         with pytest.raises(UnavailableError, match=r"verify is gone, for 0\.3 s") as caught:
