@@ -282,7 +282,7 @@ class JobReader:
                         yield chunk
                 if not has_read:
                     await self._wait()
-                elif self._interval_s:
+                elif self._interval_s and not self._has_end():
                     await self._wait_for_turn()
 
     def _read(self, index: int) -> OutputChunk | None:
@@ -329,6 +329,10 @@ class JobReader:
         self._is_live = True
         self._wake = self._loop.create_future()
         await job.wait_for_change(self._wake)
+
+    def _has_end(self) -> bool:
+        """True if the end of a sample is there to be read."""
+        return any(self._job.samples[index].usage is not None for index in self._unfinished)
 
     async def _wait_for_turn(self) -> None:
         """Waits until the next chunk may be sent."""

@@ -1,0 +1,71 @@
+"""The gateway as a process: what it imports, how soon it is there, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from slipstream.client import Client
+from slipstream.common.errors import ConfigError, ConnectionLostError
+from slipstream.gateway.config import GatewayConfig
+from tests.harness.scripted_scheduler import DESCRIPTION, TOKENS_PER_STEP, ScriptedScheduler, serving
+from tests.harness.tokenizers_by_kind import make_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+READY_S = 2.0
+
+
+def test_it_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; import slipstream.gateway.server, slipstream.gateway.main; "
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_its_scheduler_is_at_a_unix_socket() -> None:
+    with pytest.raises(ConfigError, match=r"^scheduler: got '127\.0\.0\.1:50051', accepted: unix:PATH"):
+        GatewayConfig(scheduler="127.0.0.1:50051")
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far: on a busy machine, the time on the clock is not its own."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def test_it_serves_soon_and_ends_with_a_signal(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    make_tokenizer("byte level").save_pretrained(tmp_path / "model")
+    scheduler = ScriptedScheduler(replace(DESCRIPTION, tokenizer_path=str(tmp_path / "model")))
+    with serving(scheduler, tmp_path) as behind:
+        listen = f"unix:{tmp_path}/gateway.sock"
+        options = ("--scheduler", behind, "--listen", listen, "--grace-s", "0.1")
+        gateway = subprocess.Popen([sys.executable, "-m", "slipstream.gateway.main", *options])
+        try:
+            with Client(listen) as client:
+                # Waits for the socket, and for the scheduler behind it.
+                assert sum(len(chunk.token_ids) for chunk in client.generate([5, 6], max_new_tokens=6)) == 6
+                assert _cpu_s(gateway.pid) < READY_S
+                services = client.server_info().services
+                assert [service.name for service in services][:2] == ["gateway", "scheduler"]
+                assert services[0].pid == gateway.pid
+                scheduler.pause_tokens = TOKENS_PER_STEP
+                chunks = client.generate([5, 6], max_new_tokens=6, reconnect_s=0)
+                next(chunks)
+                gateway.send_signal(signal.SIGTERM)
+                with pytest.raises(ConnectionLostError):
+                    next(chunks)
+            assert gateway.wait(20) == 0
+        finally:
+            gateway.kill()
+            gateway.wait()
