@@ -78,6 +78,7 @@ def cpu_page() -> str:
         *_lossless_section(),
         *_serving_section(),
         *_robustness_sections(),
+        *_outages_section(),
         *_step_check_section("step_check_cpu"),
     ]
     return "\n\n".join(sections) + "\n"
@@ -318,6 +319,20 @@ def _robustness_sections() -> list[str]:
         *_section(title, "long_prompt", "long_prompt_cpu", long["host"], prompt, gaps, picture),
         *_section("Clients that come and go", "soak", "soak_cpu", "", clients),
     ]
+
+
+def _outages_section() -> list[str]:
+    found = _load("outages_cpu")
+    words = (
+        f"The gateway and the scheduler of `slipstream up`, killed with SIGKILL in turns under "
+        f"{found['plan']['clients']} streaming clients of the Python library, half of them with Generate and half with "
+        f"WatchJob: {found['jobs']} jobs ended with the tokens of a run without kills, {len(found['errors'])} did not. "
+        "Seconds from a kill to a stream's next token, of all streams; most of the scheduler's are its start and the "
+        "prompts."
+    )
+    rows = [[r["service"], f"{r['kills']}", f"{r['p50_s']:.1f}", f"{r['worst_s']:.1f}"] for r in found["recoveries"]]
+    table = _table(("killed", "times", "p50, s", "worst, s"), rows)
+    return _section("Killed services", "outages", "outages_cpu", found["host"], words, table)
 
 
 def _load(name: str) -> Any:
