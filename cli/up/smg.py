@@ -51,6 +51,7 @@ def smg_command(listen: TcpAddress, engines: Iterable[str], *, metrics_port: int
         address=f"{HTTP}{listen}",
         log_path=log_path,
         environment=_ENVIRONMENT,
+        restarts=True,
     )
 
 
