@@ -286,7 +286,7 @@ async def test_a_full_queue_says_when_to_come_again(client: AsyncClient) -> None
     async with generation_server(capacity=1, slots=1) as server, AsyncClient(server.address) as client:
         server.loop.may_step.clear()
         running = asyncio.ensure_future(collect(client.generate([5], max_new_tokens=2)))
-        await until(lambda: len(server.loop.running) == 1)
+        await until(lambda: server.link.num_running == 1)
         waiting = asyncio.ensure_future(collect(client.generate([6], max_new_tokens=2)))
         await until(lambda: server.link.num_waiting == 1)
         with pytest.raises(ResourceExhaustedError, match="1 jobs are waiting") as caught:
