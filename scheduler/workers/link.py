@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,7 +29,7 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from slipstream.common.worker.contract import Attachment, WorkerDescription
     from slipstream.common.worker.step import StepCommand
@@ -87,6 +88,8 @@ class LinkThread:
 
     def __init__(self) -> None:
         self.loop = uvloop.new_event_loop()
+        self._posted: deque[tuple[Callable[[pb.StepCommand], None], pb.StepCommand]] = deque()
+        self._is_woken = False
         self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
         self._thread.start()
 
@@ -96,6 +99,20 @@ class LinkThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
         except grpc.RpcError as error:
             raise _unavailable_if_cancelled(error_from_rpc(error)) from error
+
+    def post(self, take: Callable[[pb.StepCommand], None], message: pb.StepCommand) -> None:
+        """Has `take` called there with a message, soon. What is posted together wakes the thread once."""
+        self._posted.append((take, message))
+        # Set back before the queue is emptied: a message that finds it set is still found there.
+        if not self._is_woken:
+            self._is_woken = True
+            self.loop.call_soon_threadsafe(self._run_posted)
+
+    def _run_posted(self) -> None:
+        self._is_woken = False
+        while self._posted:
+            take, message = self._posted.popleft()
+            take(message)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -132,8 +149,7 @@ class WorkerLink:
         """See `Link.send`."""
         if self.failure is not None:
             raise self.failure
-        message = command_to_pb(command)
-        self._thread.loop.call_soon_threadsafe(self._outbox.put_nowait, message)
+        self._thread.post(self._outbox.put_nowait, command_to_pb(command))
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """See `Link.wait_for_acknowledgement`."""
