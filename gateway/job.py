@@ -282,7 +282,7 @@ class JobReader:
                         yield chunk
                 if not has_read:
                     await self._wait()
-                elif self._interval_s and not self._has_end():
+                elif self._interval_s and not self._can_end():
                     await self._wait_for_turn()
 
     def _read(self, index: int) -> OutputChunk | None:
@@ -330,9 +330,10 @@ class JobReader:
         self._wake = self._loop.create_future()
         await job.wait_for_change(self._wake)
 
-    def _has_end(self) -> bool:
-        """True if the end of a sample is there to be read."""
-        return any(self._job.samples[index].usage is not None for index in self._unfinished)
+    def _can_end(self) -> bool:
+        """True if all is read, or if the end of a sample is there to be read."""
+        ends = [self._job.samples[index].usage is not None for index in self._unfinished]
+        return not ends or any(ends)
 
     async def _wait_for_turn(self) -> None:
         """Waits until the next chunk may be sent."""
