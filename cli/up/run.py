@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import fetch_status
@@ -58,9 +58,9 @@ async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
 
 @asynccontextmanager
 async def supervising(
-    config: UpConfig, on_change: Callable[[str, ServiceState], None], hurry: asyncio.Event, **options: Any
+    config: UpConfig, on_change: Callable[[str, ServiceState], None], hurry: asyncio.Event
 ) -> AsyncIterator[Supervisor]:
-    """A `Supervisor` with these options, and an MPS daemon where that is possible; both end with the context."""
+    """A supervisor, with an MPS daemon where that is possible; both end with the context. See `Supervisor`."""
     async with (
         mps_daemon(config.mps_mode, config.mps_dir) as mps,
         Supervisor(
@@ -70,7 +70,6 @@ async def supervising(
             place=lambda command: placed(command, config.mps_dir, mps),
             before_kill=None if mps is None else mps.let_go,
             hurry=hurry,
-            **options,
         ) as supervisor,
     ):
         yield supervisor

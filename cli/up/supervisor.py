@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 0.5
 MAX_DEATHS, DEATHS_WITHIN_S = 5, 60.0
-"""A service that dies so many times within this time is not started again, if nothing else is said."""
+"""A service that dies so many times within this time is not started again."""
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
 
 
@@ -57,14 +57,12 @@ class Supervisor:
         place: Callable[[ServiceCommand], ServiceCommand] = lambda command: command,
         before_kill: Callable[[int], Awaitable[None]] | None = None,
         hurry: asyncio.Event | None = None,
-        deaths_within_s: float = DEATHS_WITHIN_S,
     ) -> None:
         """Bounds the time to become ready, to finish work, and to exit when work need not be finished any more.
 
         `on_change` is told each change of a service's state. `place` may change a command before it starts.
         `before_kill` is waited for, with the process's id, before a service that does not end is killed. `hurry`, when
-        set, makes a stop wait for no work. A service that dies `MAX_DEATHS` times within `deaths_within_s` is not
-        started again.
+        set, makes a stop wait for no work.
         """
         self._ready_timeout_s = ready_timeout_s
         self._drain_timeout_s = drain_timeout_s
@@ -72,11 +70,10 @@ class Supervisor:
         self._on_change = on_change
         self._place = place
         self._before_kill = before_kill
-        self._deaths_within_s = deaths_within_s
         self._batches: list[list[ServiceProcess]] = []
         self._ready: set[ServiceProcess] = set()
         self._restarts: defaultdict[str, list[float]] = defaultdict(list)
-        """By service: when it was started again, since it last ran for `deaths_within_s`."""
+        """By service: when it was started again, since it last ran for `DEATHS_WITHIN_S`."""
         self._hurry = asyncio.Event() if hurry is None else hurry
 
     async def __aenter__(self) -> Supervisor:
@@ -154,12 +151,12 @@ class Supervisor:
             self._on_change(process.name, ServiceState.DIED)
             end = f"{process.name} {process.describe_end()}{'' if process in self._ready else ' before it was ready'}"
             restarts, now = self._restarts[process.name], time.monotonic()
-            if restarts and now - restarts[-1] >= self._deaths_within_s:
+            if restarts and now - restarts[-1] >= DEATHS_WITHIN_S:
                 restarts.clear()
-            num_deaths = 1 + sum(now - at < self._deaths_within_s for at in restarts)
+            num_deaths = 1 + sum(now - at < DEATHS_WITHIN_S for at in restarts)
             was_ever_ready = process in self._ready or bool(restarts)
             if not (process.command.restarts and was_ever_ready) or num_deaths >= MAX_DEATHS:
-                often = f", the last of {num_deaths} ends within {self._deaths_within_s:g} s" if restarts else ""
+                often = f", the last of {num_deaths} ends within {DEATHS_WITHIN_S:g} s" if restarts else ""
                 log = f"the end of its log ({process.command.log_path}):\n{process.last_log_lines()}"
                 raise UnavailableError(f"{end}{often}; {log}")
             logger.warning("%s and is started again; its log is now %s.1", end, process.command.log_path)

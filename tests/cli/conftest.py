@@ -50,9 +50,14 @@ def metrics_port() -> int:
 
 @pytest.fixture(scope="session")
 def up(state_dir: Path, metrics_port: int) -> Iterator[Running]:
-    """The bundled pair, ready. Ends well after all that was asked of it."""
+    """The bundled pair, ready, started with a proxy that does not answer. Ends well after all that was asked of it."""
     options = ("--slots", "8", "--metrics-port", str(metrics_port), "--log-format", "json")
-    with running_up(state_dir, *options) as up:
+    with ExitStack() as held:
+        with pytest.MonkeyPatch.context() as environment:
+            for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+                environment.delenv(name, raising=False)
+            environment.setenv("http_proxy", "http://127.0.0.1:9")
+            up = held.enter_context(running_up(state_dir, *options))
         yield up
         up.signal(signal.SIGINT)
         assert up.end() == 0
