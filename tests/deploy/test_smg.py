@@ -14,8 +14,6 @@ import time
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import URLError
-from urllib.request import ProxyHandler, build_opener
 
 import openai
 import psutil
@@ -27,6 +25,7 @@ from slipstream.cli.main import app
 from slipstream.client import AsyncClient
 from tests.harness.compose_files import load
 from tests.harness.running import COMMAND
+from tests.harness.smg import until_healthy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,8 +35,6 @@ NUM_CLIENTS = 4
 NUM_TOKENS = 16
 LOAD_S = 5.0
 """Time of load after one trio is gone."""
-
-_http = build_opener(ProxyHandler({}))
 
 
 def free_ports(num: int, *, step: int = 1) -> int:
@@ -51,15 +48,6 @@ def free_ports(num: int, *, step: int = 1) -> int:
             except OSError:
                 continue
             return first
-
-
-def num_healthy(openai_port: int) -> int:
-    """Trios that SMG sends requests to; 0 while it is not there."""
-    try:
-        with _http.open(f"http://127.0.0.1:{openai_port}/readiness", timeout=5) as answer:
-            return int(json.load(answer)["healthy_workers"])
-    except URLError:
-        return 0
 
 
 @contextmanager
@@ -82,12 +70,6 @@ def serving(state_dir: Path, ports: dict[str, int]) -> Iterator[subprocess.Popen
                 if child.is_running():
                     child.kill()
         assert not any(child.is_running() for child in children)
-
-
-async def until_healthy(num: int, openai_port: int) -> None:
-    """Returns when SMG has so many trios."""
-    while await asyncio.to_thread(num_healthy, openai_port) != num:
-        pass
 
 
 async def until_served(address: str) -> None:

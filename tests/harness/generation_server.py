@@ -75,8 +75,10 @@ class GenerationServer:
         return self.registry.get_sample_value(f"slipstream_{name}", labels) or 0.0
 
 
-def model_of(description: SchedulerDescription, kind: str = "byte level") -> ServedModel:
-    """The model of a description, with a tokenizer of `kind`."""
+def model_of(
+    description: SchedulerDescription, kind: str = "byte level", *, tokenizer_path: str = "/models/tiny"
+) -> ServedModel:
+    """The model of a description, with a tokenizer of `kind`; `tokenizer_path` is only what it says of itself."""
     server = description.server
     limits = RequestLimits(
         vocab_size=server.vocab_size,
@@ -84,7 +86,7 @@ def model_of(description: SchedulerDescription, kind: str = "byte level") -> Ser
         eos_token_ids=frozenset(description.eos_token_ids),
         num_draft_tokens=server.num_draft_tokens,
     )
-    return ServedModel(make_tokenizer(kind), limits, tokenizer_path="/models/tiny", identity=server.model)
+    return ServedModel(make_tokenizer(kind), limits, tokenizer_path=tokenizer_path, identity=server.model)
 
 
 @asynccontextmanager
@@ -99,6 +101,7 @@ async def generation_server(
     read_timeout_s: float = 60.0,
     outage_timeout_s: float = 60.0,
     stream_interval_s: float = 0.0,
+    tokenizer_path: str = "/models/tiny",
     clock: Callable[[], float] = time.monotonic,
     interceptors: tuple[Any, ...] = (),
     quota: TokenQuota | None = None,
@@ -115,7 +118,9 @@ async def generation_server(
         link = SchedulerLink(
             behind,
             lambda described, last: (
-                last if last and last.identity == described.server.model else model_of(described, kind)
+                last
+                if last and last.identity == described.server.model
+                else model_of(described, kind, tokenizer_path=tokenizer_path)
             ),
             capacity=capacity,
             outage_timeout_s=outage_timeout_s,
