@@ -17,6 +17,7 @@ import random
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,6 +57,8 @@ class Measurement:
     shape: str
     batch: int
     gateways: int
+    journal: str
+    """Mode of the gateway's journal."""
     num_steps: int
     step_ms: float
     messages_per_step: float
@@ -146,13 +149,16 @@ class Clients:
         return found
 
 
-async def measure(stack: Stack, setup: Setup, device: str, batch: int, gateways: int, seconds: float) -> Measurement:
+async def measure(
+    stack: Stack, setup: Setup, device: str, batch: int, gateways: int, journal: str, seconds: float
+) -> Measurement:
     """Streams a batch of requests and measures for `seconds` while all of them run."""
     scheduler: dict[str, Any] = {
         "slots": batch,
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "context_tokens": PROMPT_TOKENS + MAX_NEW_TOKENS if device == "cuda" else setup.context_tokens,
         "queue": batch,
+        "journal": journal,
         **({"gateways": gateways} if gateways > 1 else {}),
     }
     async with stack.scheduler("draft", **scheduler) as served:
@@ -172,6 +178,7 @@ async def measure(stack: Stack, setup: Setup, device: str, batch: int, gateways:
         shape=setup.name,
         batch=batch,
         gateways=gateways,
+        journal=journal,
         num_steps=sums.num_steps,
         step_ms=sums.mean_ms(sums.step_s),
         messages_per_step=len(late_ms) / sums.num_steps / batch,
@@ -187,6 +194,7 @@ def main(
     shape: Annotated[str, typer.Option(help="A shape, or bundled.")] = "llama-3.1-8b",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "64,256",
     gateways: Annotated[int, typer.Option(help="Gateways on the port.")] = 1,
+    journals: Annotated[str, typer.Option(help="Modes of the journal.")] = "off,process",
     seconds: Annotated[float, typer.Option(help="Length of a window.")] = 3.0,
     json_file: JsonOption = None,
 ) -> None:
@@ -202,8 +210,8 @@ def main(
                 stack.worker("verify", model=setup.target, simulate_accept_length=ACCEPT_LENGTH, **models),
                 stack.worker("draft", model=setup.draft, target=setup.target, algorithm=EAGLE3, **models),
             )
-            for batch in map(int, batches.split(",")):
-                measurements.append(await measure(stack, setup, device, batch, gateways, seconds))
+            for batch, journal in product(map(int, batches.split(",")), journals.split(",")):
+                measurements.append(await measure(stack, setup, device, batch, gateways, journal, seconds))
                 write_rows(measurements, json_file)
                 print(_line(measurements[-1]), flush=True)
 
@@ -215,8 +223,8 @@ def _line(m: Measurement) -> str:
     late = f"p50 {m.publish_to_client_p50_ms:.2f}, p99 {m.publish_to_client_p99_ms:.2f} ms"
     messages = f"{m.messages_per_step:.2f} messages a step and stream"
     return (
-        f"{m.shape}, batch {m.batch}, {m.gateways} gateways: step {m.step_ms:.2f} ms, publish to client {late}, "
-        f"{messages}, CPU ms a step: {cpu}"
+        f"{m.shape}, batch {m.batch}, {m.gateways} gateways, journal {m.journal}: step {m.step_ms:.2f} ms, "
+        f"publish to client {late}, {messages}, CPU ms a step: {cpu}"
     )
 
 

@@ -156,15 +156,19 @@ class Stack:
     async def gateway(
         self, scheduler: str, metrics_port: int, *, gateway_metrics_port: int | None = None, **options: Option
     ) -> AsyncIterator[Served]:
-        """Runs a gateway in front of the scheduler at this address, whose metrics are at `metrics_port`."""
+        """Runs a gateway in front of the scheduler at this address, whose metrics are at `metrics_port`.
+
+        It has a journal, as one of `slipstream up` has, which ends with it.
+        """
         port, free_port = free_ports(2)
         served = Served(f"127.0.0.1:{port}", scheduler, metrics_port, gateway_metrics_port or free_port)
-        command = (
-            *(sys.executable, "-m", "slipstream.gateway.main"),
-            *words(listen=served.address, metrics_port=served.gateway_metrics_port, scheduler=scheduler, **options),
-        )
-        async with self._service("gateway", served.address, *command, environment=self._scheduler_environment):
-            yield served
+        with TemporaryDirectory(dir=self._directory) as state_dir:
+            command = (
+                *(sys.executable, "-m", "slipstream.gateway.main", *words(listen=served.address, scheduler=scheduler)),
+                *words(metrics_port=served.gateway_metrics_port, **{"state_dir": state_dir, **options}),
+            )
+            async with self._service("gateway", served.address, *command, environment=self._scheduler_environment):
+                yield served
 
     @asynccontextmanager
     async def _service(
