@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from slipstream.common.api.server_state import SchedulerDescription
-    from slipstream.scheduler.core.outbox import Delivery
+    from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Scheduler"].full_name
@@ -118,9 +118,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._numbers = count(1)
         self._loop = asyncio.get_running_loop()
 
-    def put(self, deliveries: list[Delivery]) -> None:
+    def put(self, outgoing: Outgoing) -> None:
         """See `OutputSink.put`."""
-        self._loop.call_soon_threadsafe(self._deliver, deliveries)
+        self._loop.call_soon_threadsafe(self._deliver, outgoing)
 
     def set_state(self, state: SchedulerState) -> None:
         """Tells all gateways. Sequences of the state before are over by now."""
@@ -194,8 +194,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         except (InvalidArgumentError, ResourceExhaustedError) as error:
             stream.put(pb.RunResponse(refusals=[Refusal(message.id, error).to_pb()]))
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        for number, output, refusals in deliveries:
+    def _deliver(self, outgoing: Outgoing) -> None:
+        for number, output, refusals in outgoing.deliveries():
             # The gateway may be gone.
             if (stream := self._streams.get(number)) is not None:
                 stream.put(

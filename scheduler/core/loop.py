@@ -113,9 +113,9 @@ class StepLoop:
 
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise."""
-        deliveries = self._batch.outbox.take()
-        if deliveries:
-            self._sink.put(deliveries)
+        outgoing = self._batch.outbox.take()
+        if outgoing:
+            self._sink.put(outgoing)
         taken_in, self._taken_in = self._taken_in, None
         if taken_in is not None:
             num_accepted = taken_in.num_accepted[taken_in.is_speculating]

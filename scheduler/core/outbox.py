@@ -33,55 +33,36 @@ class Delivery(NamedTuple):
 class OutputSink(Protocol):
     """Takes the output out of the loop."""
 
-    def put(self, deliveries: list[Delivery]) -> None:
+    def put(self, outgoing: Outgoing) -> None:
         """Called on the loop's thread after each step; returns at once. Keeps the order."""
 
 
-class Outbox:
-    """Belongs to the loop's thread."""
+class Outgoing:
+    """The output of a turn of the loop, as arrays. Messages are made of it off the loop's thread."""
 
     def __init__(self) -> None:
-        self._taken_in: tuple[TakenIn, int, int] | None = None
-        self._admitted: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._aborted: defaultdict[int, list[int]] = defaultdict(list)
-        self._refused: defaultdict[int, list[Refusal]] = defaultdict(list)
+        self.taken_in: tuple[TakenIn, int, int] | None = None
+        """The outcome of a step, with what was drafted for each sequence and the time of its publication."""
+        self.admitted: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.aborted: defaultdict[int, list[int]] = defaultdict(list)
+        self.refused: defaultdict[int, list[Refusal]] = defaultdict(list)
 
-    def add_step(self, taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> None:
-        """Adds the outcome of a step; one at a time. `num_draft_tokens`: drafted in the step for each sequence."""
-        assert self._taken_in is None, "the outcome of a step goes out before the next one's comes in"
-        self._taken_in = (taken_in, num_draft_tokens, published_ns)
+    def __bool__(self) -> bool:
+        return bool(self.taken_in or self.admitted or self.aborted or self.refused)
 
-    def add_admitted(self, sequence: Sequence) -> None:
-        """Adds the admission of a sequence, now."""
-        self._admitted[sequence.stream].append((sequence.id, time.monotonic_ns()))
-
-    def add_aborted(self, sequence: Sequence) -> None:
-        """Adds the end of a cancelled sequence, behind all output that it has."""
-        self._aborted[sequence.stream].append(sequence.id)
-
-    def add_refused(self, sequence: Sequence, error: SlipstreamError) -> None:
-        """Adds the end of a sequence that cannot be run."""
-        self._refused[sequence.stream].append(Refusal(sequence.id, error))
-
-    def take(self) -> list[Delivery]:
-        """Empties it."""
+    def deliveries(self) -> list[Delivery]:
+        """Returns the messages of all streams, in order. Called once."""
         deliveries = list(self._of_step())
-        while self._admitted:
-            stream = next(iter(self._admitted))
-            deliveries.append(
-                Delivery(stream, StepOutput(published_ns=time.monotonic_ns(), **self._admissions(stream)))
-            )
-        if self._aborted or self._refused:
-            deliveries += [Delivery(stream, _aborted(ids)) for stream, ids in self._aborted.items()]
-            deliveries += [Delivery(stream, None, tuple(refusals)) for stream, refusals in self._refused.items()]
-            self._aborted.clear()
-            self._refused.clear()
-        return deliveries
+        for stream in tuple(self.admitted):
+            output = StepOutput(published_ns=time.monotonic_ns(), **self._admissions(stream))
+            deliveries.append(Delivery(stream, output))
+        deliveries += [Delivery(stream, _aborted(ids)) for stream, ids in self.aborted.items()]
+        return deliveries + [Delivery(stream, None, tuple(refusals)) for stream, refusals in self.refused.items()]
 
     def _of_step(self) -> Iterator[Delivery]:
-        if self._taken_in is None:
+        if self.taken_in is None:
             return
-        (taken_in, num_draft_tokens, published_ns), self._taken_in = self._taken_in, None
+        taken_in, num_draft_tokens, published_ns = self.taken_in
         for stream, rows in _by_stream(taken_in):
             output = StepOutput(
                 **_columns(taken_in, rows),
@@ -92,15 +73,45 @@ class Outbox:
             yield Delivery(stream, output)
 
     def _admissions(self, stream: int) -> dict[str, Any]:
-        admitted = self._admitted.pop(stream, ())
+        admitted = self.admitted.pop(stream, ())
         return {"admitted": [number for number, _ in admitted], "admitted_ns": [when for _, when in admitted]}
+
+
+class Outbox:
+    """Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._outgoing = Outgoing()
+
+    def add_step(self, taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> None:
+        """Adds the outcome of a step; one at a time. `num_draft_tokens`: drafted in the step for each sequence."""
+        assert self._outgoing.taken_in is None, "the outcome of a step goes out before the next one's comes in"
+        if len(taken_in.rows):
+            self._outgoing.taken_in = (taken_in, num_draft_tokens, published_ns)
+
+    def add_admitted(self, sequence: Sequence) -> None:
+        """Adds the admission of a sequence, now."""
+        self._outgoing.admitted[sequence.stream].append((sequence.id, time.monotonic_ns()))
+
+    def add_aborted(self, sequence: Sequence) -> None:
+        """Adds the end of a cancelled sequence, behind all output that it has."""
+        self._outgoing.aborted[sequence.stream].append(sequence.id)
+
+    def add_refused(self, sequence: Sequence, error: SlipstreamError) -> None:
+        """Adds the end of a sequence that cannot be run."""
+        self._outgoing.refused[sequence.stream].append(Refusal(sequence.id, error))
+
+    def take(self) -> Outgoing:
+        """Empties it."""
+        outgoing = self._outgoing
+        if outgoing:
+            self._outgoing = Outgoing()
+        return outgoing
 
 
 def _by_stream(taken_in: TakenIn) -> list[tuple[int, slice | Ints]]:
     """Each stream with its rows."""
     streams = taken_in.streams
-    if not len(streams):
-        return []
     if (streams == streams[0]).all():
         return [(int(streams[0]), slice(None))]
     return [(stream, (streams == stream).nonzero()[0]) for stream in np.unique(streams).tolist()]

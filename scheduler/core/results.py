@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -102,6 +102,8 @@ class ResultReader:
         self._copy = device.host_copy(publish, [*published, *before])
         self._logprobs = device.host_copy(publish, [arena.tensor(name).unbind() for name in _LOGPROBS])
         self._last_consumed = 0
+        self._views: dict[int, tuple[list[torch.Tensor], list[NDArray[Any]]]] = {}
+        """By row: the tensors of its last copy, on a GPU always the same, and views of them."""
 
     def start(self, step: Step) -> None:
         """Enqueues the copy of the step's row, which waits for its publication."""
@@ -127,8 +129,8 @@ class ResultReader:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
             for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
-        published, stamps = copied[: len(_PUBLISHED)], copied[len(_PUBLISHED) :]
-        num_accepted, tokens = self._rows(step, *[column.numpy() for column in published])
+        seq_lens, accepted, output_tokens, *stamps = self._views_of(row, copied)
+        num_accepted, tokens = self._rows(step, seq_lens, accepted, output_tokens)
         return StepResult(
             num_accepted=num_accepted,
             tokens=tokens,
@@ -141,6 +143,12 @@ class ResultReader:
         self._copy.close()
         self._logprobs.close()
 
+    def _views_of(self, row: int, copied: list[torch.Tensor]) -> list[NDArray[Any]]:
+        known = self._views.get(row)
+        if known is None or known[0] is not copied:
+            known = self._views[row] = (copied, [column.numpy() for column in copied])
+        return known[1]
+
     def _rows(
         self,
         step: Step,
@@ -152,9 +160,8 @@ class ResultReader:
         rows = step.yielding.rows
         most = self._shape.num_draft_tokens if step.kind is StepKind.DECODE else 0
         accepted, lengths = num_accepted[rows].astype(np.int64), seq_lens[rows]
-        is_wrong = (accepted < 0) | (accepted > most) | (lengths < 0)
-        if is_wrong.any():
-            at = is_wrong.argmax()
+        if len(rows) and (accepted.min() < 0 or accepted.max() > most or lengths.min() < 0):
+            at = ((accepted < 0) | (accepted > most) | (lengths < 0)).argmax()
             found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
             raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found} were never published")
         return accepted, output_tokens[rows]

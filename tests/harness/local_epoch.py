@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
-    from slipstream.scheduler.core.outbox import Delivery
+    from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.telemetry.timings import StepTiming
     from slipstream.scheduler.workers.link import WorkerLink
     from slipstream.services.worker.engine import RoleEngine
@@ -106,10 +106,10 @@ class LocalEpoch:
             return
         self.jobs.add(*self._to_come.pop(0))
 
-    def put(self, deliveries: list[Delivery]) -> None:
+    def put(self, outgoing: Outgoing) -> None:
         """See `OutputSink.put`."""
-        assert deliveries, "nothing is put without need"
-        for job, row in self.jobs.take(deliveries):
+        assert outgoing, "nothing is put without need"
+        for job, row in self.jobs.take(outgoing.deliveries()):
             self.on_progress(job, row)
         if len(self.jobs.ends) == len(self.outputs):
             self._next_wave()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.outbox import Delivery
+    from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.workers.epoch import Epoch
     from tests.harness.counted_jobs import Job
 
@@ -103,9 +103,9 @@ class Client:
         self._ends: dict[Job, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
 
-    def put(self, deliveries: list[Delivery]) -> None:
+    def put(self, outgoing: Outgoing) -> None:
         """Called on the loop's thread."""
-        self._loop.call_soon_threadsafe(self._take_in, deliveries)
+        self._loop.call_soon_threadsafe(self._take_in, outgoing)
 
     def listener(self) -> _Listener:
         """To be told what happens."""
@@ -124,8 +124,8 @@ class Client:
             if not end.done():
                 end.set_exception(UnavailableError(reason))
 
-    def _take_in(self, deliveries: list[Delivery]) -> None:
-        for job, row in self.jobs.take(deliveries):
+    def _take_in(self, outgoing: Outgoing) -> None:
+        for job, row in self.jobs.take(outgoing.deliveries()):
             if row.finish_reason is not None:
                 self._ends[job].set_result(None)
 

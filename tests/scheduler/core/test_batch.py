@@ -295,14 +295,14 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
     step = run.batch.next_step()
     assert step is not None
     run.batch.apply(step, run.device.run(step), published_ns=77)
-    one, other = run.batch.outbox.take()
+    one, other = run.batch.outbox.take().deliveries()
     assert [delivery.stream for delivery in (one, other)] == [0, 1]
     for delivery, job in ((one, jobs[0]), (other, jobs[1])):
         assert delivery.output is not None
         assert delivery.output.published_ns == 77
         assert (delivery.output.sequences, delivery.output.admitted) == ([job.id], [job.id])
         assert delivery.output.tokens == reference(job)[0][:1]
-    assert run.batch.outbox.take() == []
+    assert run.batch.outbox.take().deliveries() == []
 
 
 def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
@@ -315,7 +315,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
     assert run.jobs.ends == {running: FinishReason.ABORT}
     run.jobs.add(waiting)
     run.batch.cancel([running])
-    assert run.batch.outbox.take() == []
+    assert run.batch.outbox.take().deliveries() == []
 
 
 def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
@@ -342,7 +342,7 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
     assert step is not None
     with pytest.raises(FutureMapError, match="2 tokens accepted of 1 at most"):
         run.batch.apply(step, result_of([[1, 1], [1, 1, 1]], 3))
-    assert run.batch.outbox.take() == []
+    assert run.batch.outbox.take().deliveries() == []
     assert not short.is_over
     assert not bounded.is_over
 

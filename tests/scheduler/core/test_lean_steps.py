@@ -71,9 +71,9 @@ def operations_of_a_step(num_rows: int, streams: int) -> int:
         kinds.append(step.kind)
         ordered = OrderedStep(1, step.kind, step.members.mask)
         plan_step(initial_state(DraftTraits(is_present=True), run_ahead=1), ordered)
-        run.batch.outbox.take()
+        run.batch.outbox.take().deliveries()
         run.batch.apply(before, result_before)
-        run.batch.outbox.take()
+        run.batch.outbox.take().deliveries()
 
     operations = count_operations(turn)
     assert kinds == [StepKind.DECODE]
