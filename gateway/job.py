@@ -291,7 +291,7 @@ class JobReader:
         chunk = output.read(self._offsets[index])
         if chunk is None:
             return None
-        if chunk.published_ns:
+        if chunk.token_ids:
             if self._is_live:
                 self._measure(output, index)
             self._steps[index] = output.num_steps

@@ -19,6 +19,7 @@ from tests.harness.scripted_scheduler import ScriptedScheduler
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from slipstream.common.api.output_chunk import OutputChunk
@@ -196,6 +197,35 @@ async def test_a_job_without_its_caller_is_cancelled_after_a_while(path: Path) -
         scheduler.pause_tokens = None
         tokens = [token async for message in call for token in message.token_ids]
         assert tokens == (PROMPT * 4)[PAUSE:100]
+
+
+async def test_a_job_that_its_caller_left_goes_on_after_a_restart(path: Path) -> None:
+    request: dict[str, Any] = {"job_id": "mine", "max_new_tokens": 100, "seed": 3}
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        chunks = client.generate(PROMPT, **request)
+        tokens = [token async for chunk in until_tokens(chunks, PAUSE) for token in chunk.token_ids]
+        await chunks.aclose()
+        left_job = await state_of(client, "mine", JobState.ENDED)
+        assert (left_job.finish_reason, left_job.num_tokens) == ("abort", len(tokens))
+        left = killed(path)
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        assert (await client.get_job("mine")).finish_reason == "abort"
+        assert tokens_of(await collect(client.generate(PROMPT, **request))) == (PROMPT * 4)[:100]
+        assert [len(sequence.spec.output) for sequence in server.loop.submitted] == [PAUSE]
+        left = killed(left)
+    # Under its new number it is in the journal once.
+    async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
+        assert [job.num_tokens for job in (await client.list_jobs()).jobs] == [100]
+        assert tokens_of(await collect(client.watch_job("mine"))) == (PROMPT * 4)[:100]
+
+
+async def until_tokens(chunks: AsyncIterator[OutputChunk], num_tokens: int) -> AsyncIterator[OutputChunk]:
+    """The chunks that bring so many tokens."""
+    while num_tokens > 0:
+        chunk = await anext(chunks)
+        num_tokens -= len(chunk.token_ids)
+        yield chunk
 
 
 async def test_a_cancelled_job_stays_cancelled(path: Path) -> None:
