@@ -30,6 +30,7 @@ SCRIPTS = Path(sys.executable).parent
 LOG_DIR = Path("build/benchmarks")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
+GATEWAY = (sys.executable, "-m", "slipstream.gateway.main")
 NUMPY_DRAFTER = Path(__file__).resolve().parent.parent / "examples" / "numpy_drafter" / "main.py"
 
 _GATEWAY_OPTIONS = {member.name for member in fields(GatewayConfig)}
@@ -132,6 +133,7 @@ class Stack:
         verify: str = "verify",
         metrics_port: int | None = None,
         gateway_metrics_port: int | None = None,
+        gateway_program: tuple[str, ...] = GATEWAY,
         **options: Option,
     ) -> AsyncIterator[Served]:
         """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.
@@ -145,7 +147,9 @@ class Stack:
             *words(listen=address, metrics_port=port, verify=self.socket(verify)),
             *words(draft=draft and self.socket(draft), device=self._device, **options),
         )
-        gateway = self.gateway(address, port, gateway_metrics_port=gateway_metrics_port, **of_gateway)
+        gateway = self.gateway(
+            address, port, gateway_metrics_port=gateway_metrics_port, program=gateway_program, **of_gateway
+        )
         async with (
             self._service("scheduler", address, *command, environment=self._scheduler_environment),
             gateway as served,
@@ -154,17 +158,24 @@ class Stack:
 
     @asynccontextmanager
     async def gateway(
-        self, scheduler: str, metrics_port: int, *, gateway_metrics_port: int | None = None, **options: Option
+        self,
+        scheduler: str,
+        metrics_port: int,
+        *,
+        gateway_metrics_port: int | None = None,
+        program: tuple[str, ...] = GATEWAY,
+        **options: Option,
     ) -> AsyncIterator[Served]:
         """Runs a gateway in front of the scheduler at this address, whose metrics are at `metrics_port`.
 
-        It has a journal, as one of `slipstream up` has, which ends with it.
+        It has a journal, as one of `slipstream up` has, which ends with it. `program`: another one with the same
+        options.
         """
         port, free_port = free_ports(2)
         served = Served(f"127.0.0.1:{port}", scheduler, metrics_port, gateway_metrics_port or free_port)
         with TemporaryDirectory(dir=self._directory) as state_dir:
             command = (
-                *(sys.executable, "-m", "slipstream.gateway.main", *words(listen=served.address, scheduler=scheduler)),
+                *(*program, *words(listen=served.address, scheduler=scheduler)),
                 *words(metrics_port=served.gateway_metrics_port, **{"state_dir": state_dir, **options}),
             )
             async with self._service("gateway", served.address, *command, environment=self._scheduler_environment):

@@ -23,11 +23,16 @@ MIN_NEW_OBJECTS = 1000
 BUSY_S = 60.0
 """A process that is never idle collects its younger generations this often; few of their objects are in cycles."""
 
+NEVER = 2**30
+"""Collections of the younger generations before one of all objects."""
+
 
 class IdleCollection:
     """Decides when to collect."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_young: bool = False) -> None:
+        """With `keeps_young`, Python goes on to collect the younger generations by itself: a few milliseconds each."""
+        self._keeps_young = keeps_young
         self._worked_at = time.monotonic()
         self._collected_at = time.monotonic()
 
@@ -40,10 +45,15 @@ class IdleCollection:
         """Turns automatic collection off until the context ends, and never looks at earlier objects again."""
         gc.collect()
         gc.freeze()
-        gc.disable()
+        before = gc.get_threshold()
+        if self._keeps_young:
+            gc.set_threshold(*before[:2], NEVER)
+        else:
+            gc.disable()
         try:
             yield
         finally:
+            gc.set_threshold(*before)
             gc.enable()
             gc.unfreeze()
 

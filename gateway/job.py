@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.errors import SlipstreamError
+    from slipstream.common.rpc.loop_turns import LoopTurns
     from slipstream.gateway.detokenizer import Detokenizer
     from slipstream.gateway.request_metrics import RequestMetrics
     from slipstream.gateway.running_sequence import RunningSequence
@@ -159,15 +160,15 @@ class Job:
 
         Where it is not urgent, more to read is the first token or the end of a sample.
         """
-        waiting = self._waiting if is_urgent else self._waiting_for_turn
-        waiting.add(wake)
+        (self._waiting if is_urgent else self._waiting_for_turn).add(wake)
         try:
             await wake
         finally:
-            waiting.discard(wake)
+            self._waiting.discard(wake)
+            self._waiting_for_turn.discard(wake)
 
-    def measure(self, metrics: RequestMetrics, now: float) -> int:
-        """Measures the tokens added since the last call, wakes the readers and returns the number of tokens.
+    def measure(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
+        """Measures the tokens added since the last call, wakes the readers in turns and returns the number of tokens.
 
         `now` is in seconds of `time.monotonic`. Called until the job is over, not after.
         """
@@ -189,11 +190,12 @@ class Job:
                 metrics.finished(reason, now - self._arrived_at)
             else:
                 metrics.lost(self.left_as or FAILED)
-        for wake in self._waiting:
-            _set(wake)
+        # Each is woken once, and soon, but a thousand of them not in one turn of the event loop.
+        waiting, self._waiting = self._waiting, set()
+        turns.wake(waiting)
         if is_urgent:
-            for wake in self._waiting_for_turn:
-                _set(wake)
+            waiting, self._waiting_for_turn = self._waiting_for_turn, set()
+            turns.wake(waiting)
         return num_new
 
     def info(self) -> JobInfo:
@@ -235,6 +237,7 @@ class JobReader:
         job: Job,
         from_tokens: Sequence[int],
         metrics: RequestMetrics,
+        turns: LoopTurns,
         *,
         field: str = "from_token",
         interval_s: float = 0.0,
@@ -254,6 +257,7 @@ class JobReader:
                 raise InvalidArgumentError(name, offset, accepted)
         self._job = job
         self._metrics = metrics
+        self._turns = turns
         self._interval_s = interval_s
         self._offsets = [*from_tokens, *(0 for _ in samples[len(from_tokens) :])]
         self._steps = [0 for _ in samples]
@@ -276,13 +280,14 @@ class JobReader:
             while self._unfinished:
                 has_read = False
                 for index in tuple(self._unfinished):
+                    await self._turns.begin()
                     chunk = self._read(index)
                     if chunk is not None:
                         has_read = True
                         yield chunk
                 if not has_read:
                     await self._wait()
-                elif self._interval_s and not self._can_end():
+                elif self._interval_s and not self._has_end():
                     await self._wait_for_turn()
 
     def _read(self, index: int) -> OutputChunk | None:
@@ -330,10 +335,9 @@ class JobReader:
         self._wake = self._loop.create_future()
         await job.wait_for_change(self._wake)
 
-    def _can_end(self) -> bool:
-        """True if all is read, or if the end of a sample is there to be read."""
-        ends = [self._job.samples[index].usage is not None for index in self._unfinished]
-        return not ends or any(ends)
+    def _has_end(self) -> bool:
+        """True if the end of a sample is there to be read."""
+        return any(self._job.samples[index].usage is not None for index in self._unfinished)
 
     async def _wait_for_turn(self) -> None:
         """Waits until the next chunk may be sent."""

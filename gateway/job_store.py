@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from slipstream.common.api.job_info import JobPage
 from slipstream.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -77,8 +76,11 @@ class JobStore:
         self._forget()
         return self._jobs.get((owner, job_id))
 
-    def page(self, owner: str, size: int, token: str) -> JobPage:
-        """The owner's next jobs, the latest first. Raises InvalidArgumentError for an invalid size or token."""
+    def page(self, owner: str, size: int, token: str) -> tuple[list[Job], str]:
+        """The owner's next jobs, the latest first, and the token of the page after them; empty for the last.
+
+        Raises InvalidArgumentError for an invalid size or token.
+        """
         if not 0 <= size <= MAX_PAGE_SIZE:
             raise InvalidArgumentError("page_size", size, f"0 to {MAX_PAGE_SIZE}")
         if token and not (token.isascii() and token.isdigit() and len(token) < 20):
@@ -92,9 +94,9 @@ class JobStore:
             if job.owner != owner or (before is not None and job.number >= before):
                 continue
             if len(found) == size:
-                return JobPage(jobs=tuple(job.info() for job in found), next_page_token=str(found[-1].number))
+                return found, str(found[-1].number)
             found.append(job)
-        return JobPage(jobs=tuple(job.info() for job in found))
+        return found, ""
 
     def _forget(self) -> None:
         now = self._clock()

@@ -18,6 +18,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.gateway.job import Job, JobReader
 from slipstream.gateway.job_journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
@@ -26,7 +27,6 @@ from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from slipstream.common.api.job_info import JobPage
     from slipstream.common.api.output_chunk import FinishReason, OutputChunk
     from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.api.step_output import StepOutput
@@ -43,7 +43,6 @@ DEADLINE_SLACK_S = 0.05
 RETURN_S = 30.0
 """After a restart, callers of Generate may take so long to come back before their jobs are cancelled."""
 RETRY_AFTER_MS = 200
-
 _BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 
 logger = logging.getLogger(__name__)
@@ -103,6 +102,7 @@ class JobManager:
         self.journal = JobJournal(journal_file, jobs=store.jobs, on_failure=self._fail_all)
         self._return_s = return_s
         self._quota = quota or TokenQuota(None)
+        self.turns = LoopTurns()
         self._is_complete = not self.journal.has_jobs
         """False while jobs of the journal are not back."""
         self._numbers = itertools.count(self.journal.last_number + 1)
@@ -218,7 +218,7 @@ class JobManager:
             raise NotFoundError(f"there is no job {job_id!r}, or it ended too long ago")
         return job
 
-    def page(self, size: int, token: str) -> JobPage:
+    def page(self, size: int, token: str) -> tuple[list[Job], str]:
         """See `JobStore.page`."""
         self._check_complete()
         return self._store.page(current_owner(), size, token)
@@ -257,7 +257,7 @@ class JobManager:
             message = f"attempt: got {attempt}, but job {job.job_id!r} began anew, as attempt {job.attempt}"
             raise FailedPreconditionError(message)
         interval_s = self._stream_interval_s()
-        reader = JobReader(job, from_tokens, self._metrics, field=field, interval_s=interval_s)
+        reader = JobReader(job, from_tokens, self._metrics, self.turns, field=field, interval_s=interval_s)
         return self._read(job, reader.chunks(timeout_s=timeout_s))
 
     def enter(self, job: Job) -> None:
@@ -345,7 +345,7 @@ class JobManager:
     def _measure(self, changed: Iterable[Job], now: float) -> None:
         num_tokens = 0
         for job in changed:
-            num_tokens += job.measure(self._metrics, now)
+            num_tokens += job.measure(self._metrics, now, self.turns)
             if job.is_over:
                 self.journal.save(job)
                 self._store.end(job)

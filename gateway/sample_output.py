@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_CHUNK_TOKENS = 4096
 """A few milliseconds of the event loop's time, in which it serves no other call. Logprobs count like tokens."""
 
+MAX_SHARED_TOKENS = 64
+"""A longer chunk is made again for each reader, because a sample keeps the last one as long as it is there."""
+
 
 class OutputColumns(NamedTuple):
     """All that must be kept of an output; its text is spelled again."""
@@ -74,6 +77,7 @@ class SampleOutput:
         self._finish_reason: FinishReason | None = None
         self._usage: Usage | None = None
         self._ends_with_token = False
+        self._last_read: OutputChunk | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +145,7 @@ class SampleOutput:
         self._detokenizer = detokenizer
         self._text = io.StringIO()
         self._text_ends = array("I")
+        self._last_read = None
         self._tail = self._finish_reason = self._usage = None
         self._ends_with_token = False
         if self._stop:
@@ -173,18 +178,25 @@ class SampleOutput:
         self._usage = usage
 
     def read(self, offset: int) -> OutputChunk | None:
-        """A chunk of tokens from `offset` on; None if there are none yet and the sample has not finished."""
+        """A chunk of tokens from `offset` on; None if there are none yet and the sample has not finished.
+
+        Readers at the same place get the same chunk.
+        """
         num_tokens = len(self.token_ids)
         end = min(num_tokens, offset + self._max_chunk_tokens)
         is_last = self._finish_reason is not None and end == num_tokens
         if offset == end and not is_last:
             return None
+        if (last := self._last_read) is not None and (
+            (last.token_offset, len(last.token_ids), last.finish_reason is not None) == (offset, end - offset, is_last)
+        ):
+            return last
         self.spell(end)
         start_character = self._text_ends[offset - 1] if offset else 0
         text_ends = self._text_ends[offset:end]
         self._text.seek(start_character)
         text = self._text.read(text_ends[-1] - start_character) if text_ends else ""
-        return OutputChunk(
+        chunk = OutputChunk(
             job_id=self._job_id,
             token_offset=offset,
             token_ids=tuple(self.token_ids[offset:end]),
@@ -199,6 +211,8 @@ class SampleOutput:
             attempt=self._attempt,
             published_ns=self.published_ns if offset < end else 0,
         )
+        self._last_read = chunk if end - offset <= MAX_SHARED_TOKENS else None
+        return chunk
 
     def spell(self, end: int) -> None:
         """Turns the tokens before `end` into text."""

@@ -39,6 +39,8 @@ SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_nam
 LONG_TEXT_CHARACTERS = 4096
 """About a millisecond of tokenising, in which the event loop serves no other call."""
 
+LARGE_REQUEST_BYTES = 2**16
+
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """Serves clients. The interceptor turns exceptions into statuses."""
@@ -61,12 +63,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._state = state
         self._turns = turns
         self._read_timeout_s = read_timeout_s
+        self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
+        """The chunk that was encoded last."""
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
         from_tokens, attempt = _take_resume(request)
         job = await self.admit(request, context.peer(), attempt=attempt)
-        await self.follow(job, context, _messages, from_tokens, attempt=attempt)
+        await self.follow(job, context, self._messages, from_tokens, attempt=attempt)
 
     async def CreateJob(
         self, request: generation_pb2.CreateJobRequest, context: Any
@@ -88,7 +92,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             field, offsets = "from_tokens", list(request.from_tokens)
         timeout_s = context.time_remaining()
         chunks = self._jobs.watch(job, offsets, field=field, attempt=request.attempt, timeout_s=timeout_s)
-        await self._send(context, chunks, _messages)
+        await self._send(context, chunks, self._messages)
 
     async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
         """See generation.proto."""
@@ -97,7 +101,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def ListJobs(self, request: generation_pb2.ListJobsRequest, context: Any) -> generation_pb2.ListJobsResponse:
         """See generation.proto."""
         reject_unknown_fields(request)
-        return self._jobs.page(request.page_size, request.page_token).to_pb()
+        jobs, next_page_token = self._jobs.page(request.page_size, request.page_token)
+        response = generation_pb2.ListJobsResponse(next_page_token=next_page_token)
+        for job in jobs:
+            await self._jobs.turns.begin()
+            response.jobs.append(job.info().to_pb())
+        return response
 
     async def CancelJob(
         self, request: generation_pb2.CancelJobRequest, context: Any
@@ -129,9 +138,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         check_num_messages(request)
         with suppress(UnavailableError, FailedPreconditionError):
             check_size(request, self._model().limits)
-        reject_unknown_fields(request)
+        digest = await self._look_through(request, client)
         # A request that comes again needs no model, nor room in the queue, unless its job was left or failed.
-        digest = digest_of(request) if request.job_id else b""
         job = self._jobs.find(request.job_id, digest) if request.job_id else None
         if job is not None:
             return job
@@ -165,6 +173,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         finally:
             self._jobs.leave(job, context.time_remaining())
 
+    async def _look_through(self, request: JobRequest, client: str) -> bytes:
+        """Raises InvalidArgumentError for unknown fields. Returns the digest of a request with a job id."""
+
+        def look_through() -> bytes:
+            reject_unknown_fields(request)
+            return digest_of(request) if request.job_id else b""
+
+        num_bytes = request.ByteSize()
+        if num_bytes < LARGE_REQUEST_BYTES:
+            return look_through()
+        return await self._turns.run(client, num_bytes, look_through)
+
     def _present_model(self) -> ServedModel:
         with self._jobs.counting_refusals():
             return self._model()
@@ -194,9 +214,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             reason = f"the client read nothing for {self._read_timeout_s:g} s"
             raise ResourceExhaustedError(reason, retry_after_ms=0) from None
 
-
-def _messages(chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
-    return (chunk.to_pb(),)
+    def _messages(self, chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
+        """Encodes a chunk once for readers of a job that are at the same place."""
+        if self._encoded is None or self._encoded[0] is not chunk:
+            self._encoded = chunk, chunk.to_pb()
+        return (self._encoded[1],)
 
 
 def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], int]:

@@ -24,6 +24,8 @@ from slipstream.common.errors import (
     SlipstreamError,
 )
 from slipstream.common.rpc.logs import RateLimitedLog
+from slipstream.common.rpc.loop_turns import LoopTurns
+from slipstream.common.rpc.request_size import check_num_fields
 from slipstream.common.rpc.status import code_of, status_from_error
 
 if TYPE_CHECKING:
@@ -147,11 +149,15 @@ class StatusInterceptor(_ServerInterceptor):
 
 
 class CallLimit(_ServerInterceptor):
-    """Refuses calls beyond a number at a time with RESOURCE_EXHAUSTED. Health checks have room of their own."""
+    """Refuses calls beyond a number at a time with RESOURCE_EXHAUSTED; those that come together begin in turns.
+
+    Health checks have room of their own, and do not wait.
+    """
 
     def __init__(self, max_calls: int) -> None:
         self._max_calls = max_calls
         self._num_calls = 0
+        self._turns = LoopTurns()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Wraps the handler of a call, or replaces it."""
@@ -169,6 +175,7 @@ class CallLimit(_ServerInterceptor):
                 raise self._refusal()
             self._num_calls += 1
             try:
+                await self._turns.begin()
                 return await handle(request, context)
             finally:
                 self._num_calls -= 1
@@ -195,9 +202,13 @@ class Decoder(_ServerInterceptor):
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
         method, decode = handler_call_details.method, handler.request_deserializer
+        # The deserializer is the method `FromString` of the class.
+        kind = getattr(decode, "__self__", None)
 
         def make(handle: Handle) -> Handle:
             async def call(request: bytes, context: Any) -> Any:
+                if kind is not None:
+                    await check_num_fields(request, kind.DESCRIPTOR)
                 try:
                     message = decode(request)
                 except DecodeError:
@@ -258,17 +269,26 @@ MAX_NAMED_BYTES = 2**14
 
 def reject_unknown_fields(message: Message, path: str = "") -> None:
     """Raises an InvalidArgumentError that names the path and number of an unknown field, also in nested messages."""
-    num_bytes = _num_unknown_bytes(message)
-    if not num_bytes:
-        return
-    nested: list[tuple[str, Message]] = []
-    for field, value in message.ListFields():
+    known = message.__class__()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    if message.ByteSize() > known.ByteSize():
+        _name_unknown_field(message, known, path)
+
+
+def _name_unknown_field(message: Message, known: Message, path: str) -> None:
+    """Raises the error for a message that is longer than `known`, the same without its unknown fields."""
+    num_bytes = message.ByteSize() - known.ByteSize()
+    nested: list[tuple[str, Message, Message]] = []
+    for (field, value), (_, known_value) in zip(message.ListFields(), known.ListFields(), strict=True):
         if field.message_type is not None:
             name = f"{path}.{field.name}" if path else field.name
-            for key, child in _messages(field, value):
-                if num_of_child := _num_unknown_bytes(child):
+            for (key, child), (_, known_child) in zip(
+                _messages(field, value), _messages(field, known_value), strict=True
+            ):
+                if num_of_child := child.ByteSize() - known_child.ByteSize():
                     num_bytes -= num_of_child
-                    nested.append((name + key, child))
+                    nested.append((name + key, child, known_child))
     accepted = f"fields of {message.DESCRIPTOR.full_name} that this server knows"
     if num_bytes > MAX_NAMED_BYTES:
         raise InvalidArgumentError(path or "request", f"{num_bytes} bytes of unknown fields", accepted)
@@ -277,16 +297,8 @@ def reject_unknown_fields(message: Message, path: str = "") -> None:
         number = unknown.field_number
         name = f"{path}.{number}" if path else str(number)
         raise InvalidArgumentError(name, f"unknown field number {number}", accepted)
-    for name, child in nested:
-        reject_unknown_fields(child, name)
-
-
-def _num_unknown_bytes(message: Message) -> int:
-    """The bytes of unknown fields in a message and those in it, as they are on the wire; counted without a loop."""
-    known = message.__class__()
-    known.CopyFrom(message)
-    known.DiscardUnknownFields()
-    return message.ByteSize() - known.ByteSize()
+    for name, child, known_child in nested:
+        _name_unknown_field(child, known_child, name)
 
 
 def _messages(field: FieldDescriptor, value: Any) -> Iterator[tuple[str, Message]]:

@@ -93,3 +93,20 @@ def test_a_process_that_never_rests_collects_now_and_then(
             collection.worked()
             collection.collect_if_due()
         assert left() is None
+
+
+def test_the_younger_generations_may_go_on_by_themselves(wait: Callable[[float], None]) -> None:
+    before = gc.get_threshold()
+    with IdleCollection(keeps_young=True).in_charge():
+        assert gc.isenabled()
+        old = Knot()
+        gc.collect()
+        found = weakref.ref(old)
+        del old
+        knots = weakref.ref(Knot())
+        while knots() is not None:
+            # Each is tracked, so that the youngest generation becomes full.
+            [[] for _ in range(before[0])]
+            Knot()
+        assert found() is not None
+    assert gc.get_threshold() == before

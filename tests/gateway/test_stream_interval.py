@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from slipstream.client import AsyncClient
@@ -27,24 +28,20 @@ async def test_each_step_is_a_message_without_an_interval() -> None:
 
 async def test_first_tokens_and_ends_do_not_wait_for_the_interval() -> None:
     async with generation_server(stream_interval_s=1000.0) as server, AsyncClient(server.address) as client:
-        server.loop.pause_tokens = TOKENS_PER_STEP
-        stream = client.generate([5, 6], max_new_tokens=300)
-        first = await anext(stream)
-        assert len(first.token_ids) == TOKENS_PER_STEP
-        server.loop.pause_tokens = None
-        # All that came until the end.
-        (last,) = await collect(stream)
-        assert tokens_of([first, last]) == [5, 6] * 150
+        chunks = await asyncio.wait_for(collect(client.generate([5, 6], max_new_tokens=3000)), 60)
+        assert tokens_of(chunks) == [5, 6] * 1500
+        # The first, and what came until the end.
+        assert len(chunks) == 2
+        assert len(chunks[0].token_ids) == TOKENS_PER_STEP
         assert server.metric("coalesced_messages_total") == 0
 
 
 async def test_more_comes_when_the_interval_is_over() -> None:
     interval_s = 0.2
     async with generation_server(stream_interval_s=interval_s) as server, AsyncClient(server.address) as client:
-        server.loop.pause_tokens = TOKENS_PER_STEP
+        server.loop.pause_tokens = 300
         chunks = client.generate([5, 6], max_new_tokens=303)
         assert len((await anext(chunks)).token_ids) == TOKENS_PER_STEP
-        server.loop.pause_tokens = 300
         began_at, num_tokens = time.monotonic(), TOKENS_PER_STEP
         while num_tokens < 300:
             num_tokens += len((await anext(chunks)).token_ids)

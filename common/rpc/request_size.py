@@ -1,0 +1,100 @@
+"""Counts the fields of a request before it is decoded: a few MiB of small ones would hold the event loop for long."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from slipstream.common.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from google.protobuf.descriptor import Descriptor
+
+MAX_FIELDS = 2**14
+"""Fields of a request and of the messages in it, known or not; decoded in a few milliseconds."""
+MAX_NUMBERS = 2**20
+"""Numbers in one of its packed lists."""
+MIN_COUNTED_BYTES = 2**13
+"""A shorter request is decoded in no time, whatever is in it."""
+_FIELDS_IN_A_TURN = 2**11
+"""Counted in a millisecond or two."""
+_CONTINUED = bytes(range(128, 256))
+"""Bytes of a number other than its last."""
+_VARINT, _FIXED_64, _DELIMITED, _FIXED_32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED_64: 8, _FIXED_32: 4}
+_NOT_PACKED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+
+
+async def check_num_fields(request: bytes, kind: Descriptor) -> None:
+    """Raises InvalidArgumentError for a request of this kind with too many fields, or too many numbers in a list.
+
+    Lets the event loop serve other calls in between. A request that cannot be decoded may pass.
+    """
+    if len(request) < MIN_COUNTED_BYTES:
+        return
+    for num_fields in _turns(request, kind):
+        if num_fields > MAX_FIELDS:
+            raise InvalidArgumentError("request", f"more than {MAX_FIELDS} fields", f"at most {MAX_FIELDS}")
+        await asyncio.sleep(0)
+
+
+def _turns(request: bytes, kind: Descriptor) -> Iterator[int]:
+    """Yields the number of fields so far, now and then and at the end."""
+    num_fields = 0
+    nested: list[tuple[int, int, Descriptor, str]] = [(0, len(request), kind, "")]
+    try:
+        while nested:
+            place, end, message, path = nested.pop()
+            fields = message.fields_by_number
+            while place < end:
+                num_fields += 1
+                if num_fields % _FIELDS_IN_A_TURN == 0:
+                    yield num_fields
+                key, place = _varint(request, place)
+                wire_type = key & 7
+                if wire_type == _VARINT:
+                    while request[place] > 127:
+                        place += 1
+                    place += 1
+                elif wire_type == _DELIMITED:
+                    length, place = _varint(request, place)
+                    field = fields.get(key >> 3)
+                    if field is not None and field.message_type is not None:
+                        nested.append((place, place + length, field.message_type, f"{path}{field.name}."))
+                    elif field is not None and field.is_repeated and field.type not in _NOT_PACKED:
+                        _check_numbers(request[place : place + length], path + field.name)
+                    place += length
+                else:
+                    # The others begin or end a group, and have no content of their own.
+                    place += _FIXED_BYTES.get(wire_type, 0)
+    except IndexError:
+        return
+    yield num_fields
+
+
+def _varint(request: bytes, place: int) -> tuple[int, int]:
+    """The number at a place, and the place behind it."""
+    value = request[place]
+    place += 1
+    if value < 128:
+        return value, place
+    value &= 127
+    shift = 7
+    while True:
+        byte = request[place]
+        place += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, place
+        shift += 7
+
+
+def _check_numbers(packed: bytes, name: str) -> None:
+    if len(packed) > MAX_NUMBERS:
+        num_numbers = len(packed.translate(None, _CONTINUED))
+        if num_numbers > MAX_NUMBERS:
+            raise InvalidArgumentError(name, f"{num_numbers} numbers", f"at most {MAX_NUMBERS}")

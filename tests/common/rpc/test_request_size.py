@@ -1,0 +1,48 @@
+"""Requests with too many fields are refused before they are decoded, and no other."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slipstream.benchmarks.hostile_requests import MIB, hostile_requests
+from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.rpc.request_size import MAX_FIELDS, MAX_NUMBERS, check_num_fields
+from slipstream.protos import generation_pb2
+
+KIND = generation_pb2.GenerateRequest.DESCRIPTOR
+REQUESTS = hostile_requests(3 * MIB)
+REFUSED = {
+    "input_ids": r"input_ids\.ids: got '3145728 numbers'",
+    "stop_token_ids": r"sampling_params\.stop_token_ids: got '3145728 numbers'",
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_too_many_fields_are_refused_without_counting_them_all(name: str) -> None:
+    expected = REFUSED.get(name, f"request: got 'more than {MAX_FIELDS} fields'")
+    begun = time.thread_time()
+    with pytest.raises(InvalidArgumentError, match=expected):
+        await check_num_fields(REQUESTS[name], KIND)
+    # Decoding some of them takes longer than this alone, and what follows is more.
+    assert time.thread_time() - begun < 0.3
+
+
+async def test_a_large_request_in_which_all_can_be_honoured_passes() -> None:
+    items = [generation_pb2.ChatMessage(role="user", content="a" * 900)] * 4096
+    params = generation_pb2.SamplingParams(logit_bias=dict.fromkeys(range(256), 1.0), stop=["é" * 256] * 16)
+    for request in (
+        generation_pb2.GenerateRequest(text="é" * MIB, sampling_params=params, job_id="mine"),
+        generation_pb2.GenerateRequest(messages=generation_pb2.ChatMessages(items=items), sampling_params=params),
+        generation_pb2.GenerateRequest(input_ids=generation_pb2.TokenIds(ids=[150_000] * MAX_NUMBERS)),
+    ):
+        await check_num_fields(request.SerializeToString(), KIND)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 5000, 9000])
+async def test_a_request_that_ends_too_early_is_left_to_the_decoder(cut: int) -> None:
+    request = generation_pb2.GenerateRequest(text="a" * 10_000, job_id="mine").SerializeToString()
+    await check_num_fields(request[:-cut], KIND)
+    await check_num_fields(b"\xff" * 10_000, KIND)
+    await check_num_fields(b"\x00" * 10_000, KIND)
