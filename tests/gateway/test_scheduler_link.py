@@ -225,3 +225,28 @@ async def test_watchers_and_samples_see_no_break(server: GenerationServer, clien
             assert tokens_of(sample) == [5, 6] * (CONTEXT_TOKENS // 2 - 1)
     async with aclosing(client.watch_job("mine")) as again:
         assert (await anext(again)).token_offset == 0
+
+
+async def test_a_drawn_seed_belongs_to_the_job_whatever_dies() -> None:
+    async with generation_server(outage_timeout_s=0.2) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        created = await client.create_job(TEXT, job_id="mine", max_new_tokens=30, temperature=1.0)
+        async with aclosing(client.watch_job("mine")) as chunks:
+            begun = await anext(chunks)
+        server.loop.pause("the draft is gone")
+        async with asyncio.timeout(30):
+            while not (await client.get_job("mine")).error:
+                pass
+        server.loop.serve()
+        server.loop.pause_tokens = None
+        again = await client.create_job(TEXT, job_id="mine", max_new_tokens=30, temperature=1.0)
+        rest = await collect(client.watch_job("mine", from_token=len(begun.token_ids)))
+        prompt = server.model.tokenizer.encode(TEXT)
+        assert tokens_of([begun, *rest]) == [prompt[number % len(prompt)] for number in range(30)]
+        assert again.attempt == created.attempt == begun.attempt == rest[-1].attempt
+        first, *others = server.loop.submitted
+        assert others
+        for sequence in others:
+            assert sequence.spec.sampling.seed == first.spec.sampling.seed
+        assert rest[-1].usage is not None
+        assert rest[-1].usage.seed == first.spec.sampling.seed

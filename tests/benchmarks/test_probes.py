@@ -1,0 +1,40 @@
+"""Probes of a gateway in a process of its own: `benchmarks/probes.py`, each for a short time, with a wide bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.benchmarks.health_checks import health_checks
+from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES, SLOTS, Target, run_probe
+from slipstream.benchmarks.stack import Stack
+from slipstream.benchmarks.watched_gateway import StallFile, watched_gateway
+from slipstream.bundled import target_dir
+from tests.harness.scripted_scheduler import DESCRIPTION, STATE, ScriptedScheduler, serving
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MOST_ON_A_BUSY_MACHINE_MS = 3 * MOST_STALL_MS
+SECONDS, SCALE = 0.5, 0.1
+
+
+@pytest.mark.timeout(120)
+async def test_no_request_holds_the_event_loop(tmp_path: Path) -> None:
+    server = replace(STATE, vocab_size=4096, context_tokens=1024)
+    description = replace(DESCRIPTION, server=server, tokenizer_path=str(target_dir()))
+    path = tmp_path / "stalls"
+    stalls = StallFile(path)
+    with serving(ScriptedScheduler(description, slots=SLOTS), tmp_path) as scheduler:
+        async with Stack(tmp_path / "logs") as stack:
+            program = watched_gateway(path)
+            async with stack.gateway(scheduler, 1, program=program, queue=1024, kept_jobs=4096) as served:
+                with health_checks(served.address) as health:
+                    target = Target(served.address, SECONDS, SCALE)
+                    for probe in PROBES:
+                        report = await run_probe(probe, target, stalls, health)
+                        assert not report.problems
+                        assert sum(report.codes.values())
+                        assert report.stall_ms < MOST_ON_A_BUSY_MACHINE_MS, report
