@@ -46,6 +46,8 @@ class Outgoing:
         self.admitted: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self.aborted: defaultdict[int, list[int]] = defaultdict(list)
         self.refused: defaultdict[int, list[Refusal]] = defaultdict(list)
+        self.taken_ns = 0
+        """When it was taken out of the outbox."""
 
     def __bool__(self) -> bool:
         return bool(self.taken_in or self.admitted or self.aborted or self.refused)
@@ -54,9 +56,9 @@ class Outgoing:
         """Returns the messages of all streams, in order. Called once."""
         deliveries = list(self._of_step())
         for stream in tuple(self.admitted):
-            output = StepOutput(published_ns=time.monotonic_ns(), **self._admissions(stream))
+            output = StepOutput(published_ns=self.taken_ns, **self._admissions(stream))
             deliveries.append(Delivery(stream, output))
-        deliveries += [Delivery(stream, _aborted(ids)) for stream, ids in self.aborted.items()]
+        deliveries += [Delivery(stream, self._aborted(ids)) for stream, ids in self.aborted.items()]
         return deliveries + [Delivery(stream, None, tuple(refusals)) for stream, refusals in self.refused.items()]
 
     def _of_step(self) -> Iterator[Delivery]:
@@ -75,6 +77,16 @@ class Outgoing:
     def _admissions(self, stream: int) -> dict[str, Any]:
         admitted = self.admitted.pop(stream, ())
         return {"admitted": [number for number, _ in admitted], "admitted_ns": [when for _, when in admitted]}
+
+    def _aborted(self, ids: list[int]) -> StepOutput:
+        nothing = [0] * len(ids)
+        return StepOutput(
+            sequences=ids,
+            num_tokens=nothing,
+            num_accepted=nothing,
+            finish_reasons=[FinishReason.ABORT] * len(ids),
+            published_ns=self.taken_ns,
+        )
 
 
 class Outbox:
@@ -105,6 +117,7 @@ class Outbox:
         """Empties it."""
         outgoing = self._outgoing
         if outgoing:
+            outgoing.taken_ns = time.monotonic_ns()
             self._outgoing = Outgoing()
         return outgoing
 
@@ -133,14 +146,3 @@ def _columns(taken_in: TakenIn, rows: slice | Ints) -> dict[str, Any]:
         "tokens": taken_in.tokens[rows][is_there].tolist(),
         "logprobs": {int(taken_in.ids[at]): taken_in.logprobs[at] for at in places if at in taken_in.logprobs},
     }
-
-
-def _aborted(ids: list[int]) -> StepOutput:
-    nothing = [0] * len(ids)
-    return StepOutput(
-        sequences=ids,
-        num_tokens=nothing,
-        num_accepted=nothing,
-        finish_reasons=[FinishReason.ABORT] * len(ids),
-        published_ns=time.monotonic_ns(),
-    )
