@@ -201,7 +201,10 @@ async def watchers(target: Target) -> None:
 async def list_jobs(target: Target) -> None:
     """Four callers list thousands of jobs, a thousand at a time."""
     async with target.connect() as channel:
-        ends = [target.create(channel, max_new_tokens=1) for _ in range(target.number(3000))]
+        ends = []
+        for _ in range(target.number(3000)):
+            request = generation_pb2.GenerateRequest(**job(job_id=next(_JOB_IDS), max_new_tokens=1))
+            ends.append(target.stream(channel, "Generate", request))
         for start in range(0, len(ends), SLOTS):
             await asyncio.gather(*ends[start : start + SLOTS])
     await target.repeat(4, "ListJobs", generation_pb2.ListJobsRequest(page_size=1000))

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
@@ -32,8 +33,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_MS = 500
-MAX_TOKENS_PER_MESSAGE = 2**19
-"""Prompts and outputs in one message to the scheduler; a longer sequence goes alone. 2 MiB or less."""
+MAX_TOKENS_PER_MESSAGE = 2**16
+"""Prompts and outputs in one message to the scheduler; a longer sequence goes alone."""
+MAX_SEQUENCES_PER_MESSAGE = 64
+"""Encoding so many takes a few milliseconds of the event loop's time."""
+MAX_ENDED_IN_A_TURN = 64
+"""Sequences that fail at once because an outage took too long."""
 DESCRIBE_TIMEOUT_S = 1.0
 
 
@@ -198,6 +203,8 @@ class SchedulerLink:
                     while True:
                         for message in await self._stream.receive():
                             await self._take(message, receiver)
+                            # Clients are served in between, also when the gateway is far behind.
+                            await asyncio.sleep(0)
                 except SchedulerGoneError as error:
                     if not self._is_final:
                         await self._pause(receiver, str(error))
@@ -217,18 +224,19 @@ class SchedulerLink:
                 receiver.end(sequence, error=refusal.error)
 
     def _flush(self) -> None:
-        """Sends new sequences and cancels, those of one turn of the event loop together."""
+        """Sends new sequences and cancels, one message in each turn of the event loop."""
         self._is_flushing = False
         if self._absence is not None or self.description is None or self._stream is None:
             return
-        epoch = self.description.server.epoch
-        while self._outgoing or self._cancelled:
-            num_sequences = _num_in_message(self._outgoing)
-            now, self._outgoing = self._outgoing[:num_sequences], self._outgoing[num_sequences:]
-            cancelled: list[int] = []
-            if not self._outgoing:
-                cancelled, self._cancelled = self._cancelled, []
-            sequences = [sequence.to_pb(epoch) for sequence in now]
+        num_sequences = _num_in_message(self._outgoing)
+        now, self._outgoing = self._outgoing[:num_sequences], self._outgoing[num_sequences:]
+        cancelled: list[int] = []
+        if self._outgoing:
+            self._flush_soon()
+        else:
+            cancelled, self._cancelled = self._cancelled, []
+        if now or cancelled:
+            sequences = [sequence.to_pb(self.description.server.epoch) for sequence in now]
             self._stream.send(scheduler_pb2.RunRequest(sequences=sequences, cancelled=cancelled))
 
     def _flush_soon(self) -> None:
@@ -308,7 +316,7 @@ class SchedulerLink:
             return
         since = min(max(self._outage_at, sequence.added_at) for sequence in self._sequences)
         delay_s = since + self._outage_timeout_s - time.monotonic()
-        self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+        self._expiry = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
@@ -316,10 +324,10 @@ class SchedulerLink:
             return
         latest = time.monotonic() - self._outage_timeout_s
         message = f"{self._absence}, for {self._outage_timeout_s:g} s"
-        for sequence in tuple(self._sequences):
-            if max(self._outage_at, sequence.added_at) <= latest:
-                error = UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
-                self._receiver.end(sequence, error=error)
+        late = (one for one in self._sequences if max(self._outage_at, one.added_at) <= latest)
+        for sequence in tuple(islice(late, MAX_ENDED_IN_A_TURN)):
+            error = UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
+            self._receiver.end(sequence, error=error)
         self._watch_outage()
 
 
@@ -328,6 +336,6 @@ def _num_in_message(sequences: Sequence[RunningSequence]) -> int:
     num_tokens = 0
     for number, sequence in enumerate(sequences):
         num_tokens += len(sequence.spec.prompt) + len(sequence.output)
-        if number and num_tokens > MAX_TOKENS_PER_MESSAGE:
+        if number and (num_tokens > MAX_TOKENS_PER_MESSAGE or number == MAX_SEQUENCES_PER_MESSAGE):
             return number
     return len(sequences)

@@ -107,7 +107,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             await one.start()
         linked = asyncio.create_task(link.run(jobs))
         linked.add_done_callback(lambda _: signals.request())
-        collecting = asyncio.create_task(_collect_when_idle(jobs))
+        collecting = asyncio.create_task(_collect_when_idle(jobs, servers))
         await signals.wait()
         await _finish(link, jobs, config.grace_s)
         await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
@@ -131,12 +131,12 @@ def _interceptors(config: GatewayConfig) -> tuple[KeyInterceptor, ...]:
     return (KeyInterceptor(KeyFile(config.api_keys), max_streams=config.key_streams),)
 
 
-async def _collect_when_idle(jobs: JobManager) -> NoReturn:
-    """Keeps full garbage collections out of the time in which jobs run: with many streams they take 100 ms each."""
+async def _collect_when_idle(jobs: JobManager, servers: list[GrpcServer]) -> NoReturn:
+    """Keeps full garbage collections out of the time with jobs or calls: with many streams they take 100 ms each."""
     collection = IdleCollection(keeps_young=True)
     with collection.in_charge():
         while True:
-            if jobs.num_jobs:
+            if jobs.num_jobs or any(server.num_calls for server in servers):
                 collection.worked()
             collection.collect_if_due()
             await asyncio.sleep(CHECK_INTERVAL_S)

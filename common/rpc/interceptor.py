@@ -156,7 +156,8 @@ class CallLimit(_ServerInterceptor):
 
     def __init__(self, max_calls: int) -> None:
         self._max_calls = max_calls
-        self._num_calls = 0
+        self.num_calls = 0
+        """That are being served."""
         self._turns = LoopTurns()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
@@ -164,21 +165,21 @@ class CallLimit(_ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or is_health_check(handler_call_details):
             return handler
-        if self._num_calls >= self._max_calls:
+        if self.num_calls >= self._max_calls:
             return refusing(handler, self._refusal())
         return replaced(handler, self._counted)
 
     def _counted(self, handle: Handle) -> Handle:
         async def call(request: Any, context: Any) -> Any:
             # Others may have begun while the message came.
-            if self._num_calls >= self._max_calls:
+            if self.num_calls >= self._max_calls:
                 raise self._refusal()
-            self._num_calls += 1
+            self.num_calls += 1
             try:
                 await self._turns.begin()
                 return await handle(request, context)
             finally:
-                self._num_calls -= 1
+                self.num_calls -= 1
 
         return call
 

@@ -55,7 +55,8 @@ class GrpcServer:
         self._listener = listener
         self._access = access or AccessSettings()
         options = _options(keepalive or Keepalive(), max_receive_bytes, self._access.max_connections)
-        chain = [StatusInterceptor(metrics), CallLimit(self._access.max_calls), *interceptors, Decoder()]
+        self._limit = CallLimit(self._access.max_calls)
+        chain = [StatusInterceptor(metrics), self._limit, *interceptors, Decoder()]
         self._server = grpc.aio.server(interceptors=chain, options=options)
         self._health = _HealthServicer()
         self._names: list[str] = []
@@ -69,6 +70,11 @@ class GrpcServer:
     def is_serving(self) -> bool:
         """The answer to health checks."""
         return self._health.is_serving
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are being served, without health checks."""
+        return self._limit.num_calls
 
     def add_service(self, name: str, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
         """Adds a service before `start`: its full name, its generated `add_..._to_server`, and its servicer."""

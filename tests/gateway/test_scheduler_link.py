@@ -11,7 +11,7 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
-from slipstream.gateway.scheduler_link import MAX_TOKENS_PER_MESSAGE
+from slipstream.gateway.scheduler_link import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP, logprobs_of
 from tests.harness.tokenizers_by_kind import TEXT
@@ -250,3 +250,18 @@ async def test_a_drawn_seed_belongs_to_the_job_whatever_dies() -> None:
             assert sequence.spec.sampling.seed == first.spec.sampling.seed
         assert rest[-1].usage is not None
         assert rest[-1].usage.seed == first.spec.sampling.seed
+
+
+async def test_many_sequences_are_submitted_again_a_message_at_a_time_and_all_fail_when_it_takes_too_long() -> None:
+    num_jobs = 2 * MAX_SEQUENCES_PER_MESSAGE + 1
+    async with generation_server(outage_timeout_s=0.5) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = 0
+        await asyncio.gather(*(client.create_job([5], job_id=f"job-{n}") for n in range(num_jobs)))
+        await until(lambda: len(server.loop.submitted) == num_jobs)
+        server.loop.break_streams()
+        await until(lambda: len(server.loop.submitted) == 2 * num_jobs)
+        again = [sequence.spec.job_id for sequence in server.loop.submitted[num_jobs:]]
+        assert again == [sequence.spec.job_id for sequence in server.loop.submitted[:num_jobs]]
+        server.loop.pause("verify is gone")
+        await until(lambda: server.metric("requests_total", outcome="error") == num_jobs)
+        assert server.link.num_waiting == server.link.num_running == 0
