@@ -19,7 +19,9 @@ from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.config import GatewayConfig
+from slipstream.gateway.home import gateway_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -168,18 +170,31 @@ class Stack:
     ) -> AsyncIterator[Served]:
         """Runs a gateway in front of the scheduler at this address, whose metrics are at `metrics_port`.
 
-        It has a journal, as one of `slipstream up` has, which ends with it. `program`: another one with the same
-        options.
+        It has a journal, as one of `slipstream up` has, which ends with it. With the option `gateways` there are
+        several on one port; the metrics are then those of the first. `program`: another one with the same options.
         """
-        port, free_port = free_ports(2)
-        served = Served(f"127.0.0.1:{port}", scheduler, metrics_port, gateway_metrics_port or free_port)
-        with TemporaryDirectory(dir=self._directory) as state_dir:
-            command = (
-                *(*program, *words(listen=served.address, scheduler=scheduler)),
-                *words(metrics_port=served.gateway_metrics_port, **{"state_dir": state_dir, **options}),
-            )
-            async with self._service("gateway", served.address, *command, environment=self._scheduler_environment):
-                yield served
+        count = int(str(options.get("gateways", 1)))
+        metrics = [gateway_metrics_port or free_ports(1)[0], *free_ports(count - 1)]
+        environment = self._scheduler_environment
+        async with AsyncExitStack() as held:
+            state_dir = held.enter_context(TemporaryDirectory(dir=self._directory))
+            address = f"127.0.0.1:{free_ports(1)[0]}"
+            if count > 1:
+                address = held.enter_context(Listener.claim("127.0.0.1:0", is_shared=True)).address
+            starts = []
+            for index, port in enumerate(metrics):
+                name = "gateway" if count == 1 else gateway_name(index)
+                private: dict[str, Option] = (
+                    {} if count == 1 else {"private_listen": self.socket(name), "gateway_index": index}
+                )
+                command = (
+                    *(*program, *words(listen=address, scheduler=scheduler)),
+                    *words(metrics_port=port, **{"state_dir": state_dir, **private, **options}),
+                )
+                health = address if count == 1 else self.socket(name)
+                starts.append(self._service(name, health, *command, environment=environment))
+            await asyncio.gather(*(held.enter_async_context(start) for start in starts))
+            yield Served(address, scheduler, metrics_port, metrics[0])
 
     @asynccontextmanager
     async def _service(

@@ -21,7 +21,7 @@ from slipstream import bundled
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.status_watch import read_server
-from slipstream.cli.up.config import UpConfig, free_address, gateway_command, scheduler_command, worker_command
+from slipstream.cli.up.config import UpConfig, free_address, gateway_commands, scheduler_command, worker_command
 from slipstream.cli.up.display import LoadingDisplay
 from slipstream.cli.up.run import supervising
 from slipstream.client import AsyncClient
@@ -106,7 +106,7 @@ class _Demo:
         return report(self._console, drafted, undrafted)
 
     async def _measure(self, config: UpConfig, title: str) -> DemoRun:
-        gateway = gateway_command(config, free_address(config.listen, field="listen"))
+        (gateway,) = gateway_commands(config, free_address(config.listen, field="listen"))
         with self._loading:
             self._supervisor.start(scheduler_command(config))
             self._supervisor.start(gateway)

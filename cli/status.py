@@ -87,6 +87,11 @@ class ServerStatus:
         """The service of this name, which there must be."""
         return next(service for service in self.state.services if service.name == name)
 
+    @property
+    def gateways(self) -> list[str]:
+        """Names of the gateways: "gateway", or "gateway-0" and so on."""
+        return [service.name for service in self.state.services if service.name.partition("-")[0] == "gateway"]
+
     def describe(self) -> str:
         """Algorithm, kind of fences, and whether under MPS, in words."""
         state = self.state

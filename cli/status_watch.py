@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from slipstream.client.connection import AccessOptions
 
-MEASURED = ("scheduler", "gateway")
-"""The services whose metrics are shown."""
 DEFAULT_INTERVAL_S, MIN_INTERVAL_S, MAX_INTERVAL_S = 1.0, 0.1, 3600.0
 _SCRAPE_TIMEOUT_S = 2.0
 _PLAIN_WIDTH = 160
@@ -54,10 +52,19 @@ class Reading:
         ours, theirs = (reading._starts() for reading in (self, earlier))
         return [
             name
-            for name in MEASURED
-            if self.status.service(name).pid != earlier.status.service(name).pid
+            for name in self.measured
+            if self._pids.get(name) != earlier._pids.get(name)
             or (name in ours and name in theirs and ours[name] != theirs[name])
         ]
+
+    @property
+    def measured(self) -> list[str]:
+        """The services whose metrics are shown."""
+        return ["scheduler", *self.status.gateways]
+
+    @property
+    def _pids(self) -> dict[str, int]:
+        return {service.name: service.pid for service in self.status.state.services}
 
     def _starts(self) -> dict[str, float]:
         # In containers the next process can have the same id.
@@ -144,7 +151,7 @@ async def read_server(server: str, **access: Unpack[AccessOptions]) -> Reading:
     status = await fetch_status(server, **access)
     pages: dict[str, Scrape] = {}
     metrics, why = None, ""
-    for name in MEASURED:
+    for name in ("scheduler", *status.gateways):
         port = status.service(name).metrics_port
         if not port:
             why = f"the {name} has no metrics"

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
+from pathlib import Path
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.settings import setting
+from slipstream.gateway.home import Home, gateway_name
 from slipstream.gateway.journal_file import JournalMode
 
 LISTEN = "127.0.0.1:50051"
 _DAY_S = 86_400
+MAX_GATEWAYS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(AccessSettings):
     """The gateway's settings that `slipstream up` has, too, and passes on. Raises ConfigError naming the field."""
 
+    gateways: int = setting(
+        1,
+        help="Gateways that share the clients' port; each takes its part of --queue.",
+        unit="N",
+        low=1,
+        high=MAX_GATEWAYS,
+    )
     queue: int = setting(
         256, help="Requests that may wait for a slot; one more is refused.", unit="N", low=1, high=2**20
     )
@@ -62,6 +71,11 @@ class GatewaySettings(AccessSettings):
         if self.vllm_engine and find_spec("smg_grpc_proto") is None:
             raise ConfigError("vllm_engine", True, "false without the extra, slipstream-serve[openai]")
 
+    @property
+    def shares_port(self) -> bool:
+        """See `AccessSettings.shares_port`."""
+        return self.gateways > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(GatewaySettings):
@@ -73,6 +87,13 @@ class GatewayConfig(GatewaySettings):
     )
     state_dir: Path | None = setting(
         None, help="Directory of the journal, which is there already.", unit="DIR", unset="no journal"
+    )
+    gateway_index: int = setting(
+        0,
+        help="Which of the gateways this is, from 0; they find each other beside --private-listen.",
+        unit="N",
+        low=0,
+        high=MAX_GATEWAYS - 1,
     )
     grace_s: float = setting(
         30.0,
@@ -89,8 +110,52 @@ class GatewayConfig(GatewaySettings):
             raise ConfigError("scheduler", self.scheduler, "unix:PATH")
         if self.private_listen is not None:
             check_internal(self.private_listen, field="private_listen")
+        if self.gateway_index >= self.gateways:
+            raise ConfigError("gateway_index", self.gateway_index, f"0 to {self.gateways - 1}, with --gateways")
+        if self.private_listen not in self.private_addresses[self.gateway_index :][:1] and self.gateways > 1:
+            file = f"{gateway_name(self.gateway_index)}.sock"
+            raise ConfigError("private_listen", self.private_listen, f"unix:DIR/{file}, with --gateways")
+        if self.queue < self.gateways:
+            raise ConfigError("queue", self.queue, f"{self.gateways} or more, one for each of the gateways")
+        if self.state_dir is not None and self.journal != JournalMode.OFF:
+            check_journals(self.state_dir, self.gateways)
+
+    @property
+    def home(self) -> Home:
+        """This gateway among those of the server."""
+        return Home(self.gateway_index, self.gateways)
+
+    @property
+    def own_queue(self) -> int:
+        """This gateway's part of the queue."""
+        return self.queue // self.gateways + (self.gateway_index < self.queue % self.gateways)
 
     @property
     def journal_path(self) -> Path | None:
         """The journal's file; None if jobs are kept in memory alone."""
-        return None if self.state_dir is None else self.state_dir / "journal.sqlite3"
+        return None if self.state_dir is None else self.state_dir / _journal_name(self.gateway_index, self.gateways)
+
+    @property
+    def private_addresses(self) -> tuple[str, ...]:
+        """Where several gateways reach each other, in order."""
+        if self.gateways == 1 or self.private_listen is None:
+            return ()
+        own = Path(self.private_listen.removeprefix("unix:"))
+        return tuple(f"unix:{own.with_name(gateway_name(index))}.sock" for index in range(self.gateways))
+
+
+def _journal_name(index: int, count: int) -> str:
+    return "journal.sqlite3" if count == 1 else f"journal-{index}-of-{count}.sqlite3"
+
+
+def check_journals(state_dir: Path, gateways: int) -> None:
+    """Raises ConfigError if the journals in the directory are those of another number of gateways.
+
+    Jobs that are in them have other homes with `gateways`, and would not be found.
+    """
+    expected = {_journal_name(index, gateways) for index in range(gateways)}
+    for path in sorted(state_dir.glob("journal*.sqlite3")):
+        if path.name not in expected:
+            count = path.stem.rpartition("-of-")[2] if "-of-" in path.stem else "1"
+            accepted = f"{count}, with which {path} was written; another number needs it removed, with its jobs"
+            raise ConfigError("gateways", gateways, accepted)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import TYPE_CHECKING
-
-from slipstream.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from slipstream.gateway.job import Job
-
-DEFAULT_PAGE_SIZE = 50
-MAX_PAGE_SIZE = 1000
 
 
 class JobStore:
@@ -76,27 +72,11 @@ class JobStore:
         self._forget()
         return self._jobs.get((owner, job_id))
 
-    def page(self, owner: str, size: int, token: str) -> tuple[list[Job], str]:
-        """The owner's next jobs, the latest first, and the token of the page after them; empty for the last.
-
-        Raises InvalidArgumentError for an invalid size or token.
-        """
-        if not 0 <= size <= MAX_PAGE_SIZE:
-            raise InvalidArgumentError("page_size", size, f"0 to {MAX_PAGE_SIZE}")
-        if token and not (token.isascii() and token.isdigit() and len(token) < 20):
-            raise InvalidArgumentError("page_token", token, "next_page_token of an answer, or nothing")
+    def latest(self, owner: str, count: int, before: int = 0) -> list[Job]:
+        """The owner's latest jobs, at most `count`, with numbers below `before`, unless that is 0."""
         self._forget()
-        size = size or DEFAULT_PAGE_SIZE
-        # Numbers only grow, so jobs that come or go between two calls move no other to another page.
-        before = int(token) if token else None
-        found: list[Job] = []
-        for job in reversed(self._jobs.values()):
-            if job.owner != owner or (before is not None and job.number >= before):
-                continue
-            if len(found) == size:
-                return found, str(found[-1].number)
-            found.append(job)
-        return found, ""
+        earlier = (job for job in reversed(self._jobs.values()) if not before or job.number < before)
+        return list(islice((job for job in earlier if job.owner == owner), count))
 
     def _forget(self) -> None:
         now = self._clock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from contextlib import aclosing, contextmanager, suppress
@@ -19,6 +18,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.loop_turns import LoopTurns
+from slipstream.gateway.home import ALONE, Home
 from slipstream.gateway.job import Job, JobReader
 from slipstream.gateway.job_journal import JobJournal
 from slipstream.gateway.keys import TokenQuota, current_owner
@@ -44,7 +44,6 @@ RETURN_S = 30.0
 """After a restart, callers of Generate may take so long to come back before their jobs are cancelled."""
 RETRY_AFTER_MS = 200
 _BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
-
 logger = logging.getLogger(__name__)
 
 
@@ -84,12 +83,13 @@ class JobManager:
         store: JobStore,
         metrics: RequestMetrics,
         *,
+        home: Home = ALONE,
         stream_interval_s: Callable[[], float] = lambda: 0.0,
         journal_file: JournalFile | None = None,
         return_s: float = RETURN_S,
         quota: TokenQuota | None = None,
     ) -> None:
-        """`stream_interval_s` returns the least time between two messages of a stream.
+        """`stream_interval_s` returns the least time between two messages of a stream; `home` numbers the jobs.
 
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
         `return_s` to come back to its job. `quota` bounds each owner's tokens in flight.
@@ -105,7 +105,7 @@ class JobManager:
         self.turns = LoopTurns()
         self._is_complete = not self.journal.has_jobs
         """False while jobs of the journal are not back."""
-        self._numbers = itertools.count(self.journal.last_number + 1)
+        self._numbers = home.numbers_after(self.journal.last_number)
         store.on_forget = lambda job: self.journal.forget(job.number)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -218,10 +218,10 @@ class JobManager:
             raise NotFoundError(f"there is no job {job_id!r}, or it ended too long ago")
         return job
 
-    def page(self, size: int, token: str) -> tuple[list[Job], str]:
-        """See `JobStore.page`."""
+    def latest(self, count: int, before: int = 0) -> list[Job]:
+        """The caller's latest jobs, at most `count`, with numbers below `before`, unless that is 0."""
         self._check_complete()
-        return self._store.page(current_owner(), size, token)
+        return self._store.latest(current_owner(), count, before)
 
     def cancel(self, job_id: str) -> None:
         """Cancels a job; its streams then end with the reason "abort". No effect if it is over.

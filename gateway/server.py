@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -15,23 +15,30 @@ from typing import TYPE_CHECKING, NoReturn
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import CheckpointError, UnavailableError
 from slipstream.common.idle_collection import CHECK_INTERVAL_S, IdleCollection
+from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
+from slipstream.gateway.forwarding import Forwarding
+from slipstream.gateway.home import gateway_name
 from slipstream.gateway.job_store import JobStore
 from slipstream.gateway.journal_file import JournalFile, JournalMode
 from slipstream.gateway.keys import KeyFile, KeyInterceptor, TokenQuota
 from slipstream.gateway.manager import JobManager
+from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
+from slipstream.gateway.peers import FromPeers, GatewayState, Peers, PeersServicer
 from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
 from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
 from slipstream.gateway.served_model import load_model
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
 from slipstream.gateway.validation import MAX_SAMPLES
-from slipstream.protos import generation_pb2_grpc
+from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from slipstream.gateway.config import GatewayConfig
 
 logger = logging.getLogger(__name__)
@@ -42,31 +49,24 @@ STOP_GRACE_S = 2.0
 async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: int | None) -> int:
     """Serves until a signal, or until the model's tokenizer cannot be loaded; returns the exit status."""
     registry = make_registry()
-    with ExitStack() as held:
+    servers: list[GrpcServer] = []
+    async with AsyncExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         executor = held.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer"))
-        rpc_metrics = RpcMetrics(registry)
-        server = GrpcServer(listener, metrics=rpc_metrics, access=config, interceptors=_interceptors(config))
-        servers = [server]
+        private: Listener | None = None
         if config.private_listen is not None:
             private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
-            servers.append(GrpcServer(private, metrics=rpc_metrics))
-
-        def set_serving(is_serving: bool) -> None:
-            for one in servers:
-                one.set_serving(is_serving)
-
         link = SchedulerLink(
             config.scheduler,
-            partial(load_model, max_samples=min(MAX_SAMPLES, config.queue)),
-            capacity=config.queue,
+            partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue)),
+            capacity=config.own_queue,
             outage_timeout_s=config.outage_timeout_s,
-            on_serving=set_serving,
+            on_serving=lambda is_serving: _set_serving(servers, is_serving),
         )
         ServerInfo(
             registry,
-            queue_capacity=config.queue,
+            queue_capacity=config.own_queue,
             state=lambda: None if link.description is None else link.description.server,
         )
         path, mode = config.journal_path, JournalMode(config.journal)
@@ -75,42 +75,45 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             link,
             JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
             RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting),
+            home=config.home,
             stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
             quota=TokenQuota(config.key_tokens),
             journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
         )
-
-        async def state() -> ServerState:
-            gateway = ServiceState(name="gateway", address=server.address, pid=os.getpid(), metrics_port=port)
-            behind = (await link.describe()).server
-            return replace(
-                behind,
-                queue_capacity=config.queue,
-                num_waiting=link.num_waiting,
-                services=(gateway, *behind.services),
-            )
-
+        own_state = partial(_own_state, config, listener.address, port, link)
+        peers = await held.enter_async_context(Peers(config.home, config.private_addresses, jobs, own_state))
+        state = partial(_server_state, link, peers, config.queue)
         servicer = GenerationServicer(
-            jobs, model=link.model, state=state, turns=FairTurns(executor), read_timeout_s=config.read_timeout_s
+            jobs,
+            model=link.model,
+            state=state,
+            turns=FairTurns(executor),
+            peers=peers,
+            read_timeout_s=config.read_timeout_s,
         )
-        for one in servers:
-            one.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        forwarding = Forwarding(peers, read_timeout_s=config.read_timeout_s, on_cut_off=jobs.cut_off)
+        servers += _servers(config, listener, private, forwarding, RpcMetrics(registry))
+        for server in servers:
+            server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+        for server in servers[1:]:
+            server.add_service(PEERS_NAME, peers_pb2_grpc.add_PeersServicer_to_server, PeersServicer(jobs, own_state))
         if config.vllm_engine:
             # Its messages come with an extra.
             from slipstream.gateway import vllm_engine
 
             engine = vllm_engine.VllmEngineServicer(
-                servicer, jobs, model=link.model, state=state, is_serving=lambda: server.is_serving
+                servicer, jobs, model=link.model, state=state, is_serving=lambda: servers[0].is_serving
             )
-            server.add_service(vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine)
-        for one in servers:
-            await one.start()
+            for server in servers:
+                server.add_service(vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine)
+        for server in servers:
+            await server.start()
         linked = asyncio.create_task(link.run(jobs))
         linked.add_done_callback(lambda _: signals.request())
         collecting = asyncio.create_task(_collect_when_idle(jobs, servers))
         await signals.wait()
-        await _finish(link, jobs, config.grace_s)
-        await asyncio.gather(*(one.stop(STOP_GRACE_S) for one in servers))
+        await _finish(link, jobs, forwarding, config.grace_s)
+        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers))
         collecting.cancel()
         linked.cancel()
         try:
@@ -124,11 +127,24 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             await jobs.journal.close()
 
 
-def _interceptors(config: GatewayConfig) -> tuple[KeyInterceptor, ...]:
-    """What looks at clients' calls first. Raises ConfigError for a file of keys that is wrong."""
-    if config.api_keys is None:
-        return ()
-    return (KeyInterceptor(KeyFile(config.api_keys), max_streams=config.key_streams),)
+def _servers(
+    config: GatewayConfig, listener: Listener, private: Listener | None, forwarding: Forwarding, metrics: RpcMetrics
+) -> Iterable[GrpcServer]:
+    """Yields the server for clients, and the one for this user and other gateways if there is such an address.
+
+    Raises ConfigError for a file of keys that is wrong.
+    """
+    forwards = [forwarding] if config.gateways > 1 else []
+    keys = None if config.api_keys is None else KeyFile(config.api_keys)
+    asks = [] if keys is None else [KeyInterceptor(keys, max_streams=config.key_streams)]
+    yield GrpcServer(listener, metrics=metrics, access=config, interceptors=[*asks, *forwards])
+    if private is not None and config.gateways > 1:
+        # A call that is passed on was counted where it came.
+        access = AccessSettings(max_calls=min(MAX_CALLS, config.max_calls * config.gateways))
+        interceptors = [FromPeers(), *forwards]
+        yield GrpcServer(private, access=access, interceptors=interceptors, max_streams=config.max_calls)
+    elif private is not None:
+        yield GrpcServer(private, metrics=metrics)
 
 
 async def _collect_when_idle(jobs: JobManager, servers: list[GrpcServer]) -> NoReturn:
@@ -142,11 +158,35 @@ async def _collect_when_idle(jobs: JobManager, servers: list[GrpcServer]) -> NoR
             await asyncio.sleep(CHECK_INTERVAL_S)
 
 
-async def _finish(link: SchedulerLink, jobs: JobManager, grace_s: float) -> None:
-    """Refuses new jobs and gives the others time to end."""
+def _own_state(config: GatewayConfig, address: str, metrics_port: int, link: SchedulerLink) -> GatewayState:
+    name = "gateway"
+    if config.gateways > 1:
+        name, address = gateway_name(config.gateway_index), config.private_addresses[config.gateway_index]
+    service = ServiceState(name=name, address=address, pid=os.getpid(), metrics_port=metrics_port)
+    return GatewayState(service, link.num_waiting)
+
+
+async def _server_state(link: SchedulerLink, peers: Peers, queue: int) -> ServerState:
+    """The whole server: all gateways, and what is behind them."""
+    behind, gateways = (await link.describe()).server, await peers.states()
+    return replace(
+        behind,
+        queue_capacity=queue,
+        num_waiting=sum(gateway.num_waiting for gateway in gateways),
+        services=(*(gateway.service for gateway in gateways), *behind.services),
+    )
+
+
+def _set_serving(servers: Iterable[GrpcServer], is_serving: bool) -> None:
+    for server in servers:
+        server.set_serving(is_serving)
+
+
+async def _finish(link: SchedulerLink, jobs: JobManager, forwarding: Forwarding, grace_s: float) -> None:
+    """Refuses new jobs and gives the others time to end, also those that its clients follow at other gateways."""
     link.shut(UnavailableError("the server is shutting down", retry_after_ms=RETRY_AFTER_MS))
     try:
         async with asyncio.timeout(grace_s):
-            await jobs.wait_idle()
+            await asyncio.gather(jobs.wait_idle(), forwarding.wait_idle())
     except TimeoutError:
         logger.warning("%d jobs did not finish within %.0f s", jobs.num_jobs, grace_s)

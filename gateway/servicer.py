@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -11,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
-    ResourceExhaustedError,
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.gateway.peers import client_of
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
+from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-    from types import TracebackType
 
     from google.protobuf.message import Message
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
     from slipstream.gateway.manager import JobManager
+    from slipstream.gateway.peers import Peers
     from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
 
@@ -52,6 +52,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         model: Callable[[], ServedModel],
         state: Callable[[], Awaitable[ServerState]],
         turns: FairTurns,
+        peers: Peers,
         read_timeout_s: float,
     ) -> None:
         """`model` and `state` return the present ones, or raise UnavailableError; long texts are tokenised in `turns`.
@@ -62,6 +63,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._model = model
         self._state = state
         self._turns = turns
+        self._peers = peers
         self._read_timeout_s = read_timeout_s
         self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
         """The chunk that was encoded last."""
@@ -69,14 +71,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
         """See generation.proto."""
         from_tokens, attempt = _take_resume(request)
-        job = await self.admit(request, context.peer(), attempt=attempt)
+        job = await self.admit(request, client_of(context), attempt=attempt)
         await self.follow(job, context, self._messages, from_tokens, attempt=attempt)
 
     async def CreateJob(
         self, request: generation_pb2.CreateJobRequest, context: Any
     ) -> generation_pb2.CreateJobResponse:
         """See generation.proto."""
-        job = await self.admit(request, context.peer())
+        job = await self.admit(request, client_of(context))
         self._jobs.detach(job)
         await self._jobs.journal.flush()
         return generation_pb2.CreateJobResponse(job=job.info().to_pb())
@@ -101,12 +103,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def ListJobs(self, request: generation_pb2.ListJobsRequest, context: Any) -> generation_pb2.ListJobsResponse:
         """See generation.proto."""
         reject_unknown_fields(request)
-        jobs, next_page_token = self._jobs.page(request.page_size, request.page_token)
-        response = generation_pb2.ListJobsResponse(next_page_token=next_page_token)
-        for job in jobs:
-            await self._jobs.turns.begin()
-            response.jobs.append(job.info().to_pb())
-        return response
+        return await self._peers.page(request.page_size, request.page_token)
 
     async def CancelJob(
         self, request: generation_pb2.CancelJobRequest, context: Any
@@ -190,29 +187,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             return self._model()
 
     async def _parse(self, request: JobRequest, limits: RequestLimits, tokenizer: Any, client: str) -> CheckedRequest:
-        parse = partial(parse_request, request, limits, tokenizer)
+        parse = partial(parse_request, request, limits, tokenizer, self._peers.home)
         # The time that a chat template takes is unbounded.
         if len(request.text) <= LONG_TEXT_CHARACTERS and not request.HasField("messages"):
             return parse()
         return await self._turns.run(client, request.ByteSize(), parse)
 
     async def _send(self, context: Any, chunks: AsyncGenerator[OutputChunk, None], encode: Encode) -> None:
-        """Sends a stream. Gives up on a client that reads nothing: by then gRPC holds a few MiB of it."""
-        timeout = asyncio.timeout(None)
-        try:
-            async with timeout, aclosing(chunks):
-                with WriteWatch(timeout, self._read_timeout_s) as watch:
-                    async for chunk in chunks:
-                        for message in encode(chunk):
-                            watch.begin()
-                            await context.write(message)
-                            watch.end()
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            self._jobs.cut_off()
-            reason = f"the client read nothing for {self._read_timeout_s:g} s"
-            raise ResourceExhaustedError(reason, retry_after_ms=0) from None
+        async with watching_writes(self._read_timeout_s, self._jobs.cut_off) as watch, aclosing(chunks):
+            async for chunk in chunks:
+                for message in encode(chunk):
+                    watch.begin()
+                    await context.write(message)
+                    watch.end()
 
     def _messages(self, chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
         """Encodes a chunk once for readers of a job that are at the same place."""
@@ -229,42 +216,3 @@ def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], in
     from_tokens, attempt = list(request.resume.from_tokens), request.resume.attempt
     request.ClearField("resume")
     return from_tokens, attempt
-
-
-class WriteWatch:
-    """Lets a timeout expire when one of a stream's writes takes too long; a context manager.
-
-    It has one timer for all writes, because most end long before a timer of their own would be worth its price.
-    """
-
-    def __init__(self, timeout: asyncio.Timeout, timeout_s: float) -> None:
-        """`timeout` was entered before; it expires when a write has taken `timeout_s`."""
-        self._timeout = timeout
-        self._timeout_s = timeout_s
-        self._loop = asyncio.get_running_loop()
-        self._begun_at: float | None = None
-
-    def __enter__(self) -> WriteWatch:
-        self._timer = self._loop.call_later(self._timeout_s, self._look)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._timer.cancel()
-
-    def begin(self) -> None:
-        """Called when a write begins."""
-        self._begun_at = self._loop.time()
-
-    def end(self) -> None:
-        """Called when it is done."""
-        self._begun_at = None
-
-    def _look(self) -> None:
-        now = self._loop.time()
-        begun_at = now if self._begun_at is None else self._begun_at
-        if now - begun_at >= self._timeout_s:
-            self._timeout.reschedule(now)
-        else:
-            self._timer = self._loop.call_at(begun_at + self._timeout_s, self._look)

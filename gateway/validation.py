@@ -12,6 +12,7 @@ from slipstream.common.api.sampling import MAX_LISTED_IDS, MAX_SEED, MAX_TOP_LOG
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.gateway.home import ALONE, Home
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,10 +71,12 @@ class CheckedRequest:
     """No stop string is completed by the text of the first so many tokens."""
 
 
-def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer) -> CheckedRequest:
+def parse_request(
+    request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer, home: Home = ALONE
+) -> CheckedRequest:
     """Checks a request. Raises InvalidArgumentError naming the field that cannot be honoured.
 
-    An unset job id or seed is drawn here, so that the job can be named, and repeated, from then on.
+    An unset job id, at home at `home`, or seed is drawn here, so that the job can be named, and repeated, from then on.
     """
     reject_unknown_fields(request)
     params = request.sampling_params
@@ -84,7 +87,8 @@ def parse_request(request: JobRequest, limits: RequestLimits, tokenizer: Tokeniz
     num_samples = _num_samples(params, limits)
     top_logprobs = _top_logprobs(params, limits)
     max_draft_tokens = _max_draft_tokens(request.speculation, limits)
-    job_id = _job_id(request.job_id)
+    job_id = request.job_id or home.new_job_id()
+    check_job_id(job_id)
     prompt = read_prompt(request, tokenizer, limits)
     max_new_tokens = _max_new_tokens(params, len(prompt), limits)
     min_new_tokens = _min_new_tokens(params, max_new_tokens, stop_token_ids, limits)
@@ -118,13 +122,6 @@ def check_job_id(job_id: str) -> None:
     """Raises InvalidArgumentError for an invalid job id."""
     if not JOB_ID.fullmatch(job_id):
         raise InvalidArgumentError("job_id", job_id, "1 to 128 characters of A-Z a-z 0-9 . _ : -")
-
-
-def _job_id(given: str) -> str:
-    if not given:
-        return secrets.token_hex(16)
-    check_job_id(given)
-    return given
 
 
 def _sampling(params: generation_pb2.SamplingParams, limits: RequestLimits) -> SamplingParams:

@@ -16,6 +16,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
+from slipstream.gateway.peers import client_of
 from slipstream.gateway.validation import check_most
 from slipstream.gateway.vllm_messages import VllmAnswer, naming_their_fields, request_from_vllm
 
@@ -63,7 +64,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             with suppress(UnavailableError, FailedPreconditionError):
                 # Before any work that grows with the length.
                 check_most(len(request.tokenized.input_ids), self._model().limits.context_tokens, "input_ids.ids")
-            job = await self._generation.admit(request_from_vllm(request), context.peer(), fills_context=True)
+            job = await self._generation.admit(request_from_vllm(request), client_of(context), fills_context=True)
         answer = VllmAnswer(prompt_tokens=job.num_prompt_tokens, is_stream=request.stream)
         await self._generation.follow(job, context, answer.messages)
 

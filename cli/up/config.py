@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +20,13 @@ from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.service_options import LogSettings, ServiceOptions
 from slipstream.common.settings import arguments, setting, shared
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
+from slipstream.gateway.home import gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
 from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from slipstream.cli.up.mps import MpsDaemon
     from slipstream.common.settings import Settings
 
@@ -31,8 +35,8 @@ DEFAULT_SERVER = LISTEN
 
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
-_METRICS_PORTS = ("scheduler", "verify", "draft", "gateway", SMG)
-"""Services in the order of their metrics ports, which follow each other."""
+_METRICS_PORTS = ("scheduler", "verify", "draft")
+"""Services in the order of their metrics ports, which follow each other; then come a gateway, SMG and more gateways."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -59,10 +63,10 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
     )
     metrics_port: int | None = setting(
         None,
-        help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateway's follow; 0: any.",
+        help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateways' follow; 0: any.",
         unit="PORT",
         low=0,
-        high=65536 - len(_METRICS_PORTS),
+        high=2**16 - 2 - len(_METRICS_PORTS),
         unset=f"{METRICS_PORT}, and free ones with port 0 in --listen",
     )
     openai_port: int | None = setting(
@@ -93,13 +97,18 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_address(self.listen)
-        parse_address(self.socket("scheduler"), field="state_dir")
+        for name in ("scheduler", *self.gateway_names):
+            parse_address(self.socket(name), field="state_dir")
+        if self.gateways > 1 and not isinstance(parse_address(self.listen), TcpAddress):
+            raise ConfigError("gateways", self.gateways, "1 with unix:PATH in --listen")
+        if self.metrics_port_of(self.gateway_names[-1]) >= 2**16:
+            raise ConfigError("metrics_port", self.metrics_port, "a port with room for all services' below 65536")
         if self.mps == MpsMode.ON and self.device == "cpu":
             raise ConfigError("mps", self.mps, "auto or off on a CPU")
         self._check_openai_port()
         for worker in self.workers:
             self.worker(worker)
-        _ = self.scheduler, self.gateway
+        _ = self.scheduler, self.gateway(0)
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -129,17 +138,29 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
             num_draft_tokens=self.models.num_draft_tokens,
         )
 
-    @property
-    def gateway(self) -> GatewayConfig:
-        """Settings of the gateway."""
+    def gateway(self, index: int) -> GatewayConfig:
+        """Settings of a gateway. Where there are several, or clients need a key or TLS, it has a private address."""
+        private = self.socket(self.gateway_names[index]) if self.is_locked or self.gateways > 1 else None
         return shared(
             GatewayConfig,
             self,
+            gateway_index=index,
+            private_listen=private,
             scheduler=self.socket("scheduler"),
             state_dir=self.state_dir.absolute(),
             grace_s=self.drain_timeout_s,
             vllm_engine=self.vllm_engine or self.openai_port is not None,
         )
+
+    @property
+    def is_locked(self) -> bool:
+        """True if clients need a key or TLS."""
+        return self.has_tls or self.api_keys is not None
+
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        """The gateways, in order."""
+        return ("gateway",) if self.gateways == 1 else tuple(map(gateway_name, range(self.gateways)))
 
     @property
     def mps_mode(self) -> MpsMode:
@@ -167,7 +188,8 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
         if port is None:
             listen = parse_address(self.listen)
             port = METRICS_PORT if isinstance(listen, TcpAddress) and listen.port else 0
-        return port and port + _METRICS_PORTS.index(service)
+        first, *others = self.gateway_names
+        return port and port + (*_METRICS_PORTS, first, SMG, *others).index(service)
 
     def socket(self, service: str) -> str:
         """gRPC address of a worker or the scheduler, in a folder that only this user can open."""
@@ -189,15 +211,25 @@ def scheduler_command(config: UpConfig) -> ServiceCommand:
     return replace(command, restarts=True)
 
 
-def gateway_command(config: UpConfig, listen: str) -> ServiceCommand:
-    """The gateway of a configuration, for clients at `listen`, whose port is not 0.
+def gateway_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
+    """The gateways of a configuration, for clients at `listen`, whose port is not 0.
 
-    Where clients need a key or TLS, `up` and the commands with --state-dir reach it at a socket of its own.
+    Each of several has a socket of its own, at which its health is asked: at `listen` any of them may answer.
     """
-    private = config.socket("gateway") if config.has_tls or config.api_keys is not None else None
-    settings = replace(config.gateway, private_listen=private)
-    command = _command(config, "gateway", "slipstream.gateway.main", listen, settings)
-    return replace(command, address=private or command.address, restarts=True)
+    commands = []
+    for index, name in enumerate(config.gateway_names):
+        settings = config.gateway(index)
+        command = _command(config, name, "slipstream.gateway.main", listen, settings)
+        commands.append(replace(command, address=settings.private_listen or command.address, restarts=True))
+    return commands
+
+
+def server_address(config: UpConfig, listen: str) -> str:
+    """The address at which `up` and the commands with --state-dir reach a gateway.
+
+    A private one where clients need a key or TLS.
+    """
+    return config.socket(config.gateway_names[0]) if config.is_locked else dialled(listen)
 
 
 def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
@@ -230,9 +262,22 @@ def _command(config: UpConfig, name: str, module: str, listen: str, settings: Se
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
     """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
-    if daemon is None or service.name in ("scheduler", "gateway", SMG):
+    if daemon is None or service.name not in ("verify", "draft"):
         return replace(service, environment={**service.environment, **outside_mps(directory)})
     return replace(service, environment=daemon.environment)
+
+
+@contextmanager
+def clients_address(config: UpConfig) -> Iterator[str]:
+    """The address for clients, with a port in place of port 0; it is held for the gateways if there are several.
+
+    Raises AddressInUseError naming `listen` when a server is there.
+    """
+    if config.gateways == 1:
+        yield free_address(config.listen, field="listen")
+        return
+    with Listener.claim(config.listen, field="listen", is_shared=True) as listener:
+        yield listener.address
 
 
 def free_address(address: str, *, field: str) -> str:

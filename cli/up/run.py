@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import fetch_status
 from slipstream.cli.up.config import (
     LOOPBACK,
+    clients_address,
     free_address,
-    gateway_command,
+    gateway_commands,
     openai_command,
     placed,
     scheduler_command,
+    server_address,
     worker_command,
 )
 from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
@@ -78,38 +81,41 @@ async def supervising(
 async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is_verbose: bool) -> None:
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
-    with hold_state_dir(config.state_dir) as announce:
-        *workers, scheduler, gateway = commands = _commands(config)
-        openai = [] if config.openai_port is None else [openai_command(config, gateway.address)]
+    with ExitStack() as held:
+        announce = held.enter_context(hold_state_dir(config.state_dir))
+        listen = held.enter_context(clients_address(config))
+        server = server_address(config, listen)
+        workers, *others = _commands(config, listen)
+        openai = [] if config.openai_port is None else [openai_command(config, listen)]
         async with (
             LogFollower(sys.stderr.buffer) as follower,
             supervising(config, display.on_change, hurry) as supervisor,
         ):
             with display:
-                # SMG ends after the gateway, whose last requests came through it.
-                supervisor.start(*openai, *workers)
-                supervisor.start(scheduler)
-                supervisor.start(gateway)
+                # SMG ends after the gateways, whose last requests came through it.
+                batches = [[*openai, *workers], *others]
+                for batch in batches:
+                    supervisor.start(*batch)
                 if is_verbose:
-                    follower.start(command.log_path for command in (*openai, *commands))
+                    follower.start(command.log_path for command in chain(*batches))
                 await supervisor.wait_ready()
-            status = await supervisor.while_alive(fetch_status(gateway.address))
+            status = await supervisor.while_alive(fetch_status(server))
             status.print()
             for command in openai:
                 print(f"OpenAI's interface: {command.address}/v1", flush=True)
-            announce(gateway.address)
+            announce(server)
             await supervisor.watch()
 
 
-def _commands(config: UpConfig) -> list[ServiceCommand]:
-    """The workers, the scheduler and the gateway, at addresses that are free."""
-    listen = free_address(config.listen, field="listen")
-    for name in (*config.workers, "scheduler", "gateway"):
+def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
+    """The workers, the scheduler, and the gateways for clients at `listen`: private addresses and ports are free."""
+    for name in (*config.workers, "scheduler", *config.gateway_names):
         free_address(str(TcpAddress(LOOPBACK, config.metrics_port_of(name))), field="metrics_port")
-    private = [*(worker_command(config, name) for name in config.workers), scheduler_command(config)]
-    for command in private:
+    workers, scheduler = [worker_command(config, name) for name in config.workers], [scheduler_command(config)]
+    gateways = gateway_commands(config, listen)
+    for command in (*workers, *scheduler, *(gateways if len(gateways) > 1 else ())):
         free_address(command.address, field="state_dir")
-    return [*private, gateway_command(config, listen)]
+    return [workers, scheduler, gateways]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ class ServiceState:
     """A service of the server."""
 
     name: str
-    """ "scheduler", "draft" or "verify"."""
+    """ "gateway", or "gateway-0" and so on; "scheduler", "draft" or "verify"."""
     address: str
     pid: int
     metrics_port: int = 0
@@ -53,7 +53,7 @@ class ServerState:
     epoch: int
     """Grows with each attachment to the workers."""
     services: tuple[ServiceState, ...]
-    """The scheduler and the workers attached now."""
+    """The gateways, the scheduler and the workers attached now. A gateway that does not answer has the pid 0."""
     fence: str
     """ "host" on a CPU; "timeline" or "event" on a GPU."""
     under_mps: bool = False

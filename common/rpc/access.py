@@ -17,6 +17,8 @@ ACCEPTED_ADDRESSES = (
     "(mutual TLS with --tls-client-ca), or --insecure-public"
 )
 
+MAX_CALLS = 2**16
+
 _FILE: dict[str, Any] = {"unit": "FILE", "accepts": Path.is_file, "accepted": "a file that this user can read"}
 
 
@@ -39,7 +41,7 @@ class AccessSettings(Settings):
         help="Calls at a time; further ones are refused, health checks are not counted.",
         unit="N",
         low=1,
-        high=2**16,
+        high=MAX_CALLS,
     )
     api_keys: Path | None = setting(
         None,
@@ -70,6 +72,11 @@ class AccessSettings(Settings):
                 raise ConfigError("api_keys", None, f"a file, because --{name.replace('_', '-')} is given")
         if self.tls_cert is not None and self.tls_key is not None:
             _check_certificate(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def shares_port(self) -> bool:
+        """True if several processes serve at the address, which another one holds for them."""
+        return False
 
     @property
     def has_tls(self) -> bool:

@@ -56,15 +56,20 @@ _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
 """By (request streams, response streams)."""
 
 
-def replaced(handler: Any, make: Callable[[Handle], Handle], *, is_raw: bool = False) -> Any:
+def replaced(
+    handler: Any, make: Callable[[Handle], Handle], *, is_raw: bool = False, passes_bytes: bool = False
+) -> Any:
     """Returns a gRPC handler like `handler` that does what `make` makes of it.
 
     The function that `make` gets writes a stream's messages itself, and closes an asynchronous generator before it
     returns, so that its `finally` runs at once, also when the client has gone away. With `is_raw` requests come as
-    bytes.
+    bytes; with `passes_bytes` responses may be bytes.
     """
     kind, make_handler = _METHOD_HANDLERS[handler.request_streaming, handler.response_streaming]
-    behavior = getattr(handler, kind)
+    behavior, serialize = getattr(handler, kind), handler.response_serializer
+
+    def serialize_unless_bytes(response: Any) -> Any:
+        return response if isinstance(response, bytes) or serialize is None else serialize(response)
 
     async def stream(request: Any, context: Any) -> None:
         answer = behavior(request, context)
@@ -78,7 +83,7 @@ def replaced(handler: Any, make: Callable[[Handle], Handle], *, is_raw: bool = F
     return make_handler(
         make(stream if handler.response_streaming else behavior),
         request_deserializer=None if is_raw else handler.request_deserializer,
-        response_serializer=handler.response_serializer,
+        response_serializer=serialize_unless_bytes if passes_bytes else serialize,
     )
 
 

@@ -27,14 +27,22 @@ _NOT_ON_THIS_HOST = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 
 
 class Listener:
-    """An address that this process, and no other, may serve at."""
+    """An address that this process may serve at: no other, or a set of processes that share its port."""
 
     def __init__(
-        self, address: TcpAddress | UnixAddress, targets: tuple[str, ...], release: ExitStack, *, field: str
+        self,
+        address: TcpAddress | UnixAddress,
+        targets: tuple[str, ...],
+        release: ExitStack,
+        *,
+        field: str,
+        is_shared: bool = False,
     ) -> None:
-        """Made by `claim`. `targets`: the addresses that gRPC binds; `release`: closes the claims until then."""
+        """Made by `claim` and `join`. `targets`: what gRPC binds; `release`: closes the claims until then."""
         self.address = str(address)
         """The address that clients dial, with the port that was picked for a port of 0."""
+        self.is_shared = is_shared
+        """True if other processes of a set serve there, too."""
         self._targets = targets
         self._is_unix = isinstance(address, UnixAddress)
         self._release = release
@@ -42,25 +50,53 @@ class Listener:
 
     @classmethod
     @contextmanager
-    def claim(cls, address: str, *, field: str = "address") -> Iterator[Listener]:
-        """Holds `address` until the context ends.
+    def claim(cls, address: str, *, field: str = "address", is_shared: bool = False) -> Iterator[Listener]:
+        """Holds `address` until the context ends. With `is_shared`, for processes of this user that `join` it.
 
         Raises AddressInUseError if another process serves there, ConfigError if none could; both name `field`.
         """
         parsed = parse_address(address, field=field)
         with ExitStack() as held:
             if isinstance(parsed, UnixAddress):
+                if is_shared:
+                    raise ConfigError(field, address, "HOST:PORT for several processes")
                 held.enter_context(_claim_path(parsed.path, field))
                 yield cls(parsed, (str(parsed),), ExitStack(), field=field)
             else:
                 claims = held.enter_context(ExitStack())
                 sockets = _claim_port(parsed, field, claims)
-                port = sockets[0].getsockname()[1]
-                targets = tuple(str(TcpAddress(s.getsockname()[0], port)) for s in sockets)
-                yield cls(TcpAddress(parsed.host, port), targets, claims, field=field)
+                if is_shared:
+                    # Found free without sharing it, because a stranger may share ports, too.
+                    parsed = TcpAddress(parsed.host, sockets[0].getsockname()[1])
+                    for claim in sockets:
+                        claim.close()
+                    sockets = _bind_port(parsed, field, claims, is_shared=True)
+                yield cls._of_sockets(parsed, sockets, claims, field=field, is_shared=is_shared)
+
+    @classmethod
+    @contextmanager
+    def join(cls, address: str, *, field: str = "address") -> Iterator[Listener]:
+        """An address that another process holds, with `is_shared`, for this one and others. Raises as `claim` does."""
+        parsed = parse_address(address, field=field)
+        if not isinstance(parsed, TcpAddress) or not parsed.port:
+            raise ConfigError(field, address, "HOST:PORT for several processes, the port not 0")
+        with ExitStack() as claims:
+            sockets = _bind_port(parsed, field, claims, is_shared=True)
+            yield cls._of_sockets(parsed, sockets, claims, field=field, is_shared=True)
+
+    @classmethod
+    def _of_sockets(
+        cls, address: TcpAddress, sockets: list[socket.socket], claims: ExitStack, *, field: str, is_shared: bool
+    ) -> Listener:
+        port = sockets[0].getsockname()[1]
+        targets = tuple(str(TcpAddress(s.getsockname()[0], port)) for s in sockets)
+        return cls(TcpAddress(address.host, port), targets, claims, field=field, is_shared=is_shared)
 
     def bind(self, add_port: Callable[[str], int]) -> None:
-        """Lets a gRPC server, made with `grpc.so_reuseport` 0, listen here; `add_port` is its `add_insecure_port`."""
+        """Lets a gRPC server listen here; `add_port` is its `add_insecure_port`.
+
+        Its option `grpc.so_reuseport` is 1 if `is_shared`, and else 0.
+        """
         # A socket's permissions come from the process's umask: no other thread may create files meanwhile.
         umask = os.umask(0o177) if self._is_unix else None
         try:
@@ -75,7 +111,18 @@ class Listener:
 
 
 def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket.socket]:
-    """Binds, without listening, a socket for each of the host's addresses; fails if another process listens there."""
+    """Binds a port as `_bind_port` does, and keeps out other claims of this user."""
+    sockets = _bind_port(address, field, held)
+    for claim in sockets:
+        _claim_name(claim, str(address), field, held)
+    return sockets
+
+
+def _bind_port(address: TcpAddress, field: str, held: ExitStack, *, is_shared: bool = False) -> list[socket.socket]:
+    """Binds, without listening, a socket for each of the host's addresses; fails if another process listens there.
+
+    With `is_shared`, processes of this user that share the port may listen there.
+    """
     try:
         infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -86,10 +133,10 @@ def _claim_port(address: TcpAddress, field: str, held: ExitStack) -> list[socket
         try:
             claim = held.enter_context(socket.socket(family, kind, protocol))
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(is_shared))
             if family == socket.AF_INET6:
                 claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             claim.bind((sockaddr[0], port, *sockaddr[2:]))
-            _claim_name(claim, str(address), field, held)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUseError(field, str(address)) from error

@@ -55,11 +55,14 @@ def serve(
         options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
         _configure_logging(name, options)
         config = shared(kind, values)
+        is_shared = False
         if isinstance(config, AccessSettings):
             config.check_address(options.listen)
+            is_shared = config.shares_port
         else:
             check_internal(options.listen)
-        with Listener.claim(options.listen, field="listen") as listener:
+        take = Listener.join if is_shared else Listener.claim
+        with take(options.listen, field="listen") as listener:
             sys.exit(run(config, listener, options))
     except SlipstreamError as error:
         print(f"slipstream-{name}: {error}", file=sys.stderr)

@@ -44,17 +44,24 @@ class GrpcServer:
         metrics: RpcMetrics | None = None,
         keepalive: Keepalive | None = None,
         max_receive_bytes: int = MAX_RECEIVE_BYTES,
+        max_streams: int = MAX_STREAMS,
         access: AccessSettings | None = None,
         interceptors: Sequence[Any] = (),
     ) -> None:
-        """`metrics` counts the calls; `max_receive_bytes` bounds one message from a client.
+        """`metrics` counts the calls; `max_receive_bytes` bounds one message from a client, `max_streams` the
+        calls at a time on one connection.
 
         `access` has the TLS and the bounds of a server for clients. `interceptors` see each call before its message is
         decoded; their exceptions become statuses.
         """
         self._listener = listener
         self._access = access or AccessSettings()
-        options = _options(keepalive or Keepalive(), max_receive_bytes, self._access.max_connections)
+        options = [
+            *_options(keepalive or Keepalive(), max_receive_bytes, self._access.max_connections),
+            # With 1, a second server shares the port, and nobody notices.
+            ("grpc.so_reuseport", int(listener.is_shared)),
+            ("grpc.max_concurrent_streams", max_streams),
+        ]
         self._limit = CallLimit(self._access.max_calls)
         chain = [StatusInterceptor(metrics), self._limit, *interceptors, Decoder()]
         self._server = grpc.aio.server(interceptors=chain, options=options)
@@ -117,14 +124,11 @@ class GrpcServer:
 def _options(keepalive: Keepalive, max_receive_bytes: int, max_connections: int) -> list[ChannelOption]:
     return [
         *keepalive.options(),
-        # Otherwise a second server shares the port in silence.
-        ("grpc.so_reuseport", 0),
         # gRPC would hang up on a client that pings more often than every five minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_concurrent_streams", MAX_STREAMS),
         # With it, a call that begins while another's stream is being closed is ended by RST_STREAM, without a status.
         ("grpc.http.overload_protection", 0),
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),

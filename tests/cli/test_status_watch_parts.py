@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from slipstream.cli.status import ServerStatus
-from slipstream.cli.status_watch import MEASURED, Look, Reading, Watcher, frame, print_lines
+from slipstream.cli.status_watch import Look, Reading, Watcher, frame, print_lines
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import UnavailableError
 from slipstream.common.rpc.metrics import make_registry
@@ -34,7 +34,7 @@ class Server:
     """The real metrics of a scheduler and a gateway that a test tells what to count."""
 
     def __init__(self) -> None:
-        self.registries: dict[str, CollectorRegistry] = {name: make_registry() for name in MEASURED}
+        self.registries: dict[str, CollectorRegistry] = {name: make_registry() for name in ("scheduler", "gateway")}
         self.requests = RequestMetrics(self.registries["gateway"], num_running=lambda: 2, num_waiting=lambda: 3)
         families = StepMetricFamilies(self.registries["scheduler"])
         self.steps = StepMetrics(families, fence="host", mps="no", algorithm="standalone")

@@ -14,7 +14,7 @@ from slipstream.cli.up import config as up_config
 from slipstream.cli.up.config import (
     UpConfig,
     dialled,
-    gateway_command,
+    gateway_commands,
     openai_command,
     scheduler_command,
     worker_command,
@@ -71,7 +71,7 @@ def test_a_wrong_setting_is_named(field: str, setting: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("setting", [{"openai_port": 8000}, {"vllm_engine": True}], ids=str)
 def test_openai_s_interface_needs_its_extra(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert UpConfig(models=MODELS, **setting).gateway.vllm_engine
+    assert UpConfig(models=MODELS, **setting).gateway(0).vllm_engine
     for module in (up_config, gateway_config):
         monkeypatch.setattr(module, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"slipstream-serve\[openai\]"):
@@ -113,7 +113,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
         insecure_public=True,
     )
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
-    commands = scheduler_command(config), gateway_command(config, "0.0.0.0:1234")
+    commands = scheduler_command(config), *gateway_commands(config, "0.0.0.0:1234")
     assert [command.address for command in commands] == [f"unix:{tmp_path}/sockets/scheduler.sock", "127.0.0.1:1234"]
     assert all(command.restarts for command in commands)
     assert not worker_command(config, "verify").restarts

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.gateway.servicer import WriteWatch
+from slipstream.gateway.write_watch import WriteWatch
 from tests.harness.hand_clock import HandClockLoop
 
 if TYPE_CHECKING:

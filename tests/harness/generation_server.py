@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from slipstream.common.api.server_state import ServiceState
 from slipstream.gateway import vllm_engine
 from slipstream.gateway.fair_turns import FairTurns
+from slipstream.gateway.home import Home
 from slipstream.gateway.job_store import JobStore
 from slipstream.gateway.journal_file import JournalFile, JournalMode
 from slipstream.gateway.manager import JobManager
+from slipstream.gateway.peers import GatewayState, Peers
 from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import ServedModel
@@ -144,8 +147,10 @@ async def generation_server(
         async def state() -> ServerState:
             return (await link.describe()).server
 
+        service = ServiceState(name="gateway", address=address, pid=1)
         servicer = GenerationServicer(
             manager,
+            peers=Peers(Home(), (), manager, lambda: GatewayState(service)),
             model=lambda: served.model_now(),
             state=state,
             turns=FairTurns(executor),

@@ -68,6 +68,7 @@ class _Stream:
     waiting: list[FakeSequence] = field(default_factory=list)
     running: list[FakeSequence] = field(default_factory=list)
     aborted: list[FakeSequence] = field(default_factory=list)
+    last_id: int = 0
     num_states: int = 0
     """States that it was told of."""
     broken_by: str | None = None
@@ -178,7 +179,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def _take(self, stream: _Stream, request: Any) -> None:
         epoch = None if self.description is None else self.description.server.epoch
         for message in request.sequences:
-            assert not self.submitted or message.id != self.submitted[-1].id, "ids are never used twice"
+            assert message.id > stream.last_id, "ids are never used twice"
+            stream.last_id = message.id
             if message.epoch == epoch:
                 spec = SequenceSpec.from_pb(message)
                 stream.waiting.append(FakeSequence(message.id, spec, len(spec.output)))

@@ -48,11 +48,14 @@ def main() -> None:
         os.close(terminal)
     folder = options.state_dir
     scheduler = _fake(folder, "scheduler", "--journal", str(folder / "journal"))
-    services = [scheduler, replace(_fake(folder, "gateway"), restarts=True)]
+    services = [[scheduler], [replace(_fake(folder, "gateway"), restarts=True)]]
     models = ModelChoice(target=Path("/usr"), draft=None)
     gpu = {"device": "cuda", "mps": "on"} if options.mps else {"device": "cpu"}
-    config = UpConfig(models=models, state_dir=folder, **gpu)
-    with patch.object(up, "_commands", lambda _config: services), patch.object(up, "fetch_status", _fetch_status):
+    config = UpConfig(models=models, state_dir=folder, listen="127.0.0.1:0", **gpu)
+    with (
+        patch.object(up, "_commands", lambda _config, _listen: services),
+        patch.object(up, "fetch_status", _fetch_status),
+    ):
         try:
             sys.exit(asyncio.run(up.run_up(config, is_verbose=False)))
         except SlipstreamError as error:

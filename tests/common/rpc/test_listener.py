@@ -16,6 +16,7 @@ import pytest
 
 from slipstream.common.errors import AddressInUseError, ConfigError
 from slipstream.common.rpc.listener import Listener
+from slipstream.common.rpc.serving import GrpcServer
 from tests.harness.grpc_server import FREE_PORT, running_server
 
 if TYPE_CHECKING:
@@ -71,6 +72,46 @@ def test_a_stranger_who_shares_ports_keeps_its_own() -> None:
         stranger.listen()
         with pytest.raises(AddressInUseError), Listener.claim(f"127.0.0.1:{stranger.getsockname()[1]}"):
             pass
+
+
+async def test_processes_of_a_set_share_a_port_and_others_do_not() -> None:
+    with Listener.claim(FREE_PORT, is_shared=True) as claim:
+        for is_shared in (True, False):
+            with pytest.raises(AddressInUseError), Listener.claim(claim.address, is_shared=is_shared):
+                pass
+        servers = []
+        for _ in range(3):
+            with Listener.join(claim.address) as listener:
+                assert (listener.address, listener.is_shared) == (claim.address, True)
+                servers.append(GrpcServer(listener))
+                await servers[-1].start()
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", int(claim.address.rpartition(":")[2])))
+        for server in servers:
+            async with grpc.aio.insecure_channel(claim.address) as channel:
+                await channel.channel_ready()
+            # Each of the others serves on.
+            await server.stop(0)
+    with Listener.claim(claim.address):
+        pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "unix:/nowhere/a.sock"])
+def test_only_a_known_port_is_shared(address: str) -> None:
+    with pytest.raises(ConfigError, match="listen"), Listener.join(address, field="listen"):
+        pass
+
+
+def test_a_shared_claim_needs_a_port_that_a_stranger_does_not_share() -> None:
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+        with pytest.raises(AddressInUseError), Listener.claim(address, is_shared=True):
+            pass
+    with pytest.raises(ConfigError), Listener.claim("unix:/nowhere/a.sock", is_shared=True):
+        pass
 
 
 async def test_the_port_is_taken_between_the_claim_and_the_server() -> None:

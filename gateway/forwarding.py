@@ -1,0 +1,121 @@
+"""Passes a call that names a job on to the gateway that the job is at home at."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from slipstream.common.rpc.interceptor import replaced
+from slipstream.common.rpc.request_size import check_num_fields
+from slipstream.gateway.home import home_of
+from slipstream.gateway.peers import lost_peer, passed_on, passed_on_for
+from slipstream.gateway.servicer import SERVICE_NAME
+from slipstream.gateway.write_watch import watching_writes
+from slipstream.protos.peers_pb2 import NamedJobs
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from slipstream.common.rpc.interceptor import Continuation, Handle
+    from slipstream.gateway.peers import Peers
+
+    _ServerInterceptor = object  # gRPC has no types of its own
+else:
+    _ServerInterceptor = grpc.aio.ServerInterceptor
+
+_NAMED_JOBS: Any = NamedJobs.DESCRIPTOR
+_ABORT = "/vllm.grpc.engine.VllmEngine/Abort"
+"""Names any number of jobs, and has no effect on those that are not at home."""
+_FORWARDED = {
+    *(f"/{SERVICE_NAME}/{name}" for name in ("Generate", "CreateJob", "WatchJob", "GetJob", "CancelJob")),
+    *("/vllm.grpc.engine.VllmEngine/Generate", _ABORT),
+}
+
+
+class Forwarding(_ServerInterceptor):
+    """Passes calls on whole, and their answers back, without decoding them.
+
+    The client's cancellation and deadline go along. While the other gateway is not there, a call is UNAVAILABLE.
+    """
+
+    def __init__(self, peers: Peers, *, read_timeout_s: float, on_cut_off: Callable[[], None]) -> None:
+        """A stream whose client reads nothing for `read_timeout_s` is given up, and `on_cut_off` is called."""
+        self._peers = peers
+        self._read_timeout_s = read_timeout_s
+        self._on_cut_off = on_cut_off
+        self._num_calls = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Wraps the handler of a call that names a job."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method not in _FORWARDED:
+            return handler
+        passing = self._pass_stream if handler.response_streaming else self._pass_unary
+
+        def make(handle: Handle) -> Handle:
+            async def call(request: bytes, context: Any) -> Any:
+                if passed_on_for() is not None:
+                    return await handle(request, context)
+                await check_num_fields(request, _NAMED_JOBS)
+                homes, answer = self._homes(method, request), None
+                for index in homes - {self._peers.home.index}:
+                    answer = await self._pass(index, passing(index, method, request, context), context)
+                return await handle(request, context) if self._peers.home.index in homes else answer
+
+            return call
+
+        return replaced(handler, make, is_raw=True, passes_bytes=True)
+
+    async def wait_idle(self) -> None:
+        """Returns when no call is being passed on."""
+        await self._is_idle.wait()
+
+    def _homes(self, method: str, request: bytes) -> set[int]:
+        """Where the request belongs. One without a job's id, or with none that can be read, stays here."""
+        try:
+            # All of them have their ids under the same number; the rest is not looked at.
+            job_ids = tuple(NamedJobs.FromString(request).job_ids)
+        except DecodeError:
+            job_ids = ()
+        # Of a field that is not repeated, the last one counts.
+        named = [job_id for job_id in (job_ids if method == _ABORT else job_ids[-1:]) if job_id]
+        return {home_of(job_id, self._peers.home.count) for job_id in named} or {self._peers.home.index}
+
+    async def _pass(self, index: int, passing: Awaitable[Any], context: Any) -> Any:
+        self._num_calls += 1
+        self._is_idle.clear()
+        try:
+            return await passing
+        except grpc.aio.AioRpcError as error:
+            lost = lost_peer(index, error)
+            if lost is not None:
+                raise lost from None
+            await context.abort(error.code(), error.details(), tuple(error.trailing_metadata() or ()))
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._is_idle.set()
+
+    async def _pass_unary(self, index: int, method: str, request: bytes, context: Any) -> Any:
+        call = self._peers.channel(index).unary_unary(method)
+        return await call(request, timeout=context.time_remaining(), metadata=passed_on(context))
+
+    async def _pass_stream(self, index: int, method: str, request: bytes, context: Any) -> None:
+        call = self._peers.channel(index).unary_stream(method)(
+            request, timeout=context.time_remaining(), metadata=passed_on(context)
+        )
+        try:
+            async with watching_writes(self._read_timeout_s, self._on_cut_off) as watch:
+                async for message in call:
+                    watch.begin()
+                    await context.write(message)
+                    watch.end()
+        finally:
+            call.cancel()
