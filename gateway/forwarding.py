@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 from slipstream.common.rpc.interceptor import replaced
 from slipstream.common.rpc.request_size import check_num_fields
 from slipstream.gateway.home import home_of
-from slipstream.gateway.peers import lost_peer, passed_on, passed_on_for
+from slipstream.gateway.keys import passed_on_for
+from slipstream.gateway.peers import lost_peer, passed_on
 from slipstream.gateway.servicer import SERVICE_NAME
 from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos.peers_pb2 import NamedJobs

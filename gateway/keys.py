@@ -48,6 +48,7 @@ _ACCEPTED = f"lines NAME:TOKEN, a name of letters, digits or ._-, a token of {MI
 _LINE = re.compile(rf"([A-Za-z0-9._-]{{1,64}}):([!-~]{{{MIN_TOKEN_CHARACTERS},1024}})")
 
 _owner: ContextVar[str] = ContextVar("owner", default=NO_OWNER)
+_client: ContextVar[str | None] = ContextVar("client", default=None)
 
 
 def current_owner() -> str:
@@ -55,9 +56,20 @@ def current_owner() -> str:
     return _owner.get()
 
 
-def act_for(owner: str) -> None:
-    """Makes the present call one of this owner's: another gateway has asked for the key."""
+def act_for(client: str, owner: str) -> None:
+    """Makes the present call one of this client and owner: another gateway passed it on, and has asked for the key."""
+    _client.set(client)
     _owner.set(owner)
+
+
+def passed_on_for() -> str | None:
+    """Returns the client for whom another gateway passed the present call on; None if it came from the client."""
+    return _client.get()
+
+
+def client_of(context: Any) -> str:
+    """Names the client of a call, also if another gateway passed it on."""
+    return passed_on_for() or str(context.peer())
 
 
 class KeyFile:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +15,7 @@ from slipstream.common.messages import decode, encode
 from slipstream.common.rpc.interceptor import replaced
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.gateway.home import gateway_name
-from slipstream.gateway.keys import act_for, current_owner
+from slipstream.gateway.keys import act_for, client_of, current_owner
 from slipstream.gateway.scheduler_stream import channel_options
 from slipstream.protos import generation_pb2, peers_pb2, peers_pb2_grpc
 
@@ -37,8 +36,6 @@ MAX_PAGE_SIZE = 1000
 CLIENT_KEY, OWNER_KEY = "slipstream-client", "slipstream-owner"
 """In the metadata of a call that a gateway passes on: the client, as `context.peer()` names it, and the key's name."""
 _TIMEOUT_S = 1.0
-
-_client: ContextVar[str | None] = ContextVar("client", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +157,6 @@ def lost_peer(index: int, error: grpc.RpcError) -> UnavailableError | None:
     return UnavailableError(f"{gateway_name(index)}, which keeps the job, is not there", retry_after_ms=RETRY_AFTER_MS)
 
 
-def client_of(context: Any) -> str:
-    """Names the client of a call, also if another gateway passed it on."""
-    return passed_on_for() or str(context.peer())
-
-
-def passed_on_for() -> str | None:
-    """Returns the client for whom another gateway passed the present call on; None if it came from the client."""
-    return _client.get()
-
-
 class FromPeers(_ServerInterceptor):
     """Serves a call that another gateway passed on as its client's. For private addresses: it is believed."""
 
@@ -182,8 +169,7 @@ class FromPeers(_ServerInterceptor):
 
         def make(handle: Handle) -> Handle:
             async def call(request: Any, context: Any) -> Any:
-                _client.set(metadata[CLIENT_KEY])
-                act_for(metadata[OWNER_KEY])
+                act_for(metadata[CLIENT_KEY], metadata[OWNER_KEY])
                 return await handle(request, context)
 
             return call

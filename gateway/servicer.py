@@ -13,7 +13,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.gateway.peers import client_of
+from slipstream.gateway.keys import client_of
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
 from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos import generation_pb2, generation_pb2_grpc

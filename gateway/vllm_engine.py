@@ -16,7 +16,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.interceptor import reject_unknown_fields
-from slipstream.gateway.peers import client_of
+from slipstream.gateway.keys import client_of
 from slipstream.gateway.validation import check_most
 from slipstream.gateway.vllm_messages import VllmAnswer, naming_their_fields, request_from_vllm
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from slipstream.gateway.keys import current_owner
-from slipstream.gateway.peers import CLIENT_KEY, OWNER_KEY, FromPeers, client_of
+from slipstream.gateway.keys import client_of, current_owner
+from slipstream.gateway.peers import CLIENT_KEY, OWNER_KEY, FromPeers
 from tests.harness.grpc_server import bytes_service, running_server
 
 if TYPE_CHECKING:
