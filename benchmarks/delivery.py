@@ -15,7 +15,7 @@ import multiprocessing
 import queue
 import random
 import time
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -32,6 +32,7 @@ from slipstream.benchmarks.stream_window import START_TIMEOUT_S, CpuClock, StepS
 from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
+from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.scrape import scrape
 from slipstream.services.worker.config import EAGLE3
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
     from multiprocessing.queues import Queue
 
-STREAMS_PER_CLIENT = 32
+STREAMS_PER_CLIENT = 16
 """A client that has more of them would measure itself."""
 PROMPT_TOKENS = 128
 MAX_NEW_TOKENS = 1900
@@ -90,14 +91,19 @@ async def _follow(address: str, seeds: list[int], max_new_tokens: int, results: 
                 is_warm = True
                 results.put("warm")
 
-    async with AsyncClient(address) as client:
-        streams = [asyncio.create_task(stream(client, seed)) for seed in seeds]
+    async with AsyncExitStack() as held:
+        # Each stream has a connection of its own: gRPC shares one where the settings are the same.
+        clients = [
+            await held.enter_async_context(AsyncClient(address, keepalive=Keepalive(interval_ms=10_000 + seed)))
+            for seed in seeds
+        ]
+        streams = [asyncio.create_task(stream(*one)) for one in zip(clients, seeds, strict=True)]
         stopped = asyncio.create_task(asyncio.to_thread(stop.wait))
-        done, _ = await asyncio.wait([stopped, *streams], return_when=asyncio.FIRST_COMPLETED)
-        ended_early = stopped not in done
+        await asyncio.wait([stopped, *streams], return_when=asyncio.FIRST_COMPLETED)
+        early = [repr(task.exception()) for task in streams if task.done()]
         for task in streams:
             task.cancel()
-        results.put(RuntimeError("a stream ended within the window") if ended_early else receipts)
+        results.put(RuntimeError(f"streams ended within the window: {early}") if early else receipts)
         await asyncio.gather(*streams, return_exceptions=True)
         stop.set()
 

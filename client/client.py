@@ -86,7 +86,7 @@ class AsyncClient:
         the job ends with DeadlineExceededError. A lost connection is made again for `reconnect_s`, and the output goes
         on with the next token. Raises InternalError when the server left out or repeated tokens.
         """
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id or uuid.uuid4().hex, options)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
         reader = OutputReader()
         return self._follow(
             self._stub.Generate, lambda: reader.resumed(request), reader, Reconnection(reconnect_s, timeout_s)
@@ -223,7 +223,7 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> Generator[OutputChunk, None, None]:
         """Yields the output as it comes; closing the generator cancels the job. See `AsyncClient.generate`."""
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id or uuid.uuid4().hex, options)
+        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
         reader = OutputReader()
         return self._follow(
             self._stub.Generate, lambda: reader.resumed(request), reader, Reconnection(reconnect_s, timeout_s)

@@ -135,6 +135,7 @@ class OutputReader:
         self.is_over = False
         """True if the job's last message has come."""
         self._attempt = attempt
+        self._job_id = ""
         self._offsets = dict(enumerate(offsets))
         self._finished: set[int] = set()
 
@@ -145,8 +146,9 @@ class OutputReader:
         return build(generation_pb2.WatchJobRequest, job_id=job_id, attempt=self._attempt, **field)
 
     def resumed(self, request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateRequest:
-        """The request again, for the rest of the output."""
+        """The request again, for the rest of the output of the job that the server may have named."""
         if self._attempt:
+            request.job_id = self._job_id
             resume = generation_pb2.Resume(from_tokens=self._offsets_in_order(), attempt=self._attempt)
             request.resume.CopyFrom(resume)
         return request
@@ -162,7 +164,7 @@ class OutputReader:
             of = f" of sample {sample}" if sample else ""
             raise InternalError(f"token {expected}{of} was expected, token {chunk.token_offset} came")
         self._offsets[sample] = expected + len(chunk.token_ids)
-        self._attempt = chunk.attempt
+        self._attempt, self._job_id = chunk.attempt, chunk.job_id
         self.is_over = chunk.job_usage is not None
         if sample in self._finished:
             # A new call repeats the end of a sample, and the job's end may come with it.

@@ -114,8 +114,14 @@ def parse_request(
 
 
 def digest_of(request: JobRequest) -> bytes:
-    """Hash of a request, the same for GenerateRequest and CreateJobRequest: their fields have the same numbers."""
-    return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
+    """Hash of a request but for its job id, which the server may have drawn.
+
+    The same for GenerateRequest and CreateJobRequest: their fields have the same numbers.
+    """
+    unnamed = request.__class__()
+    unnamed.MergeFrom(request)  # type: ignore[arg-type]
+    unnamed.ClearField("job_id")
+    return hashlib.sha256(unnamed.SerializeToString(deterministic=True)).digest()
 
 
 def check_job_id(job_id: str) -> None:

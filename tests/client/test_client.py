@@ -91,8 +91,7 @@ async def test_what_is_not_set_is_not_sent() -> None:
         async for _ in client.generate([1, 2], temperature=0.0, seed=0, stop_token_ids=[3], ignore_eos=True):
             pass
     text, ids = script.requests
-    assert text.job_id != ids.job_id
-    assert text == generation_pb2.GenerateRequest(job_id=text.job_id, text="text", sampling_params={})
+    assert text == generation_pb2.GenerateRequest(text="text", sampling_params={})
     assert list(ids.input_ids.ids) == [1, 2]
     assert {field.name for field, _ in ids.sampling_params.ListFields()} == {
         "temperature",
