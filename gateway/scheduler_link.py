@@ -20,6 +20,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.rpc.loop_turns import SLICE_S
 from slipstream.gateway.running_sequence import RunningSequence
 from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerGoneError, SchedulerStream, channel_options
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
@@ -201,10 +202,14 @@ class SchedulerLink:
                 self._stream = SchedulerStream(self._stub)
                 try:
                     while True:
-                        for message in await self._stream.receive():
+                        messages, begun_at = await self._stream.receive(), time.monotonic()
+                        for message in messages:
                             await self._take(message, receiver)
-                            # Clients are served in between, also when the gateway is far behind.
-                            await asyncio.sleep(0)
+                            # All that has arrived is taken in before readers go on, so that each gets it in one
+                            # message; but clients are served in between, also when the gateway is far behind.
+                            if time.monotonic() - begun_at > SLICE_S:
+                                await asyncio.sleep(0)
+                                begun_at = time.monotonic()
                 except SchedulerGoneError as error:
                     if not self._is_final:
                         await self._pause(receiver, str(error))
