@@ -1,10 +1,10 @@
-"""Kills the gateway and the scheduler under streaming clients: every job must end with its tokens, and none may fail.
+"""Kills services under streaming clients: every job must end with its tokens, and none may fail.
 
 `slipstream up` serves the bundled models on the CPU, and starts what dies again. Its bound on deaths in a minute is
 lifted. Clients of the Python library stream jobs without a pause, half of them by Generate and half by CreateJob and
-WatchJob; greedy ones and sampled ones take turns. Gateway and scheduler are killed with SIGKILL in turns, each time
-when all streams flow again and a random time has passed. A stream has recovered when its next token is there. Status 1
-if a client saw an error, a gap or a repetition, or other tokens than those of a run without kills.
+WatchJob; greedy ones and sampled ones take turns. The services are killed with SIGKILL in turns, each time when all
+streams flow again and a random time has passed. A stream has recovered when its next token is there. Status 1 if a
+client saw an error, a gap or a repetition, or other tokens than those of a run without kills.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,7 @@ from slipstream.client import AsyncClient
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-GATEWAY, SCHEDULER = "gateway", "scheduler"
+SERVICES = ("gateway", "scheduler", "verify", "draft")
 START_TIMEOUT_S = 120.0
 RECOVERY_TIMEOUT_S = 60.0
 LONGEST_PAUSE_S = 2.0
@@ -48,10 +49,12 @@ class Plan:
     """The settings of a run."""
 
     kills: int = 20
-    """Of each of the two services."""
+    """Of each service."""
     clients: int = 16
     max_new_tokens: int = 300
     seed: int = 1
+    services: tuple[str, ...] = ("gateway", "scheduler")
+    """Those that are killed, in turns."""
 
 
 @dataclass(slots=True)
@@ -93,14 +96,13 @@ class Outages:
             jobs = (self._tokens(client, stream, "undisturbed") for stream in self.streams)
             self._expected = await asyncio.gather(*jobs)
         clients = [asyncio.create_task(self._follow(stream)) for stream in self.streams]
-        seconds: dict[str, list[float]] = {GATEWAY: [], SCHEDULER: []}
-        for number in range(2 * self._plan.kills):
-            service = (GATEWAY, SCHEDULER)[number % 2]
+        seconds: dict[str, list[float]] = {service: [] for service in self._plan.services}
+        for number, service in product(range(self._plan.kills), self._plan.services):
             await asyncio.sleep(self._rng.uniform(0.1, LONGEST_PAUSE_S))
             killed_at = time.monotonic()
             self._kill(service)
             seconds[service] += await self._recovered(killed_at)
-            print(f"{service} {number // 2 + 1}: all streams flow after {seconds[service][-1]:.2f} s", flush=True)
+            print(f"{service} {number + 1}: all streams flow after {seconds[service][-1]:.2f} s", flush=True)
         self._is_over = True
         await asyncio.gather(*clients)
         return [
@@ -123,7 +125,7 @@ class Outages:
 
     def _kill(self, service: str) -> None:
         for child in self._up.children():
-            if f"slipstream.{service}.main" in child.cmdline():
+            if any(word.endswith(f".{service}.main") for word in child.cmdline()):
                 child.send_signal(signal.SIGKILL)
                 return
         raise RuntimeError(f"there is no {service} to kill")
@@ -199,10 +201,13 @@ def main(
     kills: Annotated[int, typer.Option(help="Kills of each service.")] = Plan.kills,
     clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
     seed: Annotated[int, typer.Option(help="Of the moments of the kills.")] = Plan.seed,
+    services: Annotated[str, typer.Option(help="Those to kill, by commas.")] = ",".join(Plan.services),
     json: JsonOption = None,
 ) -> None:
-    """Kills gateway and scheduler by turns, and prints how the streams recover."""
-    plan = Plan(kills=kills, clients=clients, seed=seed)
+    """Kills services by turns, and prints how the streams recover."""
+    plan = Plan(kills=kills, clients=clients, seed=seed, services=tuple(services.split(",")))
+    if unknown := set(plan.services) - set(SERVICES):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(SERVICES)}")
     print(f"{host()}; bundled models, {clients} clients, seed {seed}")
     recoveries, streams = asyncio.run(measure(plan))
     errors = [error for stream in streams for error in stream.errors]

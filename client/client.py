@@ -19,7 +19,7 @@ from slipstream.client.requests import (
 )
 from slipstream.common.api.job_info import JobInfo, JobPage
 from slipstream.common.api.server_state import ServerState
-from slipstream.common.errors import ConnectionLostError, SlipstreamError
+from slipstream.common.errors import SlipstreamError
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class AsyncClient:
     ) -> JobInfo:
         """Creates a job that goes on without this client. `timeout_s` is for the call.
 
-        Sent again when the connection breaks, for `reconnect_s`: the job's name, given or drawn here, makes that safe.
+        Sent again for `reconnect_s` when the connection breaks, or the server is away and says that it comes back: the
+        job's name, given or drawn here, makes that safe.
         Raises AlreadyExistsError when another request has made a job of this name.
         """
         request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or uuid.uuid4().hex, options)
@@ -112,7 +113,7 @@ class AsyncClient:
             try:
                 with our_errors():
                     return JobInfo.from_pb((await self._stub.CreateJob(request, timeout=retry.time_left_s)).job)
-            except ConnectionLostError as error:
+            except SlipstreamError as error:
                 await asyncio.sleep(retry.pause_after(error))
 
     def watch_job(
@@ -245,7 +246,7 @@ class Client:
             try:
                 with our_errors():
                     return JobInfo.from_pb(self._stub.CreateJob(request, timeout=retry.time_left_s).job)
-            except ConnectionLostError as error:
+            except SlipstreamError as error:
                 time.sleep(retry.pause_after(error))
 
     def watch_job(

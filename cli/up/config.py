@@ -207,8 +207,7 @@ def worker_command(config: UpConfig, name: str) -> ServiceCommand:
 
 def scheduler_command(config: UpConfig) -> ServiceCommand:
     """The scheduler of a configuration."""
-    command = _command(config, "scheduler", "slipstream.scheduler.main", config.socket("scheduler"), config.scheduler)
-    return replace(command, restarts=True)
+    return _command(config, "scheduler", "slipstream.scheduler.main", config.socket("scheduler"), config.scheduler)
 
 
 def gateway_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
@@ -220,7 +219,7 @@ def gateway_commands(config: UpConfig, listen: str) -> list[ServiceCommand]:
     for index, name in enumerate(config.gateway_names):
         settings = config.gateway(index)
         command = _command(config, name, "slipstream.gateway.main", listen, settings)
-        commands.append(replace(command, address=settings.private_listen or command.address, restarts=True))
+        commands.append(replace(command, address=settings.private_listen or command.address))
     return commands
 
 
@@ -257,14 +256,18 @@ def _command(config: UpConfig, name: str, module: str, listen: str, settings: Se
         argv=(sys.executable, "-P", "-m", module, *arguments(options), *arguments(settings)),
         address=dialled(listen),
         log_path=config.log_path(name),
+        restarts=True,
     )
 
 
 def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -> ServiceCommand:
-    """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`."""
+    """The service with what puts it inside or outside MPS: a worker inside, if there is a daemon in `directory`.
+
+    Workers under MPS are a group: one that dies at work on the GPU takes the other's context with it.
+    """
     if daemon is None or service.name not in ("verify", "draft"):
         return replace(service, environment={**service.environment, **outside_mps(directory)})
-    return replace(service, environment=daemon.environment)
+    return replace(service, environment=daemon.environment, group="workers")
 
 
 @contextmanager

@@ -40,6 +40,8 @@ class ServiceCommand:
     """Variables that it has beside this process's own, or in their place."""
     restarts: bool = False
     """Whether it is started again when it dies after it was ready."""
+    group: str = ""
+    """Services of one group are started again together, because the death of one breaks the others; "": it is alone."""
 
 
 def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""`slipstream up`: the four services on this machine, until they are stopped or a worker dies."""
+"""`slipstream up`: the four services on this machine, until they are stopped or one dies too often."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _SERVER = "server"
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
     """Serves until a signal ends it, and gives the exit status.
 
-    Raises SlipstreamError when an address or the state directory is taken, and when a service dies that is not
-    started again.
+    Raises SlipstreamError when an address or the state directory is taken, and when a service dies before it was
+    ever ready, or too often.
     """
     console = nonfailing_console()
     hurry = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Starts services on this machine, waits until they serve, restarts some that die, and ends all in order."""
+"""Starts services on this machine, waits until they serve, restarts those that die, and ends all in order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Supervisor:
         self._batches: list[list[ServiceProcess]] = []
         self._ready: set[ServiceProcess] = set()
         self._restarts: defaultdict[str, list[float]] = defaultdict(list)
-        """By service: when it was started again, since it last ran for `DEATHS_WITHIN_S`."""
+        """By group: when it was started again, since it last ran for `DEATHS_WITHIN_S`."""
         self._hurry = asyncio.Event() if hurry is None else hurry
 
     async def __aenter__(self) -> Supervisor:
@@ -106,10 +106,11 @@ class Supervisor:
     async def watch(self) -> NoReturn:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies for good.
 
-        A service whose command says `restarts` is started again instead, unless it dies before it was ever ready, or
-        too often. Raises DeadlineExceededError when it then does not become ready in time.
+        A service whose command says `restarts` is started again instead, with all services of its `group`, unless it
+        dies before it was ever ready, or too often. Raises DeadlineExceededError when it then does not become ready in
+        time.
         """
-        async with background(*(self._keep(process) for process in self._processes())) as keeping:
+        async with background(*(self._keep(group) for group in self._groups())) as keeping:
             ended, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
         await next(keeper for keeper in keeping if keeper in ended)
         raise AssertionError("a service is kept until an error")
@@ -145,37 +146,59 @@ class Supervisor:
     def _processes(self) -> list[ServiceProcess]:
         return [process for batch in self._batches for process in batch]
 
-    async def _keep(self, process: ServiceProcess) -> NoReturn:
-        while True:
-            await process.ended.wait()
-            self._on_change(process.name, ServiceState.DIED)
-            end = f"{process.name} {process.describe_end()}{'' if process in self._ready else ' before it was ready'}"
-            restarts, now = self._restarts[process.name], time.monotonic()
-            if restarts and now - restarts[-1] >= DEATHS_WITHIN_S:
-                restarts.clear()
-            num_deaths = 1 + sum(now - at < DEATHS_WITHIN_S for at in restarts)
-            was_ever_ready = process in self._ready or bool(restarts)
-            if not (process.command.restarts and was_ever_ready) or num_deaths >= MAX_DEATHS:
-                often = f", the last of {num_deaths} ends within {DEATHS_WITHIN_S:g} s" if restarts else ""
-                log = f"the end of its log ({process.command.log_path}):\n{process.last_log_lines()}"
-                raise UnavailableError(f"{end}{often}; {log}")
-            logger.warning("%s and is started again; its log is now %s.1", end, process.command.log_path)
-            if restarts:
-                await asyncio.sleep(min(_FIRST_BACKOFF_S * 2 ** (len(restarts) - 1), _MAX_BACKOFF_S))
-            process = self._start_again(process)
-            await self._ready_or_ended(process)
+    def _groups(self) -> list[list[ServiceProcess]]:
+        groups: defaultdict[str, list[ServiceProcess]] = defaultdict(list)
+        for process in self._processes():
+            groups[_group_of(process)].append(process)
+        return list(groups.values())
 
-    def _start_again(self, dead: ServiceProcess) -> ServiceProcess:
-        dead.remove_socket()
-        process = ServiceProcess(self._place(dead.command))
+    async def _keep(self, group: list[ServiceProcess]) -> NoReturn:
+        while True:
+            dead = await _first_ended(group)
+            self._on_change(dead.name, ServiceState.DIED)
+            end = f"{dead.name} {dead.describe_end()}{'' if dead in self._ready else ' before it was ready'}"
+            backoff_s = self._backoff_after(dead, end)
+            others = [process for process in group if process is not dead]
+            together = "".join(f", together with {other.name}" for other in others)
+            logger.warning("%s and is started again%s; its log is now %s.1", end, together, dead.command.log_path)
+            await asyncio.gather(*(self._end_broken(other) for other in others))
+            await asyncio.sleep(backoff_s)
+            self._restarts[_group_of(dead)].append(time.monotonic())
+            group = [self._start_again(process) for process in group]
+            await self._ready_or_ended(group)
+
+    def _backoff_after(self, dead: ServiceProcess, end: str) -> float:
+        """Returns the seconds to wait before a service is started again. Raises UnavailableError if it must not be."""
+        restarts, now = self._restarts[_group_of(dead)], time.monotonic()
+        if restarts and now - restarts[-1] >= DEATHS_WITHIN_S:
+            restarts.clear()
+        num_deaths = 1 + sum(now - at < DEATHS_WITHIN_S for at in restarts)
+        was_ever_ready = dead in self._ready or bool(restarts)
+        if not (dead.command.restarts and was_ever_ready) or num_deaths >= MAX_DEATHS:
+            often = f", the last of {num_deaths} ends within {DEATHS_WITHIN_S:g} s" if restarts else ""
+            log = f"the end of its log ({dead.command.log_path}):\n{dead.last_log_lines()}"
+            raise UnavailableError(f"{end}{often}; {log}")
+        return min(_FIRST_BACKOFF_S * 2 ** (len(restarts) - 1), _MAX_BACKOFF_S) if restarts else 0.0
+
+    async def _end_broken(self, process: ServiceProcess) -> None:
+        """Ends a service that a death in its group has broken: it has no work to finish."""
+        if process.ended.is_set():
+            self._on_change(process.name, ServiceState.DIED)
+            return
+        self._on_change(process.name, ServiceState.STOPPING)
+        await self._kill(process)
+        self._on_change(process.name, ServiceState.STOPPED)
+
+    def _start_again(self, ended: ServiceProcess) -> ServiceProcess:
+        ended.remove_socket()
+        process = ServiceProcess(self._place(ended.command))
         for batch in self._batches:
-            batch[:] = [process if one is dead else one for one in batch]
-        self._restarts[dead.name].append(time.monotonic())
+            batch[:] = [process if one is ended else one for one in batch]
         self._on_change(process.name, ServiceState.LOADING)
         return process
 
-    async def _ready_or_ended(self, process: ServiceProcess) -> None:
-        async with background(self._wait_ready([process]), process.ended.wait()) as (becoming, ending):
+    async def _ready_or_ended(self, group: list[ServiceProcess]) -> None:
+        async with background(self._wait_ready(group), _first_ended(group)) as (becoming, ending):
             await asyncio.wait((becoming, ending), return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
                 await becoming
@@ -224,6 +247,17 @@ class Supervisor:
         finally:
             process.send(signal.SIGKILL)
             await process.ended.wait()
+
+
+def _group_of(process: ServiceProcess) -> str:
+    return process.command.group or process.name
+
+
+async def _first_ended(group: list[ServiceProcess]) -> ServiceProcess:
+    """Waits until a service of the group has ended, and returns it."""
+    async with background(*(process.ended.wait() for process in group)) as ends:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    return next(process for process in group if process.ended.is_set())
 
 
 async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:

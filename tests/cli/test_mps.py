@@ -181,6 +181,8 @@ async def test_workers_are_inside_and_the_scheduler_is_not(directory: Path) -> N
     async with mps_daemon(MpsMode.ON, directory) as daemon:
         assert daemon is not None
         inside = daemon.environment
-        found = [placed(service, directory, daemon).environment for service in services]
-        assert found == [inside, inside, outside]
-    assert [placed(service, directory, None).environment for service in services] == [outside] * 3
+        found = [placed(service, directory, daemon) for service in services]
+        assert [service.environment for service in found] == [inside, inside, outside]
+        assert [service.group for service in found] == ["workers", "workers", ""]
+    found = [placed(service, directory, None) for service in services]
+    assert [(service.environment, service.group) for service in found] == [(outside, "")] * 3

@@ -135,6 +135,53 @@ async def test_a_service_that_may_restart_is_started_again(
     assert not sockets_in(tmp_path)
 
 
+async def test_a_death_starts_the_whole_group_again(
+    fake_service: MakeCommand, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_go: list[tuple[int, bool]] = []
+    changes: list[tuple[str, ServiceState]] = []
+
+    async def before_kill(pid: int) -> None:
+        let_go.append((pid, psutil.pid_exists(pid)))
+
+    def on_change(name: str, state: ServiceState) -> None:
+        changes.append((name, state))
+
+    async with _supervisor(on_change=on_change, before_kill=before_kill) as supervisor:
+        workers = [replace(fake_service(name), restarts=True, group="workers") for name in ("verify", "draft")]
+        supervisor.start(*workers, replace(fake_service("gateway"), restarts=True))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        verify, draft, gateway = (supervisor.pid(name) for name in ("verify", "draft", "gateway"))
+        os.kill(draft, signal.SIGKILL)
+        await until(lambda: all(changes.count((name, ServiceState.READY)) == 2 for name in ("verify", "draft")))
+        assert let_go == [(verify, True)]
+        assert not {verify, draft} & {supervisor.pid("verify"), supervisor.pid("draft")}
+        assert supervisor.pid("gateway") == gateway
+        assert await check(f"unix:{tmp_path}/verify.sock") == await check(f"unix:{tmp_path}/draft.sock") == "SERVING"
+        assert "draft was killed by SIGKILL and is started again, together with verify; its log is now" in caplog.text
+        assert not watching.done()
+        watching.cancel()
+    assert not sockets_in(tmp_path)
+
+
+async def test_the_deaths_of_a_group_are_counted_together(
+    fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 0.01)
+    changes: list[tuple[str, ServiceState]] = []
+    async with _supervisor(on_change=lambda name, state: changes.append((name, state))) as supervisor:
+        names = ("verify", "draft")
+        supervisor.start(*(replace(fake_service(name), restarts=True, group="workers") for name in names))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        for number in range(supervisor_module.MAX_DEATHS):
+            await until(lambda: all(changes.count((name, ServiceState.READY)) == number + 1 for name in names))  # noqa: B023
+            os.kill(supervisor.pid(names[number % 2]), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL, the last of 5 ends within 60 s; "):
+            await watching
+
+
 async def test_a_service_that_dies_too_often_is_not_started_again(
     fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

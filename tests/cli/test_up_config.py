@@ -116,7 +116,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     commands = scheduler_command(config), *gateway_commands(config, "0.0.0.0:1234")
     assert [command.address for command in commands] == [f"unix:{tmp_path}/sockets/scheduler.sock", "127.0.0.1:1234"]
     assert all(command.restarts for command in commands)
-    assert not worker_command(config, "verify").restarts
+    assert all(worker_command(config, name).restarts for name in config.workers)
     scheduler, gateway = (" ".join(command.argv) for command in commands)
     assert "--model /tmp" in draft
     assert f"--listen unix:{tmp_path}/sockets/draft.sock" in draft

@@ -20,6 +20,7 @@ from slipstream.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    UnavailableError,
 )
 from tests.harness.breaking_proxy import breaking_proxy
 from tests.harness.generation_server import generation_server
@@ -105,6 +106,27 @@ async def test_a_create_whose_answer_was_lost_is_sent_again() -> None:
         assert server.manager.num_jobs == 1
         server.loop.may_step.set()
         assert tokens_of([chunk async for chunk in client.watch_job(job.job_id)]) == [5, 6, 5, 6]
+
+
+async def test_a_create_is_sent_again_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [UnavailableError("no scheduler", retry_after_ms=1) for _ in range(4)]
+
+    def check_room(_num_sequences: int = 1) -> None:
+        if errors:
+            raise errors.pop()
+
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        monkeypatch.setattr(server.link, "check_room", check_room)
+        with pytest.raises(UnavailableError, match="no scheduler"):
+            await client.create_job([5], job_id="first", reconnect_s=0.0)
+        assert (await client.create_job([5], job_id="first", max_new_tokens=2)).job_id == "first"
+        errors.append(UnavailableError("no scheduler", retry_after_ms=1))
+        with Client(server.address) as blocking:
+            job = await asyncio.to_thread(blocking.create_job, [5], job_id="second", max_new_tokens=2)
+        assert (job.job_id, errors) == ("second", [])
+        errors.append(UnavailableError("the journal cannot be written"))
+        with pytest.raises(UnavailableError, match="journal"):
+            await client.create_job([5], job_id="third", max_new_tokens=2)
 
 
 @pytest.mark.parametrize("n", [1, 3])
