@@ -72,7 +72,7 @@ async def run_demo(algorithm: str, device: str) -> int:
     """Runs it in a state directory of its own, on free ports, under MPS where that is there; gives the exit status.
 
     That is 1 when drafting changed the tokens, and 130 when a signal ended it. Raises SlipstreamError when a service
-    dies.
+    dies for good.
     """
     hurry = asyncio.Event()
     status = await StopSignals(on_second=hurry.set).cancel(_serve(algorithm, device, hurry))
