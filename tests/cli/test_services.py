@@ -83,22 +83,8 @@ def test_a_second_up_is_refused_and_the_first_serves_on(server: str, state_dir: 
 
 
 @pytest.mark.slow
-def test_up_ends_with_an_error_that_names_the_service_that_died(tmp_path: Path) -> None:
-    with running_up(tmp_path) as up:
-        services = {service["name"]: service["pid"] for service in status(tmp_path)["services"]}
-        children = up.children()
-        os.kill(services["draft"], signal.SIGKILL)
-        assert up.end() == 1
-        assert "draft was killed by SIGKILL" in up.errors()
-        assert "serving" in up.errors()  # the end of its log
-        assert "Slipstream" in up.output()  # the table from when it was ready
-    assert not psutil.wait_procs(children, timeout=5)[1]
-    assert not leftovers(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gateway", "scheduler"])
-def test_up_starts_a_gateway_or_a_scheduler_again(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["gateway", "scheduler", "draft"])
+def test_up_starts_a_dead_service_again(tmp_path: Path, name: str) -> None:
     def services() -> dict[str, int]:
         return {service["name"]: service["pid"] for service in status(tmp_path)["services"]}
 
@@ -112,8 +98,11 @@ def test_up_starts_a_gateway_or_a_scheduler_again(tmp_path: Path, name: str) -> 
         found = slipstream("generate", "--server", server, "--max-new-tokens", "8", "def add(a, b):\n")
         assert found.returncode == 0, found.stderr
         assert f"{name} was killed by SIGKILL and is started again" in up.errors()
+        assert "Slipstream" in up.output()  # the table from when it was ready
+        children = up.children()
         up.signal(signal.SIGINT)
         assert up.end() == 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
     assert not leftovers(tmp_path)
 
 
