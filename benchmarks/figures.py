@@ -322,15 +322,19 @@ def _robustness_sections() -> list[str]:
 
 
 def _outages_section() -> list[str]:
-    found = _load("outages_cpu")
+    found, workers = _load("outages_cpu"), _load("outages_workers_cpu")
+    num_jobs, num_errors = found["jobs"] + workers["jobs"], len(found["errors"]) + len(workers["errors"])
     words = (
-        f"The gateway and the scheduler of `slipstream up`, killed with SIGKILL in turns under "
+        "Gateway and scheduler of `slipstream up`, and [in another run](../benchmarks/results/outages_workers_cpu.json) "
+        "verify and draft, killed with SIGKILL in turns under "
         f"{found['plan']['clients']} streaming clients of the Python library, half of them with Generate and half with "
-        f"WatchJob: {found['jobs']} jobs ended with the tokens of a run without kills, {len(found['errors'])} did not. "
-        "Seconds from a kill to a stream's next token, of all streams; most of the scheduler's are its start and the "
-        "prompts."
+        f"WatchJob: {num_jobs} jobs ended with the tokens of a run without kills, {num_errors} did not. Seconds from a "
+        "kill to a stream's next token, of all streams; but for the gateway, most are the start and the prompts."
     )
-    rows = [[r["service"], f"{r['kills']}", f"{r['p50_s']:.1f}", f"{r['worst_s']:.1f}"] for r in found["recoveries"]]
+    rows = [
+        [r["service"], f"{r['kills']}", f"{r['p50_s']:.1f}", f"{r['worst_s']:.1f}"]
+        for r in (*found["recoveries"], *workers["recoveries"])
+    ]
     table = _table(("killed", "times", "p50, s", "worst, s"), rows)
     return _section("Killed services", "outages", "outages_cpu", found["host"], words, table)
 
