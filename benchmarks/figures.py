@@ -325,7 +325,7 @@ def _outages_section() -> list[str]:
     found, workers = _load("outages_cpu"), _load("outages_workers_cpu")
     num_jobs, num_errors = found["jobs"] + workers["jobs"], len(found["errors"]) + len(workers["errors"])
     words = (
-        "Gateway and scheduler of `slipstream up`, and [in another run](../benchmarks/results/outages_workers_cpu.json) "
+        "Gateway and scheduler of `slipstream up`, [in another run](../benchmarks/results/outages_workers_cpu.json) "
         "verify and draft, killed with SIGKILL in turns under "
         f"{found['plan']['clients']} streaming clients of the Python library, half of them with Generate and half with "
         f"WatchJob: {num_jobs} jobs ended with the tokens of a run without kills, {num_errors} did not. Seconds from a "
