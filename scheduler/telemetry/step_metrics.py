@@ -20,7 +20,7 @@ from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.telemetry.timings import EDGES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
     from prometheus_client import Counter, Metric
@@ -33,6 +33,9 @@ STEP_BUCKETS_S = (
     *(0.0005, 0.00075, 0.001, 0.00125, 0.0015, 0.002, 0.0025, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.01),
     *(0.0125, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
 )
+COUNTED_STEPS = 32
+"""Steps that are counted together. The loop's thread sleeps between steps, so that all counters of a step come from
+memory: for many steps at once that is paid once. A scrape counts what there is before it reads."""
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """The places where the loop's thread may be blocked."""
@@ -84,6 +87,7 @@ class StepMetricFamilies(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         self.lock = threading.Lock()
         """Held while a step is counted, and while all metrics are collected: about 0.3 ms a scrape."""
+        self._count: Callable[[], None] | None = None
         self._families = families = CollectorRegistry()
         self.step_seconds = STEP_SECONDS.histogram(families)
         self.bubble_seconds = BUBBLE_SECONDS.counter(families)
@@ -103,7 +107,16 @@ class StepMetricFamilies(Collector):
     def collect(self) -> Iterable[Metric]:
         """See `Collector.collect`; called on the scraper's thread."""
         with self.lock:
+            if self._count is not None:
+                self._count()
             return list(self._families.collect())
+
+    def before_collecting(self, count: Callable[[], None]) -> None:
+        """Has `count` called under the lock before metrics are collected, in place of the last epoch's, which ends."""
+        with self.lock:
+            if self._count is not None:
+                self._count()
+            self._count = count
 
 
 class StepMetrics:
@@ -137,40 +150,69 @@ class StepMetrics:
         self._accepted_per_position = families.accepted_per_position
         self._algorithm = algorithm
         self._accepted_at: list[Counter] = []
+        self._stalled_s = dict.fromkeys(SITES, 0.0)
+        self._timings: list[StepTiming] = []
+        self._num_accepted: list[NDArray[np.int64]] = []
+        self._num_draft_tokens = 0
+        families.before_collecting(self._count)
 
     def observe(self, timing: StepTiming) -> None:
         """Counts a step and its times."""
-        phase = _PHASES[timing.kind]
         with self._lock:
-            self._busy["verify", phase].inc(timing.verify_ns * NS)
-            if timing.draft_ns:
-                self._busy["draft", phase].inc(timing.draft_ns * NS)
-            if timing.wall_ns is None:
-                return
-            self._step_seconds[phase].observe(timing.wall_ns * NS)
-            for edge, nanoseconds in timing.bubbles_ns.items():
-                self._bubble[edge, phase].inc(nanoseconds * NS)
-            self._efficiency.add(timing.wall_ns, sum(timing.bubbles_ns.values()))
+            if timing.wall_ns is not None:
+                self._efficiency.add(timing.wall_ns, sum(timing.bubbles_ns.values()))
+            self._timings.append(timing)
+            if len(self._timings) >= COUNTED_STEPS:
+                self._count()
 
     def host_stalled(self, site: str, seconds: float) -> None:
         """Counts a time in which the loop's thread was blocked at `site`, one of SITES."""
         with self._lock:
-            self._stall[site].inc(seconds)
+            self._stalled_s[site] += seconds
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
-        """Counts the drafts of a step: the accepted tokens of each, and K."""
+        """Counts the drafts of a step: the accepted tokens of each, and K, the same in all steps of an epoch."""
         if not len(num_accepted):
             return
+        with self._lock:
+            self._num_draft_tokens = num_draft_tokens
+            self._num_accepted.append(num_accepted)
+            if len(self._num_accepted) >= COUNTED_STEPS:
+                self._count()
+
+    def _count(self) -> None:
+        """Counts everything that came since the last time. Called under the lock."""
+        for timing in self._timings:
+            self._count_times(timing)
+        self._timings.clear()
+        if self._num_accepted:
+            self._count_drafts(np.concatenate(self._num_accepted), self._num_draft_tokens)
+            self._num_accepted.clear()
+        for site, seconds in self._stalled_s.items():
+            self._stall[site].inc(seconds)
+            self._stalled_s[site] = 0.0
+
+    def _count_times(self, timing: StepTiming) -> None:
+        phase = _PHASES[timing.kind]
+        self._busy["verify", phase].inc(timing.verify_ns * NS)
+        if timing.draft_ns:
+            self._busy["draft", phase].inc(timing.draft_ns * NS)
+        if timing.wall_ns is None:
+            return
+        self._step_seconds[phase].observe(timing.wall_ns * NS)
+        for edge, nanoseconds in timing.bubbles_ns.items():
+            self._bubble[edge, phase].inc(nanoseconds * NS)
+
+    def _count_drafts(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         # Drafts with at least 0, 1, … accepted tokens.
         at_least = np.bincount(num_accepted, minlength=num_draft_tokens + 1)[::-1].cumsum()[::-1].tolist()
-        with self._lock:
-            self._drafts.inc(at_least[0])
-            self._draft_tokens.inc(at_least[0] * num_draft_tokens)
-            self._accepted.inc(sum(at_least[1:]))
-            for position in range(len(self._accepted_at) + 1, num_draft_tokens + 1):
-                self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
-            for at_position, count in zip(self._accepted_at, at_least[1:], strict=False):
-                at_position.inc(count)
+        self._drafts.inc(at_least[0])
+        self._draft_tokens.inc(at_least[0] * num_draft_tokens)
+        self._accepted.inc(sum(at_least[1:]))
+        for position in range(len(self._accepted_at) + 1, num_draft_tokens + 1):
+            self._accepted_at.append(self._accepted_per_position.labels(self._algorithm, str(position)))
+        for at_position, count in zip(self._accepted_at, at_least[1:], strict=False):
+            at_position.inc(count)
 
 
 class _EfficiencyWindow:

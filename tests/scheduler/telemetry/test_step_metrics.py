@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.telemetry.step_metrics import RESULT, StepMetricFamilies, StepMetrics
+from slipstream.scheduler.telemetry.step_metrics import COUNTED_STEPS, RESULT, StepMetricFamilies, StepMetrics
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
 if TYPE_CHECKING:
@@ -80,15 +81,34 @@ def test_phases_are_apart(measured: Measured) -> None:
 
 
 def test_drafts_by_position(measured: Measured) -> None:
-    measured.metrics.drafted([], 3)
+    measured.metrics.drafted(np.array([], np.int64), 3)
     assert measured.drafting("accepted_tokens_per_position_total", position="1") is None
-    measured.metrics.drafted([2, 0, 1], 3)
+    measured.metrics.drafted(np.array([2, 0, 1]), 3)
     assert measured.drafting("drafts_total") == 3
     assert measured.drafting("draft_tokens_total") == 9
     assert measured.drafting("accepted_tokens_total") == 3
     at = [measured.drafting("accepted_tokens_per_position_total", position=str(place)) for place in range(1, 5)]
     # No draft had a fourth token.
     assert at == [2, 1, 0, None]
+
+
+@pytest.mark.parametrize("num_steps", [1, COUNTED_STEPS - 1, COUNTED_STEPS, 2 * COUNTED_STEPS + 1])
+def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps: int) -> None:
+    for _ in range(num_steps):
+        timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
+        measured.metrics.observe(timing)
+        measured.metrics.drafted(np.array([2, 0, 1]), 3)
+        measured.metrics.host_stalled(RESULT, 0.5)
+    for _ in range(2):
+        assert measured.value("step_seconds_count", phase="decode") == num_steps
+        assert measured.drafting("accepted_tokens_total") == 3 * num_steps
+        assert measured.value("host_stall_seconds_total", service="scheduler", site=RESULT) == 0.5 * num_steps
+
+
+def test_the_next_epoch_goes_on_from_all_steps_of_the_last_one(measured: Measured) -> None:
+    measured.metrics.drafted(np.array([1]), 2)
+    StepMetrics(measured.families, **LABELS).drafted(np.array([1]), 2)
+    assert measured.drafting("drafts_total") == 2
 
 
 def test_stalls_add_up(measured: Measured) -> None:
