@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from slipstream.common.errors import FutureMapError, PendingLengthError
+from slipstream.common.errors import PendingLengthError
 from slipstream.common.worker.step import StepKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from slipstream.common.api.output_chunk import TokenLogprobs
-    from slipstream.scheduler.core.results import Step, StepResult
+    from slipstream.scheduler.core.results import Step, StepResult, StepSlots
     from slipstream.scheduler.core.sequence import Sequence
 
     Ints = NDArray[np.int64]
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 NUM_STOPS = 8
 """Stop tokens of a sequence that are compared at once; sequences with more are looked at one by one."""
 _NO_TOKEN = -1
+_NO_END = 1 << 62
 
 GOES_ON, STOP, LENGTH = 0, 1, 2
 """How a row goes on, or why it ends."""
@@ -107,6 +108,21 @@ class TakenIn(NamedTuple):
     """By sequence's place in these arrays, as many as it has new tokens."""
 
 
+class _Columns(NamedTuple):
+    """What the accounts say of a step's rows, and no step changes."""
+
+    slots: StepSlots
+    rows: Ints
+    most_more: Ints
+    """Most tokens that the step brings to each."""
+    is_speculating: Bools
+    streams: Ints
+    ids: NDArray[np.uint64]
+    max_new_tokens: Ints
+    stops: Ints
+    """[rows, as many stop tokens as one of all sequences has had]"""
+
+
 class SlotAccounts:
     """One row for each slot, row 0 (padding) included."""
 
@@ -122,14 +138,17 @@ class SlotAccounts:
         self._ids = np.zeros(num_slots, np.uint64)
         self._max_new_tokens = np.zeros(num_slots, np.int64)
         self._stops = np.full((num_slots, NUM_STOPS), _NO_TOKEN, np.int64)
-        self._most_stops = 1
+        self._most_stops = 0
         """The most stop tokens of a sequence so far, of those with up to NUM_STOPS."""
         self._many_stops: dict[int, frozenset[int]] = {}
-        self._columns = np.arange(num_draft_tokens + 1)
+        self._places = np.arange(num_draft_tokens + 1)
+        self._last_columns: _Columns | None = None
+        """Of the last step: steps have the same `StepSlots` while no sequence comes or goes."""
 
     def admit(self, sequence: Sequence) -> None:
         """Writes the row of the slot that a sequence was given."""
         slot, spec = sequence.lease.slot, sequence.spec
+        self._last_columns = None
         self.lengths.reset(slot, len(spec.output))
         self.num_drafted[slot] = sequence.num_drafted(self._num_draft_tokens)
         self.top_logprobs[slot] = -1 if spec.top_logprobs is None else spec.top_logprobs
@@ -148,48 +167,81 @@ class SlotAccounts:
         sure: Bools = self.lengths.least(rows) >= self._max_new_tokens[rows]
         return sure
 
-    def take_in(self, step: Step, result: StepResult, is_current: Bools) -> TakenIn:
-        """Takes in a step's tokens, cut where an output ends; rows that are not current are left out.
+    def least_room(self, rows: Ints) -> int:
+        """How many more tokens one of these slots is sure to end after, the steps under way counted at their least."""
+        room: Ints = self._max_new_tokens[rows] - self.lengths.least(rows)
+        return int(room.min(initial=_NO_END))
 
-        Raises FutureMapError or PendingLengthError, and takes in nothing, if a sequence has more than it can have.
+    def take_in(self, step: Step, result: StepResult, is_current: Bools | None = None) -> TakenIn:
+        """Takes in a step's tokens, cut where an output ends; rows that are not current are left out. None: all are.
+
+        Raises PendingLengthError, and takes in nothing, if a sequence has more than it can have.
         """
-        rows, accepted, tokens, logprobs = step.yielding.rows, result.num_accepted, result.tokens, result.logprobs
-        if not is_current.all():
-            rows, accepted, tokens = rows[is_current], accepted[is_current], tokens[is_current]
+        accepted, tokens, logprobs = result.num_accepted, result.tokens, result.logprobs
+        if is_current is not None:
+            accepted, tokens = accepted[is_current], tokens[is_current]
             places = is_current.cumsum() - 1
             logprobs = {int(places[at]): likely for at, likely in logprobs.items() if is_current[at]}
-        most = self.num_drafted[rows] if step.kind is StepKind.DECODE else np.zeros(len(rows), np.int64)
-        if (accepted > most).any():
-            at = (accepted > most).argmax()
-            found = f"{accepted[at]} tokens accepted of {most[at]} at most"
-            raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found}")
-        before = self.lengths.end(rows, accepted + 1, most + 1)
-        num_tokens, reasons = self._cut(rows, tokens, accepted + 1, self._max_new_tokens[rows] - before)
+        columns = self._columns_of(step, is_current)
+        found = accepted + 1
+        before = self.lengths.end(columns.rows, found, columns.most_more)
+        num_tokens, reasons = self._cut(columns, tokens, found, columns.max_new_tokens - before)
         return TakenIn(
-            rows=rows,
-            streams=self._streams[rows],
-            ids=self._ids[rows],
+            rows=columns.rows,
+            streams=columns.streams,
+            ids=columns.ids,
             num_tokens=num_tokens,
             num_accepted=accepted,
             reasons=reasons,
             tokens=tokens,
-            is_speculating=most > 0,
+            is_speculating=columns.is_speculating,
             logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()},
         )
 
-    def _cut(self, rows: Ints, tokens: Ints, num_tokens: Ints, room: Ints) -> tuple[Ints, NDArray[np.int8]]:
+    def _columns_of(self, step: Step, is_current: Bools | None) -> _Columns:
+        columns, slots = self._last_columns, step.yielding
+        if is_current is None and columns is not None and columns.slots is slots:
+            return columns
+        rows = slots.rows if is_current is None else slots.rows[is_current]
+        most_more = self.num_drafted[rows] + 1 if step.kind is StepKind.DECODE else np.ones(len(rows), np.int64)
+        columns = _Columns(
+            slots=slots,
+            rows=rows,
+            most_more=most_more,
+            is_speculating=most_more > 1,
+            streams=self._streams[rows],
+            ids=self._ids[rows],
+            max_new_tokens=self._max_new_tokens[rows],
+            stops=self._stops[rows, : self._most_stops],
+        )
+        if is_current is None:
+            self._last_columns = columns
+        return columns
+
+    def _cut(self, columns: _Columns, tokens: Ints, num_tokens: Ints, room: Ints) -> tuple[Ints, NDArray[np.int8]]:
         """Returns the number of tokens up to the end of each output, and the reasons."""
-        reasons = np.where(num_tokens >= room, LENGTH, GOES_ON).astype(np.int8)
-        num_tokens = np.minimum(num_tokens, room)
-        stops = self._stops[rows]
-        is_stop = tokens == stops[:, :1]
-        for column in range(1, self._most_stops):
-            is_stop |= tokens == stops[:, column : column + 1]
-        for at in np.isin(rows, list(self._many_stops)).nonzero()[0] if self._many_stops else ():
-            is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(rows[at])]))
-        is_stop &= self._columns[: tokens.shape[1]] < num_tokens[:, None]
-        ends = is_stop.any(axis=1)
-        if ends.any():
+        reasons = np.zeros(len(num_tokens), np.int8)
+        is_full = num_tokens >= room
+        # Most steps end nothing: what only an end needs is behind a look for one.
+        if is_full.any():
+            reasons[is_full] = LENGTH
+            num_tokens = np.minimum(num_tokens, room)
+        is_stop = self._is_stop(columns, tokens)
+        if is_stop is not None and is_stop.any():
+            is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
+            ends = is_stop.any(axis=1)
             num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
             reasons[ends] = STOP
         return num_tokens, reasons
+
+    def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools | None:
+        """[rows, K + 1]; None if no sequence has stop tokens."""
+        is_stop: Bools | None = None
+        for column in range(columns.stops.shape[1]):
+            is_equal = tokens == columns.stops[:, column, None]
+            is_stop = is_equal if is_stop is None else is_stop | is_equal
+        if self._many_stops:
+            is_stop = np.zeros(tokens.shape, np.bool_) if is_stop is None else is_stop
+            for at in np.isin(columns.rows, list(self._many_stops)).nonzero()[0]:
+                is_stop[at] = np.isin(tokens[at], list(self._many_stops[int(columns.rows[at])]))
+        return is_stop

@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.accounts import GOES_ON, SlotAccounts
+from slipstream.scheduler.core.accounts import SlotAccounts
 from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.results import Step, StepSlots
@@ -71,6 +71,8 @@ class Batch:
         """[slots]: the slot has a sequence all of whose tokens were sent."""
         self._decoding: _Decoding | None = None
         """None if a sequence came or went since it was made."""
+        self._room = 0
+        """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
         self._over: list[Sequence] = []
         """Sequences that the queue still counts."""
         self.last_step = 0
@@ -101,7 +103,7 @@ class Batch:
     def next_step(self) -> Step | None:
         """The next step, or None if there is nothing to do: prompts and decoding take turns."""
         decoding = self._decoding
-        if decoding is None or self.accounts.is_sure_to_end(decoding.members.rows).any():
+        if decoding is None or self._has_sure_end(decoding):
             decoding = self._decoding = self._find_decoding()
         if not self._prefilling and not decoding.members.slots:
             return None
@@ -112,14 +114,15 @@ class Batch:
     def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> TakenIn:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
 
-        Raises FutureMapError or PendingLengthError, and takes in nothing, if it has more tokens of a sequence than
-        there can be. `published_ns`: when the result was on the host; None is now.
+        Raises PendingLengthError, and takes in nothing, if it has more tokens of a sequence than there can be.
+        `published_ns`: when the result was on the host; None is now.
         """
-        rows, is_drafted = step.yielding.rows, step.kind is StepKind.DECODE
-        taken_in = self.accounts.take_in(step, result, self.slots.generations[rows] == step.yielding.generations)
-        num_draft_tokens = self.sizes.num_draft_tokens if is_drafted else 0
+        taken_in = self.accounts.take_in(step, result, self._is_current(step.yielding))
+        # A result brings one token that the lengths were sure of, and up to K that they were not.
+        self._room -= self.sizes.num_draft_tokens
+        num_draft_tokens = self.sizes.num_draft_tokens if step.kind is StepKind.DECODE else 0
         self.outbox.add_step(taken_in, num_draft_tokens, published_ns or time.monotonic_ns())
-        for slot in taken_in.rows[taken_in.reasons != GOES_ON].tolist():
+        for slot in taken_in.rows[taken_in.reasons.nonzero()[0]].tolist():
             self._end(self._running[slot])
         return taken_in
 
@@ -150,6 +153,18 @@ class Batch:
     def _num_pages(self, sequence: Sequence) -> int:
         return self.sizes.pages_for(sequence.num_tokens_at_most)
 
+    def _is_current(self, slots: StepSlots) -> Bools | None:
+        """Which of the leases still hold; None for all."""
+        if self._decoding is not None and self._decoding.members is slots:
+            return None
+        is_current: Bools = self.slots.generations[slots.rows] == slots.generations
+        return None if is_current.all() else is_current
+
+    def _has_sure_end(self, decoding: _Decoding) -> bool:
+        if self._room <= 0:
+            self._room = self.accounts.least_room(decoding.members.rows)
+        return self._room <= 0
+
     def _find_decoding(self) -> _Decoding:
         rows = self._is_prefilled.nonzero()[0]
         is_decoding = self._is_prefilled.copy()
@@ -158,6 +173,7 @@ class Batch:
         members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
         num_drafted = self.accounts.num_drafted[rows]
         is_drafted = bool(num_drafted.any())
+        self._room = 0
         return _Decoding(members, num_drafted + 1 if is_drafted else 1, is_drafted, self._top_logprobs(rows))
 
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
@@ -196,6 +212,7 @@ class Batch:
 
     def _decode_step(self, decoding: _Decoding) -> Step:
         self.accounts.lengths.begin(decoding.members.rows, decoding.most_more)
+        self._room -= 1
         return Step(
             number=self.last_step,
             kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,

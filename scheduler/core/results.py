@@ -159,12 +159,13 @@ class ResultReader:
         """Copies the rows of the step: the next step's result may overwrite the shared ones."""
         rows = step.yielding.rows
         most = self._shape.num_draft_tokens if step.kind is StepKind.DECODE else 0
-        accepted, lengths = num_accepted[rows].astype(np.int64), seq_lens[rows]
-        if len(rows) and (accepted.min() < 0 or accepted.max() > most or lengths.min() < 0):
+        accepted, lengths = num_accepted[rows], seq_lens[rows]
+        # Without its sign, a negative number is a large one.
+        if len(rows) and (accepted.view(np.uint32).max() > most or lengths.min() < 0):
             at = ((accepted < 0) | (accepted > most) | (lengths < 0)).argmax()
             found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
             raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found} were never published")
-        return accepted, output_tokens[rows]
+        return accepted.astype(np.int64), output_tokens[rows]
 
 
 def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
