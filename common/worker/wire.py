@@ -110,18 +110,21 @@ def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
 
 def command_to_pb(command: StepCommand) -> pb.StepCommand:
     """Encodes a step. By hand, because the loop does it for each worker in each step."""
-    return pb.StepCommand(
+    message = pb.StepCommand(
         epoch=command.epoch,
         step=command.step,
         kind=cast("pb.StepKind", command.kind),
         slots=command.slots,
-        waits=_points_to_pb(command.ops.waits),
-        signals=_points_to_pb(command.ops.signals),
-        chunks=[encode(pb.PromptChunk, chunk) for chunk in command.chunks],
-        updates=[encode(pb.SlotUpdate, update) for update in command.updates],
         acknowledge=command.wants_acknowledgement,
         top_logprobs=command.top_logprobs,
     )
+    # Made in their place: what the constructor is given, it copies.
+    for points, target in ((command.ops.waits, message.waits), (command.ops.signals, message.signals)):
+        for point in points:
+            target.add(fence=cast("pb.Fence", point.fence), value=point.value)
+    message.chunks.extend([encode(pb.PromptChunk, chunk) for chunk in command.chunks])
+    message.updates.extend([encode(pb.SlotUpdate, update) for update in command.updates])
+    return message
 
 
 def command_from_pb(message: pb.StepCommand) -> StepCommand:
@@ -140,10 +143,6 @@ def command_from_pb(message: pb.StepCommand) -> StepCommand:
 
 def _update_from_pb(message: pb.SlotUpdate) -> SlotUpdate:
     return decode(SlotUpdate, message, {"sampling": SamplingParams.from_pb})
-
-
-def _points_to_pb(points: Iterable[FencePoint]) -> list[pb.FencePoint]:
-    return [pb.FencePoint(fence=cast("pb.Fence", point.fence), value=point.value) for point in points]
 
 
 def _points_from_pb(messages: Iterable[pb.FencePoint]) -> tuple[FencePoint, ...]:

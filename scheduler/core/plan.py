@@ -132,8 +132,8 @@ def consume(state: PlanState, step: int) -> PlanState:
     """
     if step != state.consumed + 1 or step > state.step:
         raise OrderingError(f"step {step} is consumed after step {state.consumed} of {state.step}")
-    num_kept = state.step - step + 1
-    return state._replace(consumed=step, rows=state.rows[-num_kept:])
+    draft, run_ahead, last, _, rows, *known = state
+    return PlanState(draft, run_ahead, last, step, rows[step - last - 1 :], *known)
 
 
 def _check(state: PlanState, step: int, kind: StepKind) -> None:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import RETRY_AFTER_MS, UnavailableError
 from slipstream.common.worker.access_log import LogOp
@@ -42,17 +41,16 @@ VERIFY_TO_VERIFY = "verify_to_verify"
 EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTiming:
+class StepTiming(NamedTuple):
     """The time of one step, in nanoseconds."""
 
     kind: StepKind
     draft_ns: int
     verify_ns: int
-    wall_ns: int | None = None
-    """None for the first step after an idle time."""
     bubbles_ns: dict[str, int]
     """By edge."""
+    wall_ns: int | None = None
+    """None for the first step after an idle time."""
 
 
 def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: Interval | None) -> StepTiming:
@@ -102,6 +100,7 @@ class StepTimings:
         self._done = arena.fence(FenceName.DRAFT_DONE)
         names = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * self._has_draft
         self._stamps = {name: arena.tensor(name) for name in names}
+        self._names = list(self._stamps)
         self._unread: deque[tuple[Step, bool]] = deque()
         self._unreported: deque[StepTiming] = deque()
         self._is_idle = True
@@ -129,7 +128,7 @@ class StepTimings:
         if has_draft_part and step.kind is not StepKind.DECODE:
             self.collect(before.number)
             return
-        names = list(self._stamps)[: 1 + has_draft_part]
+        names = self._names[: 1 + has_draft_part]
         self._log_read(before, names)
         self._take(list(stamps_before[: len(names)]))
 
@@ -169,7 +168,7 @@ class StepTimings:
     def _read(self, step: Step) -> list[Interval]:
         """Reads verify's stamps, and draft's if the step has a command for it."""
         row = step.number % self._ring
-        names = list(self._stamps)[: 1 + self._has_draft_part(step)]
+        names = self._names[: 1 + self._has_draft_part(step)]
         self._log_read(step, names)
         copies = self._device.to_host([self._stamps[name][row] for name in names])
         return [(start, end) for start, end in (copy.tolist() for copy in copies)]

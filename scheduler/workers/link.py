@@ -88,7 +88,7 @@ class LinkThread:
 
     def __init__(self) -> None:
         self.loop = uvloop.new_event_loop()
-        self._posted: deque[tuple[Callable[[pb.StepCommand], None], pb.StepCommand]] = deque()
+        self._posted: deque[tuple[Callable[[StepCommand], None], StepCommand]] = deque()
         self._is_woken = False
         self._thread = threading.Thread(target=self.loop.run_forever, name="links", daemon=True)
         self._thread.start()
@@ -100,10 +100,10 @@ class LinkThread:
         except grpc.RpcError as error:
             raise _unavailable_if_cancelled(error_from_rpc(error)) from error
 
-    def post(self, take: Callable[[pb.StepCommand], None], message: pb.StepCommand) -> None:
-        """Has `take` called there with a message, soon. What is posted together wakes the thread once."""
-        self._posted.append((take, message))
-        # Set back before the queue is emptied: a message that finds it set is still found there.
+    def post(self, take: Callable[[StepCommand], None], command: StepCommand) -> None:
+        """Has `take` called there with a command, soon. What is posted together wakes the thread once."""
+        self._posted.append((take, command))
+        # Set back before the queue is emptied: a command that finds it set is still found there.
         if not self._is_woken:
             self._is_woken = True
             self.loop.call_soon_threadsafe(self._run_posted)
@@ -111,8 +111,8 @@ class LinkThread:
     def _run_posted(self) -> None:
         self._is_woken = False
         while self._posted:
-            take, message = self._posted.popleft()
-            take(message)
+            take, command = self._posted.popleft()
+            take(command)
 
     def close(self) -> None:
         """Ends the thread."""
@@ -133,7 +133,7 @@ class WorkerLink:
         self._epoch = 0
         self._acknowledged = 0
         self._changed = threading.Condition()
-        self._outbox: asyncio.Queue[pb.StepCommand | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[StepCommand | None] = asyncio.Queue()
         self._channel: grpc.aio.Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -149,7 +149,7 @@ class WorkerLink:
         """See `Link.send`."""
         if self.failure is not None:
             raise self.failure
-        self._thread.post(self._outbox.put_nowait, command_to_pb(command))
+        self._thread.post(self._outbox.put_nowait, command)
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
         """See `Link.wait_for_acknowledgement`."""
@@ -210,10 +210,12 @@ class WorkerLink:
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:
-            while (message := await self._outbox.get()) is not None:
-                await call.write(message)
+            while (command := await self._outbox.get()) is not None:
+                # Encoded here, and not by the step loop, whose thread has the more to do.
+                await call.write(command_to_pb(command))
             await call.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+        except (grpc.RpcError, asyncio.InvalidStateError, ValueError) as error:
+            # ValueError: a number that the message cannot hold.
             self._fail(error)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
