@@ -3,7 +3,7 @@
 An 8B shape with random weights, an EAGLE-3 head, acceptance by chance (3.5 tokens a step, K = 4). Clients are processes
 of their own on the same host; each message names the time when its newest token was on the server's host.
 
-    python benchmarks/delivery.py --device cpu --shape bundled --batches 8
+    python benchmarks/delivery.py --device cpu --shape bundled --batches 8 --gateways 1
 
 runs the bundled models on a CPU, as a test of the script.
 """
@@ -199,7 +199,7 @@ def main(
     device: DeviceOption = "cuda",
     shape: Annotated[str, typer.Option(help="A shape, or bundled.")] = "llama-3.1-8b",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "64,256",
-    gateways: Annotated[int, typer.Option(help="Gateways on the port.")] = 1,
+    gateways: Annotated[str, typer.Option(help="For each of these batches, gateways on the port.")] = "1,8",
     journals: Annotated[str, typer.Option(help="Modes of the journal.")] = "off,process",
     seconds: Annotated[float, typer.Option(help="Length of a window.")] = 3.0,
     json_file: JsonOption = None,
@@ -216,8 +216,9 @@ def main(
                 stack.worker("verify", model=setup.target, simulate_accept_length=ACCEPT_LENGTH, **models),
                 stack.worker("draft", model=setup.draft, target=setup.target, algorithm=EAGLE3, **models),
             )
-            for batch, journal in product(map(int, batches.split(",")), journals.split(",")):
-                measurements.append(await measure(stack, setup, device, batch, gateways, journal, seconds))
+            pairs = zip(map(int, batches.split(",")), map(int, gateways.split(",")), strict=True)
+            for (batch, num_gateways), journal in product(pairs, journals.split(",")):
+                measurements.append(await measure(stack, setup, device, batch, num_gateways, journal, seconds))
                 write_rows(measurements, json_file)
                 print(_line(measurements[-1]), flush=True)
 

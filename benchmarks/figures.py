@@ -91,6 +91,7 @@ def gpu_page() -> str:
         _text(f"{WRITTEN} Machines differ, also of one provider: each ratio is taken within one run."),
         *_overlap_section("overlap_h200"),
         *_decode_section(),
+        *_delivery_section(),
         *_peers_section(),
         *_near_ties_section(),
         *_step_check_section("step_check_h200"),
@@ -337,6 +338,43 @@ def _outages_section() -> list[str]:
     ]
     table = _table(("killed", "times", "p50, s", "worst, s"), rows)
     return _section("Killed services", "outages", "outages_cpu", found["host"], words, table)
+
+
+def _delivery_section() -> list[str]:
+    found = _load("delivery_h200")
+    words = (
+        "Shape of Llama-3.1-8B with random weights, EAGLE-3 head, K = 4, accept length 3.5 by chance. Clients are "
+        "processes of their own on the same host, a connection a stream. From when a step's result is on the host to "
+        "a client's receipt of its tokens; CPU time a decode step of the thread that decides the steps, and of the "
+        "processes."
+    )
+    rows = [
+        [
+            f"{r['batch']}",
+            f"{r['gateways']}",
+            r["journal"],
+            f"{r['step_ms']:.2f}",
+            *(f"{r[f'publish_to_client_{part}_ms']:.1f}" for part in ("p50", "p99")),
+            f"{r['cpu_ms'][STEP_LOOP]:.2f}",
+            f"{r['cpu_ms']['scheduler']:.2f}",
+            f"{sum(ms for name, ms in r['cpu_ms'].items() if name.startswith('gateway')):.1f}",
+        ]
+        for r in found
+    ]
+    header = (
+        "streams",
+        "gateways",
+        "journal",
+        "step, ms",
+        "to client p50, ms",
+        "p99, ms",
+        "loop",
+        "scheduler",
+        "gateways",
+    )
+    return _section(
+        "From a step to its clients", "delivery", "delivery_h200", found[0]["host"], words, _table(header, rows)
+    )
 
 
 def _load(name: str) -> Any:
