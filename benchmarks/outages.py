@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from slipstream.benchmarks.models import JsonOption  # noqa: TC001 - typer reads the annotations
+from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import free_ports
 from slipstream.cli.status import wait_until_serving
@@ -55,6 +55,8 @@ class Plan:
     seed: int = 1
     services: tuple[str, ...] = ("gateway", "scheduler")
     """Those that are killed, in turns."""
+    device: str = "cpu"
+    """On a GPU in float32: tokens in bfloat16 depend on the batch."""
 
 
 @dataclass(slots=True)
@@ -165,15 +167,16 @@ class Outages:
 
 
 @asynccontextmanager
-async def serving(slots: int) -> AsyncIterator[tuple[str, psutil.Process]]:
+async def serving(slots: int, device: str) -> AsyncIterator[tuple[str, psutil.Process]]:
     """Runs `slipstream up` on the bundled models; yields the address and the process."""
     with TemporaryDirectory(prefix="slipstream-") as directory:
         port = free_ports(1)[0]
         address, log = f"127.0.0.1:{port}", Path(directory) / "up.log"
-        options = ("up", "--device", "cpu", "--listen", address, "--state-dir", directory, "--slots", str(slots))
+        dtype = () if device == "cpu" else ("--dtype", "float32")
+        options = ("up", "--device", device, *dtype, "--listen", address, "--state-dir", directory)
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", f"{_UP}; main()", *options, "--metrics-port", "0"),
+                *(sys.executable, "-c", f"{_UP}; main()", *options, "--slots", str(slots), "--metrics-port", "0"),
                 stdout=output,
                 stderr=output,
             )
@@ -192,7 +195,7 @@ async def serving(slots: int) -> AsyncIterator[tuple[str, psutil.Process]]:
 
 async def measure(plan: Plan) -> tuple[list[Recovery], list[Stream]]:
     """Serves, kills, and returns the recoveries and what clients saw."""
-    async with serving(plan.clients) as (address, up):
+    async with serving(plan.clients, plan.device) as (address, up):
         outages = Outages(plan, address, up)
         return await outages.run(), outages.streams
 
@@ -202,13 +205,14 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
     seed: Annotated[int, typer.Option(help="Of the moments of the kills.")] = Plan.seed,
     services: Annotated[str, typer.Option(help="Those to kill, by commas.")] = ",".join(Plan.services),
+    device: DeviceOption = Plan.device,
     json: JsonOption = None,
 ) -> None:
     """Kills services by turns, and prints how the streams recover."""
-    plan = Plan(kills=kills, clients=clients, seed=seed, services=tuple(services.split(",")))
+    plan = Plan(kills=kills, clients=clients, seed=seed, services=tuple(services.split(",")), device=device)
     if unknown := set(plan.services) - set(SERVICES):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(SERVICES)}")
-    print(f"{host()}; bundled models, {clients} clients, seed {seed}")
+    print(f"{host(device)}; bundled models, {clients} clients, seed {seed}")
     recoveries, streams = asyncio.run(measure(plan))
     errors = [error for stream in streams for error in stream.errors]
     num_jobs = sum(stream.num_jobs for stream in streams)
@@ -218,7 +222,9 @@ def main(
     print(f"{num_jobs} jobs with the tokens of a run without kills, {len(errors)} errors")
     print("\n".join(errors))
     rows = [asdict(row) for row in recoveries]
-    write_json({"host": host(), "plan": asdict(plan), "recoveries": rows, "jobs": num_jobs, "errors": errors}, json)
+    write_json(
+        {"host": host(device), "plan": asdict(plan), "recoveries": rows, "jobs": num_jobs, "errors": errors}, json
+    )
     sys.exit(bool(errors))
 
 

@@ -61,7 +61,7 @@ def check_tokens(folder: Path, device: str, fences: tuple[str, ...]) -> None:
     assert len({service.device for service in workers}) == 1
     assert (workers[0].device == "cpu") == (device == "cpu")
     plain = serve(folder / "plain", device, "none")
-    assert len(plain.state.services) == 2
+    assert len(plain.state.services) == 3
     assert all(len(tokens) == MAX_NEW_TOKENS for tokens in plain.token_ids)
     assert drafted.token_ids == plain.token_ids
     greedy, sampled = drafted.accept_lengths[:NUM_PROMPTS], drafted.accept_lengths[NUM_PROMPTS:]
