@@ -280,6 +280,9 @@ class JobReader:
             while self._unfinished:
                 has_read = False
                 for index in tuple(self._unfinished):
+                    # A reader that has sent all there is goes to wait at once, without a turn for it.
+                    if not self._job.samples[index].output.can_read(self._offsets[index]):
+                        continue
                     await self._turns.begin()
                     chunk = self._read(index)
                     if chunk is not None:

@@ -177,16 +177,20 @@ class SampleOutput:
         """Sets the usage, which comes with the last chunk."""
         self._usage = usage
 
+    def can_read(self, offset: int) -> bool:
+        """True if `read` from there on returns a chunk."""
+        return offset < len(self.token_ids) or self._finish_reason is not None
+
     def read(self, offset: int) -> OutputChunk | None:
         """A chunk of tokens from `offset` on; None if there are none yet and the sample has not finished.
 
         Readers at the same place get the same chunk.
         """
+        if not self.can_read(offset):
+            return None
         num_tokens = len(self.token_ids)
         end = min(num_tokens, offset + self._max_chunk_tokens)
         is_last = self._finish_reason is not None and end == num_tokens
-        if offset == end and not is_last:
-            return None
         if (last := self._last_read) is not None and (
             (last.token_offset, len(last.token_ids), last.finish_reason is not None) == (offset, end - offset, is_last)
         ):
