@@ -290,7 +290,7 @@ class JobReader:
                         yield chunk
                 if not has_read:
                     await self._wait()
-                elif self._interval_s and not self._has_end():
+                elif self._interval_s and self._unfinished and not self._has_end():
                     await self._wait_for_turn()
 
     def _read(self, index: int) -> OutputChunk | None:

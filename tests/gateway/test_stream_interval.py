@@ -28,11 +28,19 @@ async def test_each_step_is_a_message_without_an_interval() -> None:
 
 async def test_first_tokens_and_ends_do_not_wait_for_the_interval() -> None:
     async with generation_server(stream_interval_s=1000.0) as server, AsyncClient(server.address) as client:
-        chunks = await asyncio.wait_for(collect(client.generate([5, 6], max_new_tokens=3000)), 60)
-        assert tokens_of(chunks) == [5, 6] * 1500
-        # The first, and what came until the end.
-        assert len(chunks) == 2
-        assert len(chunks[0].token_ids) == TOKENS_PER_STEP
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        stream = client.generate([5, 6], max_new_tokens=3000)
+        first = await anext(stream)
+        server.loop.pause_tokens = None
+        (rest,) = await asyncio.wait_for(collect(stream), 20)
+        assert len(first.token_ids) == TOKENS_PER_STEP
+        assert tokens_of([first, rest]) == [5, 6] * 1500
+
+
+async def test_an_output_that_comes_at_once_ends_at_once() -> None:
+    async with generation_server(stream_interval_s=1000.0) as server, AsyncClient(server.address) as client:
+        chunks = await asyncio.wait_for(collect(client.generate([5, 6], max_new_tokens=1)), 20)
+        assert tokens_of(chunks) == [5]
         assert server.metric("coalesced_messages_total") == 0
 
 
