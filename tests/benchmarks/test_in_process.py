@@ -81,6 +81,7 @@ def reference() -> list[list[int]]:
     return asyncio.run(of_processes())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ["none", "standalone", "eagle3"])
 async def test_tokens_are_those_of_processes_of_their_own(algorithm: str, reference: list[list[int]]) -> None:
     async with served(algorithm) as (address, metrics_port), AsyncClient(address) as client:
@@ -92,6 +93,7 @@ async def test_tokens_are_those_of_processes_of_their_own(algorithm: str, refere
         assert timed > 10, "steps are timed as they are in processes of their own"
 
 
+@pytest.mark.slow
 async def test_its_steps_are_traced(tmp_path: Path) -> None:
     """As if they were processes of their own."""
     out = tmp_path / "out.json"

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(180)
 KEY = "ann-0123456789abcdef"
 
 
+@pytest.mark.slow
 def test_commands_reach_a_server_with_mutual_tls_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, keys, target = Certificates(tmp_path), tmp_path / "keys", write_checkpoint(tmp_path / "target", seed=9)
     keys.write_text(f"ann:{KEY}\n")

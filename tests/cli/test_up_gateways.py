@@ -26,6 +26,7 @@ def _gateways(server: str) -> dict[str, ServiceState]:
         return {service.name: service for service in client.server_info().services if "gateway" in service.name}
 
 
+@pytest.mark.slow
 def test_gateways_serve_one_port_and_come_back(tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     with running_up(state_dir, "--gateways", "2", "--device", "cpu", "--slots", "4", "--threads", "1") as up:

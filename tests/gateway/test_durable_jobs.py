@@ -282,7 +282,7 @@ async def test_calls_for_jobs_wait_for_the_scheduler(path: Path) -> None:
             await client.get_job("mine")
         assert raised.value.retry_after_ms
         with pytest.raises(UnavailableError, match="are back when the scheduler is"):
-            await client.create_job(PROMPT, job_id="mine", max_new_tokens=5)
+            await client.create_job(PROMPT, job_id="mine", max_new_tokens=5, reconnect_s=0.0)
         scheduler.serve()
         await until(lambda: server.manager._is_complete)
         assert tokens_of(await collect(client.watch_job("mine"))) == PROMPT[:5]
