@@ -81,7 +81,7 @@ def reference() -> list[list[int]]:
     return asyncio.run(of_processes())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["none", "standalone", "eagle3"])
 async def test_tokens_are_those_of_processes_of_their_own(algorithm: str, reference: list[list[int]]) -> None:
     async with served(algorithm) as (address, metrics_port), AsyncClient(address) as client:

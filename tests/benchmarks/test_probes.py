@@ -21,6 +21,7 @@ MOST_ON_A_BUSY_MACHINE_MS = 3 * MOST_STALL_MS
 SECONDS, SCALE = 0.5, 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_no_request_holds_the_event_loop(tmp_path: Path) -> None:
     server = replace(STATE, vocab_size=4096, context_tokens=1024)

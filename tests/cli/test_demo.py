@@ -64,6 +64,7 @@ def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(cuda_obstacle() is None, reason="there is a GPU that can be used")
+@pytest.mark.slow
 def test_a_gpu_that_cannot_be_used_is_said_with_the_reason(tmp_path: Path) -> None:
     found = slipstream("demo", "--device", "cuda")
     assert found.returncode == 1
