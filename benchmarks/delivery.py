@@ -63,7 +63,7 @@ class Measurement:
     num_steps: int
     step_ms: float
     messages_per_step: float
-    """Of each stream; 1 is a message with each step."""
+    """Messages that a stream gets for a step; 1 is a message with each."""
     publish_to_client_p50_ms: float
     publish_to_client_p99_ms: float
     cpu_ms: dict[str, float]

@@ -49,12 +49,12 @@ class Plan:
     """The settings of a run."""
 
     kills: int = 20
-    """Of each service."""
+    """Number of kills of each service."""
     clients: int = 16
     max_new_tokens: int = 300
     seed: int = 1
     services: tuple[str, ...] = ("gateway", "scheduler")
-    """Those that are killed, in turns."""
+    """Names of the services that are killed, in turns."""
     device: str = "cpu"
     """On a GPU in float32: tokens in bfloat16 depend on the batch."""
 
@@ -71,12 +71,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What came of the kills of a service; times in seconds, from the kill to the next token of a stream."""
+    """The kills of a service. Times are seconds from a kill to the next token of a stream."""
 
     service: str
     kills: int
     p50_s: float
-    """Of all streams and kills."""
+    """Median over all streams and kills."""
     worst_s: float
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MOST_STALL_MS = 20.0
 MOST_HEALTH_P99_MS = 100.0
 KERNELS_MS = (5.0, 60.0)
-"""Of the draft and verify: a job with the whole context takes half a minute."""
+"""Lengths of the draft's and verify's kernels: a job with the whole context takes half a minute."""
 SLOTS = 64
 QUEUE = 1024
 KEPT_JOBS = 8192
@@ -253,7 +253,7 @@ class Probe:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The function's name."""
         return getattr(self.run, "__name__", "")
 
 

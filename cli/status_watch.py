@@ -44,7 +44,7 @@ class Reading:
     """On the monotonic clock."""
     status: ServerStatus
     metrics: Scrape | None
-    """Those of the gateway and the scheduler, with a label `job`; None when they cannot be read."""
+    """Samples of the gateway's and the scheduler's metrics, with a label `job`; None when they cannot be read."""
     why_no_metrics: str = ""
 
     def restarted(self, earlier: Reading) -> list[str]:

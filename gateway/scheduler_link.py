@@ -15,6 +15,7 @@ from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.server_state import SchedulerDescription, SchedulerState
 from slipstream.common.api.step_output import Refusal, StepOutput
 from slipstream.common.errors import (
+    RETRY_AFTER_MS,
     FailedPreconditionError,
     ResourceExhaustedError,
     SlipstreamError,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_MS = 500
 MAX_TOKENS_PER_MESSAGE = 2**16
 """Prompts and outputs in one message to the scheduler; a longer sequence goes alone."""
 MAX_SEQUENCES_PER_MESSAGE = 64

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.common.api.server_state import ServerState, ServiceState
-from slipstream.common.errors import CheckpointError, UnavailableError
+from slipstream.common.errors import RETRY_AFTER_MS, CheckpointError, UnavailableError
 from slipstream.common.idle_collection import CHECK_INTERVAL_S, IdleCollection
 from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
 from slipstream.common.rpc.listener import Listener
@@ -30,7 +30,7 @@ from slipstream.gateway.manager import JobManager
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import FromPeers, GatewayState, Peers, PeersServicer
 from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
-from slipstream.gateway.scheduler_link import RETRY_AFTER_MS, SchedulerLink
+from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import load_model
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
 from slipstream.gateway.validation import MAX_SAMPLES
