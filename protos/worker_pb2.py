@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/protos/worker.proto\x12\rslipstream.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xf6\x03\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x07 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x14\n\x0chidden_width\x18\t \x01(\r\x12\x11\n\talgorithm\x18\n \x01(\t\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05model\x18\x0c \x01(\t\x12\x16\n\x0etokenizer_path\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x14\n\x0cmetrics_port\x18\x0f \x01(\r\x12\x12\n\nlast_epoch\x18\x10 \x01(\x04\x12\x15\n\rhidden_layers\x18\x11 \x03(\r\x12+\n\x06memory\x18\x12 \x01(\x0b\x32\x1b.slipstream.v1.DeviceMemory\x12\x11\n\tunder_mps\x18\x13 \x01(\x08\x12\x15\n\rpid_namespace\x18\x14 \x01(\t\x12\x12\n\nshm_device\x18\x15 \x01(\x04\x12\x15\n\rhas_scheduler\x18\x16 \x01(\x08\"{\n\x0c\x44\x65viceMemory\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0f\n\x07weights\x18\x03 \x01(\x04\x12\x0c\n\x04work\x18\x04 \x01(\x04\x12\x16\n\x0ework_per_token\x18\x05 \x01(\x04\x12\x17\n\x0fwork_per_choice\x18\x06 \x01(\x04\"\xb7\x02\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12-\n\x04peer\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.DescribeResponse\x12)\n\x08manifest\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x11\n\trun_ahead\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\n \x01(\r\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\r\n\x05\x64\x65\x62ug\x18\x0c \x01(\x08\"\x10\n\x0e\x41ttachResponse\"\x96\x01\n\x08Manifest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12&\n\x07\x62uffers\x18\x05 \x03(\x0b\x32\x15.slipstream.v1.Buffer\x12(\n\x06\x66\x65nces\x18\x06 \x03(\x0b\x32\x18.slipstream.v1.FenceWord\"T\n\x06\x42uffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06writer\x18\x05 \x01(\t\"^\n\tFenceWord\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x65vents\x18\x04 \x03(\x0c\"@\n\nFencePoint\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\r\n\x05value\x18\x02 \x01(\x04\"\xcf\x02\n\x0bStepCommand\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.slipstream.v1.StepKind\x12\r\n\x05slots\x18\x04 \x03(\r\x12(\n\x05waits\x18\x05 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x07signals\x18\x06 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x06\x63hunks\x18\x07 \x03(\x0b\x32\x1a.slipstream.v1.PromptChunk\x12*\n\x07updates\x18\x08 \x03(\x0b\x32\x19.slipstream.v1.SlotUpdate\x12\x13\n\x0b\x61\x63knowledge\x18\t \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"K\n\x0bPromptChunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"\xfe\x01\n\nSlotUpdate\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x18\n\x10\x66irst_page_index\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x14\n\x0climit_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.slipstream.v1.SlotSampling\x12\x1d\n\x10max_draft_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x42\x13\n\x11_max_draft_tokensB\x10\n\x0e_prompt_tokens\"\x8e\x02\n\x0cSlotSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12,\n\nlogit_bias\x18\t \x03(\x0b\x32\x18.slipstream.v1.TokenBias\x12\x15\n\rmasked_before\x18\n \x01(\r\x12\x18\n\x10masked_token_ids\x18\x0b \x03(\r\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\";\n\x07StepAck\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0b\x65nqueued_ns\x18\x03 \x01(\x04\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x0f\n\rDrainResponse*f\n\x05\x46\x65nce\x12\x15\n\x11\x46\x45NCE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46\x45NCE_DRAFT_DONE\x10\x01\x12\x18\n\x14\x46\x45NCE_VERIFY_PUBLISH\x10\x02\x12\x16\n\x12\x46\x45NCE_VERIFY_STASH\x10\x03*g\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x13\n\x0fSTEP_KIND_PLAIN\x10\x03\x32\xa3\x02\n\x06Worker\x12K\n\x08\x44\x65scribe\x12\x1e.slipstream.v1.DescribeRequest\x1a\x1f.slipstream.v1.DescribeResponse\x12\x45\n\x06\x41ttach\x12\x1c.slipstream.v1.AttachRequest\x1a\x1d.slipstream.v1.AttachResponse\x12\x41\n\x07\x45xecute\x12\x1a.slipstream.v1.StepCommand\x1a\x16.slipstream.v1.StepAck(\x01\x30\x01\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eslipstream/protos/worker.proto\x12\rslipstream.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xf6\x03\n\x10\x44\x65scribeResponse\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x07 \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x14\n\x0chidden_width\x18\t \x01(\r\x12\x11\n\talgorithm\x18\n \x01(\t\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\r\n\x05model\x18\x0c \x01(\t\x12\x16\n\x0etokenizer_path\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x14\n\x0cmetrics_port\x18\x0f \x01(\r\x12\x12\n\nlast_epoch\x18\x10 \x01(\x04\x12\x15\n\rhidden_layers\x18\x11 \x03(\r\x12+\n\x06memory\x18\x12 \x01(\x0b\x32\x1b.slipstream.v1.DeviceMemory\x12\x11\n\tunder_mps\x18\x13 \x01(\x08\x12\x15\n\rpid_namespace\x18\x14 \x01(\t\x12\x12\n\nshm_device\x18\x15 \x01(\x04\x12\x15\n\rhas_scheduler\x18\x16 \x01(\x08\"{\n\x0c\x44\x65viceMemory\x12\r\n\x05total\x18\x01 \x01(\x04\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x04\x12\x0f\n\x07weights\x18\x03 \x01(\x04\x12\x0c\n\x04work\x18\x04 \x01(\x04\x12\x16\n\x0ework_per_token\x18\x05 \x01(\x04\x12\x17\n\x0fwork_per_choice\x18\x06 \x01(\x04\"\xa6\x03\n\rAttachRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12-\n\x04peer\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.DescribeResponse\x12)\n\x08manifest\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12\x11\n\tnum_slots\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x11\n\trun_ahead\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\r\x12\x14\n\x0c\x63hunk_tokens\x18\n \x01(\r\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\x12\r\n\x05\x64\x65\x62ug\x18\x0c \x01(\x08\x12&\n\x05given\x18\r \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12\x31\n\x0e\x65xpected_draft\x18\x0e \x01(\x0b\x32\x19.slipstream.v1.DraftSizes\x12\x12\n\nslot_pages\x18\x0f \x01(\r\"\x10\n\x0e\x41ttachResponse\"S\n\nDraftSizes\x12\x18\n\x10num_draft_tokens\x18\x01 \x01(\r\x12\x14\n\x0chidden_width\x18\x02 \x01(\r\x12\x15\n\rhidden_layers\x18\x03 \x03(\r\"\xaf\x01\n\x12\x41ttachDraftRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nattachment\x18\x02 \x01(\x04\x12$\n\x03own\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12&\n\x05given\x18\x04 \x01(\x0b\x32\x17.slipstream.v1.Manifest\x12(\n\x05\x64raft\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.DraftSizes\"\x15\n\x13\x41ttachDraftResponse\"7\n\x12\x44\x65tachDraftRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nattachment\x18\x02 \x01(\x04\"\x15\n\x13\x44\x65tachDraftResponse\"\x96\x01\n\x08Manifest\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\x0c\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12&\n\x07\x62uffers\x18\x05 \x03(\x0b\x32\x15.slipstream.v1.Buffer\x12(\n\x06\x66\x65nces\x18\x06 \x03(\x0b\x32\x18.slipstream.v1.FenceWord\"T\n\x06\x42uffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06writer\x18\x05 \x01(\t\"^\n\tFenceWord\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x65vents\x18\x04 \x03(\x0c\"@\n\nFencePoint\x12#\n\x05\x66\x65nce\x18\x01 \x01(\x0e\x32\x14.slipstream.v1.Fence\x12\r\n\x05value\x18\x02 \x01(\x04\"\xe3\x02\n\x0bStepCommand\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.slipstream.v1.StepKind\x12\r\n\x05slots\x18\x04 \x03(\r\x12(\n\x05waits\x18\x05 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x07signals\x18\x06 \x03(\x0b\x32\x19.slipstream.v1.FencePoint\x12*\n\x06\x63hunks\x18\x07 \x03(\x0b\x32\x1a.slipstream.v1.PromptChunk\x12*\n\x07updates\x18\x08 \x03(\x0b\x32\x19.slipstream.v1.SlotUpdate\x12\x13\n\x0b\x61\x63knowledge\x18\t \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x12\n\nattachment\x18\x0b \x01(\x04\x42\x0f\n\r_top_logprobs\"K\n\x0bPromptChunk\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07is_last\x18\x04 \x01(\x08\"\x94\x02\n\nSlotUpdate\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x18\n\x10\x66irst_page_index\x18\x03 \x01(\r\x12\r\n\x05pages\x18\x04 \x03(\r\x12\x14\n\x0climit_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.slipstream.v1.SlotSampling\x12\x1d\n\x10max_draft_tokens\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rprompt_tokens\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0chistory_from\x18\t \x01(\rB\x13\n\x11_max_draft_tokensB\x10\n\x0e_prompt_tokens\"\x8e\x02\n\x0cSlotSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12,\n\nlogit_bias\x18\t \x03(\x0b\x32\x18.slipstream.v1.TokenBias\x12\x15\n\rmasked_before\x18\n \x01(\r\x12\x18\n\x10masked_token_ids\x18\x0b \x03(\r\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\";\n\x07StepAck\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x13\n\x0b\x65nqueued_ns\x18\x03 \x01(\x04\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\x0f\n\rDrainResponse*f\n\x05\x46\x65nce\x12\x15\n\x11\x46\x45NCE_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46\x45NCE_DRAFT_DONE\x10\x01\x12\x18\n\x14\x46\x45NCE_VERIFY_PUBLISH\x10\x02\x12\x16\n\x12\x46\x45NCE_VERIFY_STASH\x10\x03*\x7f\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x13\n\x0fSTEP_KIND_PLAIN\x10\x03\x12\x16\n\x12STEP_KIND_CATCH_UP\x10\x04\x32\xcf\x03\n\x06Worker\x12K\n\x08\x44\x65scribe\x12\x1e.slipstream.v1.DescribeRequest\x1a\x1f.slipstream.v1.DescribeResponse\x12\x45\n\x06\x41ttach\x12\x1c.slipstream.v1.AttachRequest\x1a\x1d.slipstream.v1.AttachResponse\x12T\n\x0b\x41ttachDraft\x12!.slipstream.v1.AttachDraftRequest\x1a\".slipstream.v1.AttachDraftResponse\x12T\n\x0b\x44\x65tachDraft\x12!.slipstream.v1.DetachDraftRequest\x1a\".slipstream.v1.DetachDraftResponse\x12\x41\n\x07\x45xecute\x12\x1a.slipstream.v1.StepCommand\x1a\x16.slipstream.v1.StepAck(\x01\x30\x01\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.protos.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FENCE']._serialized_start=2530
-  _globals['_FENCE']._serialized_end=2632
-  _globals['_STEPKIND']._serialized_start=2634
-  _globals['_STEPKIND']._serialized_end=2737
+  _globals['_FENCE']._serialized_start=3049
+  _globals['_FENCE']._serialized_end=3151
+  _globals['_STEPKIND']._serialized_start=3153
+  _globals['_STEPKIND']._serialized_end=3280
   _globals['_DESCRIBEREQUEST']._serialized_start=49
   _globals['_DESCRIBEREQUEST']._serialized_end=66
   _globals['_DESCRIBERESPONSE']._serialized_start=69
@@ -42,33 +42,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEVICEMEMORY']._serialized_start=573
   _globals['_DEVICEMEMORY']._serialized_end=696
   _globals['_ATTACHREQUEST']._serialized_start=699
-  _globals['_ATTACHREQUEST']._serialized_end=1010
-  _globals['_ATTACHRESPONSE']._serialized_start=1012
-  _globals['_ATTACHRESPONSE']._serialized_end=1028
-  _globals['_MANIFEST']._serialized_start=1031
-  _globals['_MANIFEST']._serialized_end=1181
-  _globals['_BUFFER']._serialized_start=1183
-  _globals['_BUFFER']._serialized_end=1267
-  _globals['_FENCEWORD']._serialized_start=1269
-  _globals['_FENCEWORD']._serialized_end=1363
-  _globals['_FENCEPOINT']._serialized_start=1365
-  _globals['_FENCEPOINT']._serialized_end=1429
-  _globals['_STEPCOMMAND']._serialized_start=1432
-  _globals['_STEPCOMMAND']._serialized_end=1767
-  _globals['_PROMPTCHUNK']._serialized_start=1769
-  _globals['_PROMPTCHUNK']._serialized_end=1844
-  _globals['_SLOTUPDATE']._serialized_start=1847
-  _globals['_SLOTUPDATE']._serialized_end=2101
-  _globals['_SLOTSAMPLING']._serialized_start=2104
-  _globals['_SLOTSAMPLING']._serialized_end=2374
-  _globals['_TOKENBIAS']._serialized_start=2376
-  _globals['_TOKENBIAS']._serialized_end=2419
-  _globals['_STEPACK']._serialized_start=2421
-  _globals['_STEPACK']._serialized_end=2480
-  _globals['_DRAINREQUEST']._serialized_start=2482
-  _globals['_DRAINREQUEST']._serialized_end=2511
-  _globals['_DRAINRESPONSE']._serialized_start=2513
-  _globals['_DRAINRESPONSE']._serialized_end=2528
-  _globals['_WORKER']._serialized_start=2740
-  _globals['_WORKER']._serialized_end=3031
+  _globals['_ATTACHREQUEST']._serialized_end=1121
+  _globals['_ATTACHRESPONSE']._serialized_start=1123
+  _globals['_ATTACHRESPONSE']._serialized_end=1139
+  _globals['_DRAFTSIZES']._serialized_start=1141
+  _globals['_DRAFTSIZES']._serialized_end=1224
+  _globals['_ATTACHDRAFTREQUEST']._serialized_start=1227
+  _globals['_ATTACHDRAFTREQUEST']._serialized_end=1402
+  _globals['_ATTACHDRAFTRESPONSE']._serialized_start=1404
+  _globals['_ATTACHDRAFTRESPONSE']._serialized_end=1425
+  _globals['_DETACHDRAFTREQUEST']._serialized_start=1427
+  _globals['_DETACHDRAFTREQUEST']._serialized_end=1482
+  _globals['_DETACHDRAFTRESPONSE']._serialized_start=1484
+  _globals['_DETACHDRAFTRESPONSE']._serialized_end=1505
+  _globals['_MANIFEST']._serialized_start=1508
+  _globals['_MANIFEST']._serialized_end=1658
+  _globals['_BUFFER']._serialized_start=1660
+  _globals['_BUFFER']._serialized_end=1744
+  _globals['_FENCEWORD']._serialized_start=1746
+  _globals['_FENCEWORD']._serialized_end=1840
+  _globals['_FENCEPOINT']._serialized_start=1842
+  _globals['_FENCEPOINT']._serialized_end=1906
+  _globals['_STEPCOMMAND']._serialized_start=1909
+  _globals['_STEPCOMMAND']._serialized_end=2264
+  _globals['_PROMPTCHUNK']._serialized_start=2266
+  _globals['_PROMPTCHUNK']._serialized_end=2341
+  _globals['_SLOTUPDATE']._serialized_start=2344
+  _globals['_SLOTUPDATE']._serialized_end=2620
+  _globals['_SLOTSAMPLING']._serialized_start=2623
+  _globals['_SLOTSAMPLING']._serialized_end=2893
+  _globals['_TOKENBIAS']._serialized_start=2895
+  _globals['_TOKENBIAS']._serialized_end=2938
+  _globals['_STEPACK']._serialized_start=2940
+  _globals['_STEPACK']._serialized_end=2999
+  _globals['_DRAINREQUEST']._serialized_start=3001
+  _globals['_DRAINREQUEST']._serialized_end=3030
+  _globals['_DRAINRESPONSE']._serialized_start=3032
+  _globals['_DRAINRESPONSE']._serialized_end=3047
+  _globals['_WORKER']._serialized_start=3283
+  _globals['_WORKER']._serialized_end=3746
 # @@protoc_insertion_point(module_scope)

@@ -20,6 +20,7 @@ class StepKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_KIND_PREFILL: _ClassVar[StepKind]
     STEP_KIND_DECODE: _ClassVar[StepKind]
     STEP_KIND_PLAIN: _ClassVar[StepKind]
+    STEP_KIND_CATCH_UP: _ClassVar[StepKind]
 FENCE_UNSPECIFIED: Fence
 FENCE_DRAFT_DONE: Fence
 FENCE_VERIFY_PUBLISH: Fence
@@ -28,6 +29,7 @@ STEP_KIND_UNSPECIFIED: StepKind
 STEP_KIND_PREFILL: StepKind
 STEP_KIND_DECODE: StepKind
 STEP_KIND_PLAIN: StepKind
+STEP_KIND_CATCH_UP: StepKind
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -98,7 +100,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., weights: _Optional[int] = ..., work: _Optional[int] = ..., work_per_token: _Optional[int] = ..., work_per_choice: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug")
+    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +113,9 @@ class AttachRequest(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEBUG_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_PAGES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     peer: DescribeResponse
     manifest: Manifest
@@ -123,9 +128,52 @@ class AttachRequest(_message.Message):
     chunk_tokens: int
     protocol_version: int
     debug: bool
-    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ...) -> None: ...
+    given: Manifest
+    expected_draft: DraftSizes
+    slot_pages: int
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftSizes(_message.Message):
+    __slots__ = ("num_draft_tokens", "hidden_width", "hidden_layers")
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    num_draft_tokens: int
+    hidden_width: int
+    hidden_layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_draft_tokens: _Optional[int] = ..., hidden_width: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttachDraftRequest(_message.Message):
+    __slots__ = ("epoch", "attachment", "own", "given", "draft")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attachment: int
+    own: Manifest
+    given: Manifest
+    draft: DraftSizes
+    def __init__(self, epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., own: _Optional[_Union[Manifest, _Mapping]] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., draft: _Optional[_Union[DraftSizes, _Mapping]] = ...) -> None: ...
+
+class AttachDraftResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachDraftRequest(_message.Message):
+    __slots__ = ("epoch", "attachment")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attachment: int
+    def __init__(self, epoch: _Optional[int] = ..., attachment: _Optional[int] = ...) -> None: ...
+
+class DetachDraftResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -180,7 +228,7 @@ class FencePoint(_message.Message):
     def __init__(self, fence: _Optional[_Union[Fence, str]] = ..., value: _Optional[int] = ...) -> None: ...
 
 class StepCommand(_message.Message):
-    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs")
+    __slots__ = ("epoch", "step", "kind", "slots", "waits", "signals", "chunks", "updates", "acknowledge", "top_logprobs", "attachment")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +239,7 @@ class StepCommand(_message.Message):
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGE_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step: int
     kind: StepKind
@@ -201,7 +250,8 @@ class StepCommand(_message.Message):
     updates: _containers.RepeatedCompositeFieldContainer[SlotUpdate]
     acknowledge: bool
     top_logprobs: int
-    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    attachment: int
+    def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ..., kind: _Optional[_Union[StepKind, str]] = ..., slots: _Optional[_Iterable[int]] = ..., waits: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., signals: _Optional[_Iterable[_Union[FencePoint, _Mapping]]] = ..., chunks: _Optional[_Iterable[_Union[PromptChunk, _Mapping]]] = ..., updates: _Optional[_Iterable[_Union[SlotUpdate, _Mapping]]] = ..., acknowledge: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., attachment: _Optional[int] = ...) -> None: ...
 
 class PromptChunk(_message.Message):
     __slots__ = ("slot", "start", "tokens", "is_last")
@@ -216,7 +266,7 @@ class PromptChunk(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class SlotUpdate(_message.Message):
-    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens")
+    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens", "history_from")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +275,7 @@ class SlotUpdate(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FROM_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     first_page_index: int
@@ -233,7 +284,8 @@ class SlotUpdate(_message.Message):
     sampling: SlotSampling
     max_draft_tokens: int
     prompt_tokens: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    history_from: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., history_from: _Optional[int] = ...) -> None: ...
 
 class SlotSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "masked_before", "masked_token_ids")

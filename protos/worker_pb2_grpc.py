@@ -48,6 +48,16 @@ class WorkerStub:
                 request_serializer=slipstream_dot_protos_dot_worker__pb2.AttachRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.AttachDraft = channel.unary_unary(
+                '/slipstream.v1.Worker/AttachDraft',
+                request_serializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.FromString,
+                _registered_method=True)
+        self.DetachDraft = channel.unary_unary(
+                '/slipstream.v1.Worker/DetachDraft',
+                request_serializer=slipstream_dot_protos_dot_worker__pb2.DetachDraftRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_worker__pb2.DetachDraftResponse.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/slipstream.v1.Worker/Execute',
                 request_serializer=slipstream_dot_protos_dot_worker__pb2.StepCommand.SerializeToString,
@@ -75,9 +85,25 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Opens an epoch: maps the arena, allocates KV pages, warms up. The arena's file has its name only until all have
-        attached: map it before answering. FAILED_PRECONDITION says what does not fit, also that another epoch has its
-        stream; an epoch that has none is over with this. Execute follows.
+        """Opens an epoch: maps the shared memory, allocates KV pages, warms up. A file of shared memory has its name only
+        until all have attached: map it before answering. FAILED_PRECONDITION says what does not fit, also that another
+        epoch has its stream; an epoch that has none is over with this. Execute follows. A draft's epoch is its attachment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AttachDraft(self, request, context):
+        """Verify alone: maps the memory that it shares with a draft, beside the running steps of its epoch, between two of
+        them. Commands that name the attachment come after the answer. FAILED_PRECONDITION says what does not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DetachDraft(self, request, context):
+        """Verify alone: gives up what it still waits for of that draft, and answers when its stream is past the last use of
+        that memory. No effect on an attachment that it does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,8 +121,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Finishes what is enqueued, unmaps the arena and ends the epoch; no effect on an epoch that is not open. Execute's
-        stream is ended by the scheduler afterwards.
+        """Finishes what is enqueued, unmaps the shared memory and ends the epoch; no effect on an epoch that is not open.
+        Execute's stream is ended by the scheduler afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +140,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_worker__pb2.AttachResponse.SerializeToString,
+            ),
+            'AttachDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.AttachDraft,
+                    request_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.SerializeToString,
+            ),
+            'DetachDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.DetachDraft,
+                    request_deserializer=slipstream_dot_protos_dot_worker__pb2.DetachDraftRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_worker__pb2.DetachDraftResponse.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -184,6 +220,60 @@ class Worker:
             '/slipstream.v1.Worker/Attach',
             slipstream_dot_protos_dot_worker__pb2.AttachRequest.SerializeToString,
             slipstream_dot_protos_dot_worker__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Worker/AttachDraft',
+            slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.SerializeToString,
+            slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DetachDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Worker/DetachDraft',
+            slipstream_dot_protos_dot_worker__pb2.DetachDraftRequest.SerializeToString,
+            slipstream_dot_protos_dot_worker__pb2.DetachDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -121,6 +121,11 @@ class Manifest:
         self._check_names()
         self._check_handles()
 
+    def check_holds(self, specs: list[BufferSpec]) -> None:
+        """Raises ManifestError unless its buffers are exactly these, in this order."""
+        if [placed.spec for placed in self.buffers] != specs:
+            raise ManifestError("the buffers of the manifest are not those that the sizes ask for")
+
     def _range(self, name: str, start: int, end: int, alignment: int) -> tuple[int, int, str]:
         if start < 0 or start % alignment or end > self.size:
             raise ManifestError(f"{name}: bytes {start} to {end} are not an aligned part of {self.size} bytes")

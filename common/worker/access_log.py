@@ -4,6 +4,9 @@ Debug mode only: each stream of work has a log of its own, in the order of the s
 which work was enqueued on it). `python -m tests.ordering.replay DIR` joins the logs
 of all processes and names every pair of accesses that nothing ordered.
 
+A draft's epoch is its attachment. Verify and the scheduler give the attachment with what they do to its region: buffers
+and fences of different attachments have the same names.
+
 The scheduler logs as one stream, in the order of its loop: what it learned from a copy (the wait,
 and the reads) when it *consumes* the result, not when it enqueues the copy.
 """
@@ -58,13 +61,15 @@ class AccessLog:
     is_enabled = False
     """False where nothing is kept: then a caller need not even collect the rows."""
 
-    def access(self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int) -> None:
-        """The stream reads or writes `rows` of `buffer` as part of `step`."""
+    def access(
+        self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int, attachment: int = 0
+    ) -> None:
+        """The stream reads or writes `rows` of `buffer` as part of `step`; 0 stands for the results."""
 
-    def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
+    def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int, attachment: int = 0) -> None:
         """The stream signals `value`, or has come past it by a wait or by a poll that was seen true."""
 
-    def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
+    def release(self, fence: FenceName, value: int, *, epoch: int, attachment: int = 0) -> None:
         """The scheduler releases all waits in `epoch` for up to `value`."""
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
@@ -93,17 +98,19 @@ class JsonLinesAccessLog(AccessLog):
         self._seq = 0
         self._epoch = 0
 
-    def access(self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int) -> None:
+    def access(
+        self, buffer: BufferName, rows: Sequence[int], *, is_write: bool, step: int, attachment: int = 0
+    ) -> None:
         op = LogOp.WRITE if is_write else LogOp.READ
         text = ",".join(map(str, rows))
-        self._append(op, step, f'"buffer":"{buffer.value}","rows":[{text}]')
+        self._append(op, step, f'"buffer":"{buffer.value}","rows":[{text}],"attachment":{attachment}')
 
-    def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int) -> None:
-        self._append(op, step, f'"fence":"{fence.name}","value":{value}')
+    def fence(self, op: FenceLogOp, fence: FenceName, value: int, *, step: int, attachment: int = 0) -> None:
+        self._append(op, step, f'"fence":"{fence.name}","value":{value},"attachment":{attachment}')
 
-    def release(self, fence: FenceName, value: int, *, epoch: int) -> None:
+    def release(self, fence: FenceName, value: int, *, epoch: int, attachment: int = 0) -> None:
         current, self._epoch = self._epoch, epoch
-        self._append(LogOp.RELEASE, value, f'"fence":"{fence.name}","value":{value}')
+        self._append(LogOp.RELEASE, value, f'"fence":"{fence.name}","value":{value},"attachment":{attachment}')
         self._epoch = current
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:

@@ -9,10 +9,10 @@ from slipstream.common.errors import ConfigError, MismatchError
 
 if TYPE_CHECKING:
     from slipstream.common.device.manifest import Manifest
-    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.common.worker.layout import DraftShape, EpochShape
     from slipstream.common.worker.step import Role
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Grows when a message of the worker contract changes its meaning."""
 
 
@@ -87,17 +87,39 @@ class WorkerDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSizes:
+    """Properties of a draft that verify's work depends on."""
+
+    num_draft_tokens: int
+    """K, at least 1."""
+    hidden_width: int = 0
+    """Width of the hidden states that it reads; 0 if it reads none."""
+    hidden_layers: tuple[int, ...] = ()
+    """The target's layers whose inputs it reads; empty if verify chooses them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
-    """One epoch of a worker: the memory it shares and the sizes it works with."""
+    """One epoch of a worker: the memory it shares and the sizes it works with. For a draft, its attachment."""
 
     epoch: int
+    """The number of the epoch; for a draft that of its attachment."""
     manifest: Manifest
-    shape: FutureMapShape
+    """The memory that the worker writes to: the results, or a draft's own."""
+    shape: EpochShape | DraftShape
+    """EpochShape for verify, DraftShape for a draft."""
     page_tokens: int
     num_pages: int
     """Page 0 (padding) included."""
+    slot_pages: int
+    """Pages of a slot at most."""
     context_tokens: int
+    given: Manifest | None = None
+    """For a draft: the memory that verify writes for it."""
     peer: WorkerDescription | None = None
+    """For a draft: verify."""
+    expected_draft: DraftSizes | None = None
+    """For verify: the draft to prepare for."""
     protocol_version: int = PROTOCOL_VERSION
     is_debug: bool = False
 
@@ -107,17 +129,33 @@ class Attachment:
             ("epoch", self.epoch, 1, 2**63),
             ("num_slots", self.shape.num_slots, 2, 2**16),
             ("run_ahead", self.shape.run_ahead, 0, 64),
-            ("num_draft_tokens", self.shape.num_draft_tokens, 0, 64),
+            ("num_draft_tokens", self.shape.num_draft_tokens, 0 if self.given is None else 1, 64),
             ("chunk_tokens", self.shape.chunk_tokens, 1, 2**20),
             ("page_tokens", self.page_tokens, 1, 2**16),
             ("num_pages", self.num_pages, 2, 2**31),
+            ("slot_pages", self.slot_pages, 1, 2**24),
             ("context_tokens", self.context_tokens, 2, 2**24),
         ):
             if not low <= value <= high:
                 raise ConfigError(f"attach.{name}", value, f"{low} to {high}")
 
-    @property
-    def max_pages_per_slot(self) -> int:
-        """Length of a slot's page list: a whole context and what run-ahead may write behind it."""
-        slack = (self.shape.run_ahead + 1) * (self.shape.num_draft_tokens + 1)
-        return -(-(self.context_tokens + slack) // self.page_tokens)
+
+def slot_pages(shape: EpochShape, *, context_tokens: int, page_tokens: int) -> int:
+    """Returns the length of a slot's page list: a whole context and the tokens that run-ahead may write behind it."""
+    slack = (shape.run_ahead + 1) * (shape.num_draft_tokens + 1)
+    return -(-(context_tokens + slack) // page_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRegion:
+    """The memory between verify and one draft, which verify maps beside its running steps."""
+
+    epoch: int
+    """Verify's."""
+    attachment: int
+    """Number of the draft's attachment."""
+    own: Manifest
+    """The memory that the draft writes."""
+    given: Manifest
+    """The memory that verify writes for it."""
+    draft: DraftSizes

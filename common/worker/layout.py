@@ -1,4 +1,9 @@
-"""The layout of the shared memory: the buffers of the FutureMap, their shapes, dtypes and writers."""
+"""The layout of the shared memory: the buffers of the FutureMap, their shapes, dtypes and writers.
+
+Three pieces, each with one writer. The *results* are between verify and the scheduler, for a whole epoch of verify. An
+attachment of a draft has two more, its *region*: `given` is what verify writes for the draft and never reads back,
+`own` what the draft writes.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,14 @@ import torch
 
 from slipstream.common.api.sampling import MAX_TOP_LOGPROBS
 from slipstream.common.device.manifest import BufferSpec
-from slipstream.common.worker.step import Role
+from slipstream.common.worker.step import FenceName, Role
 
 PADDING_SLOT = 0
 """The row of the slot buffers that belongs to no request: any process may write it, and none uses it."""
 
 
 class BufferName(enum.StrEnum):
-    """A buffer of the FutureMap. Each has exactly one writer process; `FutureMapShape.specs` has the shapes."""
+    """A buffer of the FutureMap. Each has exactly one writer process; `EpochShape` and `DraftShape` have the shapes."""
 
     # Verify publishes these for the scheduler, in the step's row of the ring; the last three if logprobs are asked for:
     # the output tokens' own, and the most likely tokens at each place with theirs.
@@ -26,7 +31,7 @@ class BufferName(enum.StrEnum):
     OUTPUT_LOGPROBS = "output_logprobs"
     TOP_TOKENS = "top_tokens"
     TOP_LOGPROBS = "top_logprobs"
-    # Verify stashes these in the slots' rows for the next forward of either worker.
+    # Verify stashes these in the slots' rows for the next forward of the draft; its own copies are not shared.
     SEQ_LENS = "seq_lens"
     BONUS_TOKENS = "bonus_tokens"
     NUM_NEW = "num_new"
@@ -36,7 +41,7 @@ class BufferName(enum.StrEnum):
     PREFILL_HIDDEN = "prefill_hidden"
     # Draft writes these in the slots' rows; verify copies them in.
     DRAFT_TOKENS = "draft_tokens"
-    # Start and end of the workers' work, in the step's row of the ring, for the scheduler.
+    # Start and end of the workers' work, in the step's row of the ring, for the scheduler. Verify copies the draft's.
     DRAFT_STAMPS = "draft_stamps"
     VERIFY_STAMPS = "verify_stamps"
 
@@ -52,6 +57,11 @@ SLOT_BUFFERS = frozenset(
     }
 )
 """The buffers whose rows are slots."""
+
+RESULT_FENCES = (FenceName.VERIFY_PUBLISH,)
+GIVEN_FENCES = (FenceName.VERIFY_STASH,)
+OWN_FENCES = (FenceName.DRAFT_DONE,)
+"""The fence words beside the results, and in the two pieces of a region."""
 
 
 def ring_rows(run_ahead: int) -> int:
@@ -69,47 +79,69 @@ def last_consumed(step: int, run_ahead: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FutureMapShape:
-    """The sizes of the FutureMap, the same in all three processes."""
+class StepShape:
+    """The sizes of a step."""
 
     num_slots: int
     """Rows of the slot buffers, row 0 (padding) included."""
     run_ahead: int
     num_draft_tokens: int
-    """K; 0 when nothing drafts."""
+    """K. Of an epoch of verify: the most that any draft may have; 0 when nothing ever drafts."""
     chunk_tokens: int
-    hidden_width: int = 0
-    """Width of the hidden states that the draft reads; 0 if it reads none."""
-    hidden_dtype: torch.dtype = torch.float32
 
     @property
     def ring(self) -> int:
         """Rows of the ring buffers."""
         return ring_rows(self.run_ahead)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochShape(StepShape):
+    """The sizes of an epoch of verify, which may outlive drafts."""
+
     def specs(self) -> list[BufferSpec]:
-        """Returns the buffers, without those that no process would read."""
-        ring, slots, width = self.ring, self.num_slots, self.num_draft_tokens + 1
-        verify, draft = Role.VERIFY.value, Role.DRAFT.value
-        specs = [
-            BufferSpec(BufferName.NEW_SEQ_LENS, (ring, slots), torch.int64, verify),
-            BufferSpec(BufferName.NUM_ACCEPTED, (ring, slots), torch.int32, verify),
-            BufferSpec(BufferName.OUTPUT_TOKENS, (ring, slots, width), torch.int64, verify),
+        """Returns the buffers of the results, between verify and the scheduler alone; their fence: RESULT_FENCES."""
+        ring, verify = self.ring, Role.VERIFY.value
+        places = (ring, self.num_slots, self.num_draft_tokens + 1)
+        return [
+            BufferSpec(BufferName.NEW_SEQ_LENS, places[:2], torch.int64, verify),
+            BufferSpec(BufferName.NUM_ACCEPTED, places[:2], torch.int32, verify),
+            BufferSpec(BufferName.OUTPUT_TOKENS, places, torch.int64, verify),
             BufferSpec(BufferName.VERIFY_STAMPS, (ring, 2), torch.int64, verify),
+            BufferSpec(BufferName.DRAFT_STAMPS, (ring, 2), torch.int64, verify),
+            BufferSpec(BufferName.OUTPUT_LOGPROBS, places, torch.float32, verify),
+            BufferSpec(BufferName.TOP_TOKENS, (*places, MAX_TOP_LOGPROBS), torch.int32, verify),
+            BufferSpec(BufferName.TOP_LOGPROBS, (*places, MAX_TOP_LOGPROBS), torch.float32, verify),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape(StepShape):
+    """The sizes of an attachment of a draft: of the memory between it and verify."""
+
+    hidden_width: int = 0
+    """Width of the hidden states that the draft reads; 0 if it reads none."""
+    hidden_dtype: torch.dtype = torch.float32
+
+    def given_specs(self) -> list[BufferSpec]:
+        """Returns the buffers that verify writes for the draft; their fence: GIVEN_FENCES."""
+        slots, width, verify = self.num_slots, self.num_draft_tokens + 1, Role.VERIFY.value
+        specs = [
             BufferSpec(BufferName.SEQ_LENS, (slots,), torch.int64, verify),
             BufferSpec(BufferName.BONUS_TOKENS, (slots,), torch.int64, verify),
             BufferSpec(BufferName.NUM_NEW, (slots,), torch.int64, verify),
             BufferSpec(BufferName.LAST_TOKENS, (slots, width), torch.int64, verify),
         ]
-        if self.num_draft_tokens:
-            specs.append(BufferSpec(BufferName.DRAFT_TOKENS, (slots, self.num_draft_tokens), torch.int64, draft))
-            specs.append(BufferSpec(BufferName.DRAFT_STAMPS, (ring, 2), torch.int64, draft))
         if self.hidden_width:
             hidden, dtype = self.hidden_width, self.hidden_dtype
             specs.append(BufferSpec(BufferName.HIDDEN_STATES, (slots, width, hidden), dtype, verify))
             specs.append(BufferSpec(BufferName.PREFILL_HIDDEN, (self.chunk_tokens, hidden), dtype, verify))
-        top = (ring, slots, width, MAX_TOP_LOGPROBS)
-        specs.append(BufferSpec(BufferName.OUTPUT_LOGPROBS, (ring, slots, width), torch.float32, verify))
-        specs.append(BufferSpec(BufferName.TOP_TOKENS, top, torch.int32, verify))
-        specs.append(BufferSpec(BufferName.TOP_LOGPROBS, top, torch.float32, verify))
         return specs
+
+    def own_specs(self) -> list[BufferSpec]:
+        """Returns the buffers that the draft writes; their fence: OWN_FENCES."""
+        draft = Role.DRAFT.value
+        return [
+            BufferSpec(BufferName.DRAFT_TOKENS, (self.num_slots, self.num_draft_tokens), torch.int64, draft),
+            BufferSpec(BufferName.DRAFT_STAMPS, (self.ring, 2), torch.int64, draft),
+        ]

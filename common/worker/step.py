@@ -21,11 +21,11 @@ class FenceName(enum.IntEnum):
     """The fences between the processes; each is signalled by one stream, with growing values."""
 
     DRAFT_DONE = 1
-    """Draft's stream: the draft tokens of step `value` are written."""
+    """Draft's stream: the draft tokens of step `value` are written. One word for each attachment of a draft."""
     VERIFY_PUBLISH = 2
     """Verify's stream: what the scheduler consumes of step `value` is written."""
     VERIFY_STASH = 3
-    """Verify's stream: what the next forward needs of step `value` is written."""
+    """Verify's stream: what draft's next forward needs of step `value` is written. One word for each attachment."""
 
 
 class StepKind(enum.IntEnum):
@@ -37,6 +37,8 @@ class StepKind(enum.IntEnum):
     """Draft K tokens a slot, verify them, accept a prefix and sample one more."""
     PLAIN = 3
     """Decode one token a slot without a draft."""
+    CATCH_UP = 4
+    """Draft alone, attached beside running sequences: take in chunks of their tokens, which are known."""
 
 
 class FencePoint(NamedTuple):
@@ -83,17 +85,21 @@ class SlotUpdate:
     """Most draft tokens of the slot that verify accepts in a step; None is all."""
     prompt_tokens: int | None = None
     """Set for a sequence that comes with output: chunks hold both, and positions from here on are its output."""
+    history_from: int = 0
+    """Counts where `sampling` is set: position from which on the draft has the slot's history (keys and values, or a
+    head's entries, each of the state at its position and the token behind it); its attention masks the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommand:
-    """The work of one worker in one step. Steps are numbered from 1 in each epoch."""
+    """The work of one worker in one step. Steps are numbered from 1 in each epoch of verify."""
 
     epoch: int
+    """For a draft, its attachment."""
     step: int
     kind: StepKind
     slots: tuple[int, ...]
-    """The slots that take part, without repetition; for a prefill those of `chunks`, in their order."""
+    """The slots that take part, without repetition; for PREFILL and CATCH_UP those of `chunks`, in their order."""
     ops: FenceOps = field(default_factory=FenceOps)
     chunks: tuple[PrefillChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
@@ -101,3 +107,5 @@ class StepCommand:
     """True if the worker is to say when the step is enqueued."""
     top_logprobs: int | None = None
     """Number of most likely tokens that verify publishes with each token's own logprob; None publishes no logprobs."""
+    attachment: int = 0
+    """For verify: the attachment of the draft that takes part; 0 for none."""

@@ -12,8 +12,8 @@ from slipstream.common.api.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES, BufferSpec, FenceWord, Manifest, Placed
 from slipstream.common.errors import InvalidArgumentError, ManifestError
 from slipstream.common.messages import decode, encode
-from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
-from slipstream.common.worker.layout import BufferName, FutureMapShape
+from slipstream.common.worker.contract import Attachment, DeviceMemory, DraftRegion, DraftSizes, WorkerDescription
+from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
@@ -86,26 +86,57 @@ def attachment_to_pb(attachment: Attachment) -> pb.AttachRequest:
         attachment,
         peer=None if attachment.peer is None else description_to_pb(attachment.peer),
         manifest=manifest_to_pb(attachment.manifest),
+        given=None if attachment.given is None else manifest_to_pb(attachment.given),
         debug=attachment.is_debug,
         **{name: getattr(attachment.shape, name) for name in _SHAPE_FIELDS},
     )
 
 
 def attachment_from_pb(message: pb.AttachRequest) -> Attachment:
-    """Decodes and checks an attachment. Raises ManifestError, ConfigError or InvalidArgumentError."""
+    """Decodes and checks an attachment: of a draft if it has `given`. Raises ManifestError, ConfigError and others."""
     manifest = manifest_from_pb(message.manifest)
-    hidden = next((placed.spec for placed in manifest.buffers if placed.spec.name == BufferName.HIDDEN_STATES), None)
-    shape = decode(
-        FutureMapShape,
+    given = manifest_from_pb(message.given) if message.HasField("given") else None
+    shape: EpochShape | DraftShape
+    if given is None:
+        shape = decode(EpochShape, message)
+    else:
+        width, dtype = hidden_of(given)
+        shape = decode(DraftShape, message, hidden_width=width, hidden_dtype=dtype)
+    attachment = decode(
+        Attachment,
         message,
-        hidden_width=0 if hidden is None else hidden.shape[-1],
-        hidden_dtype=torch.float32 if hidden is None else hidden.dtype,
+        {"peer": description_from_pb, "expected_draft": partial(decode, DraftSizes)},
+        manifest=manifest,
+        given=given,
+        shape=shape,
+        is_debug=message.debug,
     )
-    readers = {"peer": description_from_pb}
-    attachment = decode(Attachment, message, readers, manifest=manifest, shape=shape, is_debug=message.debug)
-    if [placed.spec for placed in manifest.buffers] != shape.specs():
-        raise ManifestError("the buffers of the manifest are not those that the sizes ask for")
+    if isinstance(shape, DraftShape) and given is not None:
+        given.check_holds(shape.given_specs())
+    manifest.check_holds(shape.own_specs() if isinstance(shape, DraftShape) else shape.specs())
     return attachment
+
+
+def hidden_of(given: Manifest) -> tuple[int, torch.dtype]:
+    """Returns width and dtype of the hidden states in `given`; 0 and float32 if it has none."""
+    names = (placed.spec for placed in given.buffers)
+    hidden = next((spec for spec in names if spec.name == BufferName.HIDDEN_STATES), None)
+    return (0, torch.float32) if hidden is None else (hidden.shape[-1], hidden.dtype)
+
+
+def region_to_pb(region: DraftRegion) -> pb.AttachDraftRequest:
+    return encode(pb.AttachDraftRequest, region, own=manifest_to_pb(region.own), given=manifest_to_pb(region.given))
+
+
+def region_from_pb(message: pb.AttachDraftRequest) -> DraftRegion:
+    """Decodes the memory between verify and a draft. Raises ManifestError."""
+    return decode(
+        DraftRegion,
+        message,
+        own=manifest_from_pb(message.own),
+        given=manifest_from_pb(message.given),
+        draft=decode(DraftSizes, message.draft),
+    )
 
 
 def command_to_pb(command: StepCommand) -> pb.StepCommand:
@@ -117,6 +148,7 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
         slots=command.slots,
         acknowledge=command.wants_acknowledgement,
         top_logprobs=command.top_logprobs,
+        attachment=command.attachment,
     )
     # Made in their place: what the constructor is given, it copies.
     for points, target in ((command.ops.waits, message.waits), (command.ops.signals, message.signals)):
