@@ -14,7 +14,7 @@ from slipstream.common.rpc.metrics import MetricKind
 from slipstream.gateway import request_metrics
 from slipstream.scheduler.telemetry import server_metrics, step_metrics
 from slipstream.scheduler.workers import heartbeats
-from slipstream.services.worker.engine import STALL_SITES
+from slipstream.services.worker.host_stalls import STALL_SITES
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec

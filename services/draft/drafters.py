@@ -4,7 +4,8 @@ A language model of its own, or an EAGLE-3 head, which reads the target's hidden
 entry p pairs the target's state at position p with the token at p + 1, and its keys and values are those
 of position p. A chunk [s, e) of a prompt has the states s .. e-1 and the tokens s .. e-1, so the entries s-1 .. e-2 are
 made of it: the state at s-1 is kept here from the chunk before. The entry at the prompt's end pairs with the first
-sampled token, which comes with the stash of the first decode step like every other.
+sampled token, which comes with the stash of the first decode step like every other. A head that attached beside a
+running request has no entries before the slot's `history_from`: nothing is kept there, and attention masks it.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ class Eagle3Drafter:
         """See `Drafter.open`. Runs what a step runs, so that the first request finds it warm."""
         shape = state.attachment.shape
         self._slots.open(state)
-        size = (shape.num_slots, self._head.config.layer.hidden_size)
+        size, width = (shape.num_slots, self._head.config.layer.hidden_size), state.region.shape.hidden_width
         self._last_states = torch.zeros(size, dtype=self._dtype, device=self._device)
         for slots, tokens, positions in self._slots.warm_up():
-            fused = torch.zeros((1, tokens.shape[1], shape.hidden_width), dtype=self._dtype, device=self._device)
+            fused = torch.zeros((1, tokens.shape[1], width), dtype=self._dtype, device=self._device)
             states = self._forward(slots, tokens, positions, self._head.fuse(fused))
             self._sample(slots, states[:, -1:], positions[:, -1:] + 2, SamplingMode.FILTERS)
 
@@ -99,9 +100,8 @@ class Eagle3Drafter:
         before = torch.cat((self._last_states[chunks.rows][:, None], states[:, :-1]), dim=1)
         last = states.gather(1, _columns(chunks.lengths - 1, states))[:, 0]
         self._last_states.index_copy_(0, chunks.rows, last)
-        positions = chunks.positions - 1
-        is_valid = chunks.is_valid & (positions >= 0)
-        slots = self._slots.take(chunks.rows)
+        positions, slots = chunks.positions - 1, self._slots.take(chunks.rows)
+        is_valid = chunks.is_valid & (positions >= slots.history_from[:, None])
         self._forward(slots, chunks.tokens, positions.clamp(min=0), before, is_valid)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
@@ -112,7 +112,7 @@ class Eagle3Drafter:
         columns = torch.arange(stash.last_tokens.shape[1], device=self._device)
         last = (stash.num_new - 1)[:, None]
         positions = stash.seq_lens[:, None] - stash.num_new[:, None] + torch.minimum(columns, last)
-        is_valid = (columns <= last) & (positions >= 0)
+        is_valid = (columns <= last) & (positions >= slots.history_from[:, None])
         fused = self._head.fuse(stash.hidden_states.to(self._dtype))
         states = self._forward(slots, stash.last_tokens, positions.clamp(min=0), fused, is_valid)
         state = states.gather(1, _columns(stash.num_new - 1, states))

@@ -10,16 +10,16 @@ import torch
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
-from slipstream.services.worker.graphs import GRAPHED_MODES, batch_buckets, capture_buckets
+from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import NextStepState, StepNumber
+    from slipstream.services.worker.future_map import NextStepState, Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
     from slipstream.services.worker.slots import SamplingMode
 
@@ -34,7 +34,7 @@ class Drafter(Protocol):
         """Frees it."""
 
     def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
-        """Takes in parts of prompts.
+        """Takes in parts of sequences.
 
         `hidden`: [tokens, width], chunk after chunk: the target's states of their tokens, if the draft reads them.
         """
@@ -60,19 +60,24 @@ class DraftEngine:
         if state.graphs is not None:
             self._graphs = DraftGraphs(self._drafter, state, state.graphs)
 
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        raise InvalidArgumentError("role", self.description.role.value, "verify, for a draft to attach to")
+
     def close(self) -> None:
         self._graphs = None
         self._drafter.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`. Raises InvalidArgumentError for a plain step, which has no draft."""
-        if command.kind is StepKind.PLAIN:
-            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or DECODE, for a draft")
+        """See `RoleEngine.phases`. Raises InvalidArgumentError for a step that is not for this draft."""
+        reads_hidden = state.region.shape.hidden_width > 0
+        if command.kind is StepKind.PLAIN or (command.kind is StepKind.CATCH_UP and reads_hidden):
+            accepted = "PREFILL or DECODE, for a draft that reads hidden states" if reads_hidden else "no PLAIN"
+            raise InvalidArgumentError("kind", command.kind.name, accepted)
         if not command.slots:
             return [Phase(lambda: None, FenceName.DRAFT_DONE)]
         if command.kind is StepKind.DECODE and self._graphs is not None:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
-        if command.kind is StepKind.PREFILL:
+        if command.chunks:
             # On a GPU padding costs more than another forward.
             groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
             padded = [PaddedChunks.of(group, state.staging) for group in groups]
@@ -87,8 +92,8 @@ class DraftEngine:
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
         sizes = [len(chunks.places) for chunks in groups]
         hidden: Iterable[torch.Tensor | None] = [None] * len(groups)
-        if state.attachment.shape.hidden_width:
-            hidden = torch.split(state.future_map.gather_prefill(step, sum(sizes)), sizes)
+        if state.region.shape.hidden_width:
+            hidden = torch.split(state.region.gather_prefill(step, sum(sizes)), sizes)
         for chunks, states in zip(groups, hidden, strict=True):
             self._drafter.prefill(chunks, states)
 
@@ -102,7 +107,7 @@ class DraftGraphs:
         self._graphed = graphed
         sizes = batch_buckets(state.attachment.shape.num_slots - 1)
         self._made: dict[SamplingMode, Buckets[GraphedPart]] = {
-            mode: capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode))
+            mode: at_once(capture_buckets(f"draft, {mode.name.lower()}", sizes, partial(self._make, mode)))
             for mode in GRAPHED_MODES
         }
 
@@ -111,7 +116,7 @@ class DraftGraphs:
         mode, num_rows = self._state.slots.sampling_mode(command.slots), len(command.slots)
         made = self._made[mode].get(num_rows) if mode in self._made else None
         if made is not None:
-            made.replay(self._state.future_map, command)
+            made.replay(self._state.region, command)
             return
         self._propose(command.step, num_rows, mode)
 
@@ -126,6 +131,6 @@ class DraftGraphs:
 
 def propose(drafter: Drafter, state: EpochState, step: StepNumber, rows: torch.Tensor, mode: SamplingMode) -> None:
     """Stream work: drafts for B slots, from the stash to the arena. `rows`: [B] int64."""
-    stash = state.future_map.gather(step, rows, state.slots.limits_of(rows))
+    stash = state.region.gather(step, rows, state.slots.limits_of(rows))
     tokens = drafter.propose(rows, stash, state.attachment.shape.num_draft_tokens, mode)
-    state.future_map.propose(step, rows, tokens)
+    state.region.propose(step, rows, tokens)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.errors import MismatchError
+from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.target import PromptGroup, Target
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.graphs import at_once
 from slipstream.services.worker.staging import put_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.contract import DraftSizes, WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import VerifyResult
+    from slipstream.services.worker.future_map import Region, VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
+
+logger = logging.getLogger(__name__)
 
 
 class VerifyEngine:
@@ -44,42 +48,65 @@ class VerifyEngine:
         self.description = description
         self._simulate_accept_length = simulate_accept_length
         self._deterministic_width = deterministic_width
+        self._simulated: dict[int, SimulatedAcceptance] = {}
         self._target: Target | None = None
         self._graphs: VerifyGraphs | None = None
 
     def open(self, state: EpochState) -> None:
-        num_draft_tokens = state.attachment.shape.num_draft_tokens
-        width = None if state.graphs is None else self._width(num_draft_tokens)
-        fused, simulated = self._layers_to_fuse(state.attachment), self._acceptance(num_draft_tokens)
-        self._target = Target(self._model, state, fused, simulated, width=width)
+        attachment = state.attachment
+        width = None if state.graphs is None else self._width(attachment.shape.num_draft_tokens)
+        self._target = Target(self._model, state, self._acceptance, width=width)
         if width is not None:
             self._model.decoder.enable_batch_invariance()
         self._model.open(state)
-        if state.graphs is not None:
-            self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
+        if state.graphs is None:
+            return
+        self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
+        sizes = attachment.expected_draft
+        try:
+            layers = () if sizes is None else self._check_draft(sizes)
+        except MismatchError as error:
+            # Its attachment will be refused, which this epoch need not wait for.
+            logger.warning("no graphs for the draft that is expected: %s", error)
+            sizes, layers = None, ()
+        at_once(self._graphs.capture(sizes, layers))
+
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        layers = self._check_draft(region.sizes)
+        if self._graphs is not None:
+            yield from self._graphs.capture(region.sizes, layers)
 
     def close(self) -> None:
         self._graphs = self._target = None
         self._model.slots.close()
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        """See `RoleEngine.phases`: the work up to publish, then the stash."""
+        """See `RoleEngine.phases`: the work up to publish, then the stash. Raises InvalidArgumentError."""
         assert self._target is not None, "a step belongs into an epoch"
+        region = state.region_of(command)
+        if command.kind is StepKind.CATCH_UP or (command.kind is StepKind.DECODE and region is None):
+            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN; DECODE with an attachment")
+        layers = () if region is None else self._layers_of(region.sizes)
         if command.kind is StepKind.PREFILL or not command.slots:
-            return self._prefill_phases(command, state, self._target)
+            return self._prefill_phases(command, state, self._target, region, layers)
         if self._graphs is not None:
-            return self._graphs.phases(command)
+            return self._graphs.phases(command, region, layers)
         rows = put_integers(state.staging, command.slots)
-        return _phases(command.step, state, self._target, rows, partial(self._target.decode, command, rows))
+        work = partial(self._target.decode, command, rows, region, layers)
+        return _phases(command, state, self._target, command.slots, rows, region, work)
 
-    def _prefill_phases(self, command: StepCommand, state: EpochState, target: Target) -> list[Phase]:
+    def _prefill_phases(
+        self, command: StepCommand, state: EpochState, target: Target, region: Region | None, layers: tuple[int, ...]
+    ) -> list[Phase]:
         if not command.chunks:
-            return _phases(command.step, state, target, torch.empty(0), lambda: None)
+            return _phases(command, state, target, (), torch.empty(0), region, lambda: None)
         is_one_size = state.graphs is not None and self._deterministic_width is not None
         width = state.attachment.shape.chunk_tokens if is_one_size else None
         groups = PromptGroup.of(command.chunks, state.staging, width=width, is_one=state.graphs is None)
-        rows = put_integers(state.staging, [chunk.slot for chunk in command.chunks if chunk.is_last])
-        return _phases(command.step, state, target, rows, partial(target.prefill, command, groups))
+        slots = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
+        rows = put_integers(state.staging, slots)
+        work = partial(target.prefill, command, groups, region, layers)
+        return _phases(command, state, target, slots, rows, region, work)
 
     def _width(self, num_draft_tokens: int) -> int | None:
         """Tokens of a row in every decode step; None where that may differ."""
@@ -90,45 +117,57 @@ class VerifyEngine:
         return width
 
     def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
-        """None to accept by the target's tokens."""
+        """None to accept by the target's tokens. Raises MismatchError."""
         length = self._simulate_accept_length
-        if length is None or not num_draft_tokens:
+        if length is None:
             return None
-        if length > num_draft_tokens + 1:
-            most = f"with {num_draft_tokens} draft tokens a step yields {num_draft_tokens + 1} at most"
-            raise MismatchError([f"simulated accept length: verify has {length:g}, but {most}"])
-        return SimulatedAcceptance(length, num_draft_tokens)
+        if num_draft_tokens not in self._simulated:
+            if length > num_draft_tokens + 1:
+                most = f"with {num_draft_tokens} draft tokens a step yields {num_draft_tokens + 1} at most"
+                raise MismatchError([f"simulated accept length: verify has {length:g}, but {most}"])
+            self._simulated[num_draft_tokens] = SimulatedAcceptance(length, num_draft_tokens)
+        return self._simulated[num_draft_tokens]
 
-    def _layers_to_fuse(self, attachment: Attachment) -> tuple[int, ...]:
-        """The layers whose inputs the draft reads: those it names, or the paper's."""
-        width, config = attachment.shape.hidden_width, self._model.decoder.config
-        if not width:
-            return ()
-        named = () if attachment.peer is None else attachment.peer.hidden_layers
-        layers = named or fused_layers(config.num_layers)
-        if max(layers) > config.num_layers:
+    def _check_draft(self, draft: DraftSizes) -> tuple[int, ...]:
+        """Returns the layers whose inputs a draft reads. Raises MismatchError if it does not fit this model."""
+        config, layers = self._model.decoder.config, self._layers_of(draft)
+        self._acceptance(draft.num_draft_tokens)
+        if max(layers, default=0) > config.num_layers:
             raise MismatchError([f"layers to fuse: draft asks for {list(layers)}, verify has {config.num_layers}"])
-        if len(layers) * config.hidden_size != width:
-            widths = f"{len(layers)} of {config.hidden_size} are not the {width} that draft reads"
+        if len(layers) * config.hidden_size != draft.hidden_width:
+            widths = f"{len(layers)} of {config.hidden_size} are not the {draft.hidden_width} that draft reads"
             raise MismatchError([f"width of the hidden states: {widths}"])
         return layers
 
+    def _layers_of(self, draft: DraftSizes) -> tuple[int, ...]:
+        """The layers whose inputs a draft reads: those it names, or the paper's."""
+        if not draft.hidden_width:
+            return ()
+        return draft.hidden_layers or fused_layers(self._model.decoder.config.num_layers)
+
 
 def _phases(
-    step: int, state: EpochState, target: Target, rows: torch.Tensor, work: Callable[[], VerifyResult | None]
+    command: StepCommand,
+    state: EpochState,
+    target: Target,
+    slots: tuple[int, ...],
+    rows: torch.Tensor,
+    region: Region | None,
+    work: Callable[[], VerifyResult | None],
 ) -> list[Phase]:
-    """Publishes and stashes the result of `work` for the slots of `rows`, if it has one."""
+    """Publishes and stashes the result of `work`, if it has one, for `slots`; `rows` are the same on the device."""
     results: list[VerifyResult] = []
 
     def publish() -> None:
         result = work()
         if result is not None:
             results.append(result)
-            state.future_map.publish(step, rows, result)
+            state.future_map.publish(command.step, rows, result)
 
     def stash() -> None:
         for result in results:
-            state.future_map.stash(step, rows, result)
+            if region is not None:
+                region.stash(command.step, slots, rows, result)
             target.record_output(rows, result)
 
     return [Phase(publish, FenceName.VERIFY_PUBLISH), Phase(stash, FenceName.VERIFY_STASH)]

@@ -1,7 +1,8 @@
-"""Verify's decode steps as graphs: the forward, sampling with publish, and the stash.
+"""Verify's decode steps as graphs: the forward, then sampling with publish.
 
-Three graphs a step, so that the fence of each part is signalled as early as can be, and so that a step whose requests
-ask for more than the graphs were captured for still has its forward from one.
+Two graphs a step, so that a step whose requests ask for more than the graphs were captured for still has its forward
+from one. They touch what is private to verify, and the results: what a draft gives and is given is copied outside of
+them, so that drafts come and go without a capture, unless one reads other layers or drafts another number of tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from slipstream.common.worker.access_log import AccessLog
+from slipstream.common.worker.layout import BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
@@ -17,27 +20,34 @@ from slipstream.services.worker.future_map import VerifyResult
 from slipstream.services.worker.graphs import GRAPHED_MODES, GraphedPart, Latest, batch_buckets, capture_buckets
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     import torch
 
+    from slipstream.common.worker.contract import DraftSizes
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.verify.target import Target
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import Region
     from slipstream.services.worker.graphs import Buckets, GraphedStep
     from slipstream.services.worker.slots import SamplingMode
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """The graphs of a step behind its forward."""
+    """The graph of a step behind its forward."""
 
     publish: GraphedPart
-    stash: GraphedPart
+    result: Latest[VerifyResult]
+    """In the same memory at each replay."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
     """The graphs of one kind of step, for batches up to one size."""
 
+    rows: torch.Tensor
+    """[size] int64: the step's slots, then padding."""
     forward: GraphedPart
     result: Latest[TargetForward]
     """In the same memory at each replay."""
@@ -48,51 +58,73 @@ class VerifyGraphs:
     """The decode steps of an epoch."""
 
     def __init__(self, target: Target, state: EpochState, graphed: GraphedStep, *, is_one_size: bool = False) -> None:
-        """Captures them. `is_one_size`: every batch is padded to all slots."""
+        """`is_one_size`: every batch is padded to all slots."""
         self._target = target
         self._state = state
         self._graphed = graphed
-        shape = state.attachment.shape
-        kinds = (StepKind.DECODE, StepKind.PLAIN) if shape.num_draft_tokens else (StepKind.PLAIN,)
-        sizes = (shape.num_slots - 1,) if is_one_size else batch_buckets(shape.num_slots - 1)
+        self._num_slots = state.attachment.shape.num_slots
+        self._sizes = (self._num_slots - 1,) if is_one_size else batch_buckets(self._num_slots - 1)
         # Rows of a forward without a graph: padded, too, if all steps have one size.
-        self._eager_size = sizes[0] if is_one_size else None
-        self._made: dict[StepKind, Buckets[_Graphs]] = {
-            kind: capture_buckets(f"{kind.name.lower()} steps", sizes, partial(self._make, kind)) for kind in kinds
-        }
+        self._eager_size = self._sizes[0] if is_one_size else None
+        self._made: dict[tuple[int, tuple[int, ...]], Buckets[_Graphs]] = {}
+        """By the number of draft tokens, 0 for plain steps, and the layers whose inputs a draft reads."""
+        self._plain_layers: tuple[int, ...] = ()
+        """The layers of plain steps that no draft reads from: as they were captured first."""
+        self._draft_tokens: dict[int, torch.Tensor] = {}
+        """[num_slots, K] int64 by K: the copy of a step's draft tokens."""
 
-    def phases(self, command: StepCommand) -> list[Phase]:
+    def capture(self, draft: DraftSizes | None, layers: tuple[int, ...]) -> Generator[None, None, None]:
+        """Stream work: makes the graphs of steps with such a draft, as far as they are not there.
+
+        `draft`: None for plain steps alone. `layers`: those whose inputs it reads. Other work may be done between two
+        items.
+        """
+        if not self._made:
+            self._plain_layers = layers
+        if draft is not None:
+            num_tokens = draft.num_draft_tokens
+            shape = (self._num_slots, num_tokens)
+            self._draft_tokens.setdefault(num_tokens, self._graphed.slots.new_zeros(shape))
+            yield from self._capture(num_tokens, layers)
+            self._warm_up(draft)
+        yield from self._capture(0, layers or self._plain_layers)
+
+    def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
         """A decode step, by graphs as far as there are any: the work up to publish, then the stash."""
         num_rows = len(command.slots)
+        has_draft = command.kind is StepKind.DECODE
+        num_draft_tokens = region.sizes.num_draft_tokens if region is not None and has_draft else 0
+        layers = layers if num_draft_tokens else layers or self._plain_layers
+        graphs = self._made[num_draft_tokens, layers].get(num_rows)
         target, future_map, graphed = self._target, self._state.future_map, self._graphed
-        graphs, rows = self._made[command.kind].get(num_rows), graphed.slots[:num_rows]
-        endings: list[_Ending | VerifyResult] = []
+        rows = graphed.slots[: self._eager_size or num_rows] if graphs is None else graphs.rows
+        results: list[VerifyResult] = []
 
         def publish() -> None:
-            mode = self._state.slots.sampling_mode(command.slots)
+            mode, draft_tokens = self._state.slots.sampling_mode(command.slots), None
+            if region is not None and num_draft_tokens:
+                draft_tokens = self._draft_tokens[num_draft_tokens][: len(rows)]
+                future_map.copy_in(command.step, region, command.slots, rows, draft_tokens)
             if graphs is None:
                 graphed.stamp_start()
-                padded = graphed.slots[: self._eager_size or num_rows]
-                forward = target.forward(command.step, padded, has_draft=command.kind is StepKind.DECODE)
+                forward = target.forward(command.step, rows, draft_tokens, layers)
             else:
                 graphs.forward.replay(future_map, command)
                 forward = graphs.result.value
                 if command.top_logprobs is None and mode in graphs.endings:
-                    endings.append(graphs.endings[mode])
                     graphs.endings[mode].publish.replay(future_map, command)
+                    results.append(graphs.endings[mode].result.value)
                     return
             # Rows beyond the command's slots are padding.
             result = merged(lambda values: values[0][:num_rows], target.sample(forward, mode, command.top_logprobs))
-            endings.append(result)
-            future_map.publish(command.step, rows, result)
+            results.append(result)
+            future_map.publish(command.step, rows[:num_rows], result)
+            target.record_output(rows[:num_rows], result)
 
         def stash() -> None:
-            (ending,) = endings
-            if isinstance(ending, _Ending):
-                ending.stash.replay(future_map, command)
-                return
-            future_map.stash(command.step, rows, ending)
-            target.record_output(rows, ending)
+            (result,) = results
+            if region is not None:
+                region.stash(command.step, command.slots, rows[: len(result.seq_lens)], result)
             graphed.stamp_end()
 
         return [
@@ -100,28 +132,54 @@ class VerifyGraphs:
             Phase(stash, FenceName.VERIFY_STASH, is_stamped=True),
         ]
 
-    def _make(self, kind: StepKind, size: int) -> _Graphs:
+    def _capture(self, num_draft_tokens: int, layers: tuple[int, ...]) -> Generator[None, None, None]:
+        key = (num_draft_tokens, layers)
+        if key not in self._made:
+            what = f"steps with {num_draft_tokens} draft tokens" if num_draft_tokens else "plain steps"
+            self._made[key] = yield from capture_buckets(what, self._sizes, partial(self._make, *key))
+
+    def _make(self, num_draft_tokens: int, layers: tuple[int, ...], size: int) -> _Graphs:
         graphed, target = self._graphed, self._target
         rows = graphed.slots[:size]
+        draft_tokens = self._draft_tokens[num_draft_tokens][:size] if num_draft_tokens else None
         result = Latest[TargetForward]()
 
         def forward() -> None:
             graphed.stamp_start()
-            result.value = target.forward(graphed.step, rows, has_draft=kind is StepKind.DECODE)
+            result.value = target.forward(graphed.step, rows, draft_tokens, layers)
 
         part = graphed.capture_part(forward)
-        return _Graphs(part, result, {mode: self._ending(rows, result, mode) for mode in GRAPHED_MODES})
+        return _Graphs(rows, part, result, {mode: self._ending(rows, result, mode) for mode in GRAPHED_MODES})
 
     def _ending(self, rows: torch.Tensor, forward: Latest[TargetForward], mode: SamplingMode) -> _Ending:
-        graphed, target, future_map = self._graphed, self._target, self._state.future_map
         result = Latest[VerifyResult]()
 
         def publish() -> None:
-            result.value = target.sample(forward.value, mode)
-            future_map.publish(graphed.step, rows, result.value)
+            result.value = self._target.sample(forward.value, mode)
+            self._state.future_map.publish(self._graphed.step, rows, result.value)
 
-        def stash() -> None:
-            future_map.stash(graphed.step, rows, result.value)
-            graphed.stamp_end()
+        return _Ending(self._graphed.capture_part(publish), result)
 
-        return _Ending(graphed.capture_part(publish), graphed.capture_part(stash))
+    def _warm_up(self, draft: DraftSizes) -> None:
+        """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
+        attachment, rows = self._state.attachment, self._graphed.slots[:1]
+        shape = DraftShape(
+            num_slots=self._num_slots,
+            run_ahead=attachment.shape.run_ahead,
+            num_draft_tokens=draft.num_draft_tokens,
+            chunk_tokens=1,
+            hidden_width=draft.hidden_width,
+            hidden_dtype=self._target.dtype,
+        )
+        specs = (*shape.given_specs(), *shape.own_specs())
+        buffers = {BufferName(spec.name): rows.new_zeros(spec.shape, dtype=spec.dtype) for spec in specs}
+        region = self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
+        self._state.future_map.copy_in(0, region, (), rows, self._draft_tokens[draft.num_draft_tokens][:1])
+        for num_tokens in (1, draft.num_draft_tokens + 1):
+            result = VerifyResult(
+                seq_lens=rows,
+                num_accepted=rows,
+                tokens=rows.new_zeros(1, num_tokens),
+                hidden_states=rows.new_zeros((1, num_tokens, draft.hidden_width), dtype=self._target.dtype),
+            )
+            region.stash(0, (), rows, result)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slipstream.common.worker.step import StepKind
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.sampler import accept, logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
 from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.decoder import DecoderOutput
     from slipstream.services.models.sampler import SimulatedAcceptance
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import StepNumber
+    from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel
     from slipstream.services.worker.slots import SamplingMode
     from slipstream.services.worker.staging import Staging
@@ -100,33 +100,42 @@ class Target:
         self,
         model: LanguageModel,
         state: EpochState,
-        aux_layers: tuple[int, ...],
-        simulated: SimulatedAcceptance | None,
+        simulated: Callable[[int], SimulatedAcceptance | None],
         *,
         width: int | None = None,
     ) -> None:
-        """`aux_layers`: layers whose inputs a draft reads. `simulated`: accepts by chance, whatever the target says.
+        """`simulated`: accepts K draft tokens by chance, whatever the target says; returns None where it does not.
 
         `width`: tokens of a row in every forward, padding included; None is as many as there are.
         """
         self._model = model
         self._state = state
-        self._aux_layers = aux_layers
         self._simulated = simulated
         self._width = width
+        self.dtype = model.slots.dtype
 
-    def decode(self, command: StepCommand, rows: torch.Tensor) -> VerifyResult:
-        """A decode step, with a draft or plain. `rows`: [B] int64, the command's slots."""
-        forward = self.forward(command.step, rows, has_draft=command.kind is StepKind.DECODE)
+    def decode(
+        self, command: StepCommand, rows: torch.Tensor, region: Region | None, aux_layers: tuple[int, ...]
+    ) -> VerifyResult:
+        """A decode step, with the draft of `region` or plain. `rows`: [B] int64, the command's slots."""
+        draft_tokens = None
+        if region is not None and command.kind is StepKind.DECODE:
+            draft_tokens = self._state.future_map.copy_in(command.step, region, command.slots, rows)
+        forward = self.forward(command.step, rows, draft_tokens, aux_layers)
         return self.sample(forward, self._state.slots.sampling_mode(command.slots), command.top_logprobs)
 
-    def forward(self, step: StepNumber, rows: torch.Tensor, *, has_draft: bool) -> TargetForward:
-        """Runs the bonus token and K draft tokens of B slots, or the bonus token alone."""
-        future_map, slots = self._state.future_map, self._model.slots.take(rows)
-        seq_lens, bonus_tokens = future_map.gather_ends(step, rows, slots.limits)
+    def forward(
+        self, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None, aux_layers: tuple[int, ...]
+    ) -> TargetForward:
+        """Runs the bonus token and K draft tokens of B slots ([B, K] int64), or the bonus token alone.
+
+        `aux_layers`: layers whose inputs a draft reads.
+        """
+        slots = self._model.slots.take(rows)
+        seq_lens, bonus_tokens = self._state.future_map.ends(step, rows, slots.limits)
         tokens = bonus_tokens[:, None]
-        if has_draft:
-            tokens = torch.cat((tokens, future_map.copy_in(step, rows)), dim=1)
+        if draft_tokens is not None:
+            tokens = torch.cat((tokens, draft_tokens), dim=1)
         num_tokens, inputs, is_valid = tokens.shape[1], tokens, None
         positions = _positions(seq_lens, tokens)
         if self._width is not None:
@@ -134,7 +143,7 @@ class Target:
             inputs = torch.nn.functional.pad(tokens, (0, self._width - num_tokens))
             positions = seq_lens[:, None] + columns.clamp_max(num_tokens - 1)
             is_valid = (columns < num_tokens).expand(len(rows), -1).contiguous()
-        output = self._model.forward(slots, inputs, positions, is_valid=is_valid, aux_layers=self._aux_layers)
+        output = self._model.forward(slots, inputs, positions, is_valid=is_valid, aux_layers=aux_layers)
         logits = self._model.decoder.logits(output.hidden)[:, :num_tokens].contiguous()
         aux = None if output.aux is None else output.aux[:, :num_tokens]
         return TargetForward(rows, seq_lens, tokens, logits, aux)
@@ -155,24 +164,42 @@ class Target:
             logprobs=None if top_logprobs is None else logprobs_of(forward.logits.float(), tokens, top_logprobs),
         )
 
-    def prefill(self, command: StepCommand, groups: list[PromptGroup]) -> VerifyResult | None:
-        """Fills the KV of the chunks; samples the first token of each prompt that ends here."""
-        if self._state.attachment.is_debug:
-            new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
-            self._state.future_map.forget(command.step, torch.tensor(new, dtype=torch.int64, device=self._model.device))
+    def prefill(
+        self,
+        command: StepCommand,
+        groups: list[PromptGroup],
+        region: Region | None,
+        aux_layers: tuple[int, ...],
+    ) -> VerifyResult | None:
+        """Fills the KV of the chunks; samples the first token of each prompt that ends here.
+
+        Leaves the states of `aux_layers` in `region`.
+        """
+        self._forget(command, region)
         states, results = [], []
         for group in groups:
             slots = self._model.slots.take(group.chunks.rows)
-            output = self._model.prefill(slots, group.chunks, aux_layers=self._aux_layers)
+            output = self._model.prefill(slots, group.chunks, aux_layers=aux_layers)
             if output.aux is not None:
                 states.append(group.chunks.without_padding(output.aux))
             if group.ends is not None:
                 results.append(self._first_tokens(output, group.ends, command.top_logprobs))
-        if states:
-            self._state.future_map.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
+        if region is not None:
+            done = [point.value for point in command.ops.waits if point.fence is FenceName.DRAFT_DONE]
+            if done:
+                self._state.future_map.copy_stamps(command.step, region, max(done))
+            if states:
+                region.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
         if len(results) > 1:
             return merged(torch.cat, *results)
         return results[0] if results else None
+
+    def _forget(self, command: StepCommand, region: Region | None) -> None:
+        new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
+        if self._state.attachment.is_debug:
+            self._state.future_map.forget(new)
+            if region is not None:
+                region.forget(command.step, new)
 
     def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, top_logprobs: int | None) -> VerifyResult:
         """Samples the tokens behind the prompts that end in a group."""
@@ -193,20 +220,21 @@ class Target:
 
     def _accept(self, forward: TargetForward, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the new lengths and the numbers of draft tokens that are accepted, each [B] int64."""
-        table, rows = self._state.slots, forward.rows
+        table, rows, num_draft_tokens = self._state.slots, forward.rows, tokens.shape[1] - 1
+        simulated = self._simulated(num_draft_tokens) if num_draft_tokens else None
         if rows.is_cuda:
             # Imported here, as there is no triton where there is no GPU.
             from slipstream.services.models.kernels import step_ops
 
-            threshold = None if self._simulated is None else self._simulated.threshold
+            threshold = None if simulated is None else simulated.threshold
             most, seeds = table.max_draft_tokens, table.sampling.seed
             return step_ops.accept(tokens, forward.tokens, rows, forward.seq_lens, most, seeds, threshold)
-        if tokens.shape[1] == 1:
+        if not num_draft_tokens:
             return forward.seq_lens + 1, torch.zeros_like(forward.seq_lens)
-        if self._simulated is None:
+        if simulated is None:
             num_accepted = accept(forward.tokens[:, 1:], tokens)
         else:
-            num_accepted = self._simulated(table.sampling.seed.index_select(0, rows), forward.seq_lens)
+            num_accepted = simulated(table.sampling.seed.index_select(0, rows), forward.seq_lens)
         # The tokens are the target's own, however many of a chain are accepted.
         num_accepted = torch.minimum(num_accepted, table.max_draft_tokens.index_select(0, rows))
         return forward.seq_lens + num_accepted + 1, num_accepted

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from prometheus_client.core import CounterMetricFamily
 
 from slipstream.common.errors import (
     DeadlineExceededError,
@@ -23,64 +21,22 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     StaleEpochError,
 )
-from slipstream.common.rpc.metrics import HOST_STALL_SECONDS
 from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.recorder import FlightRecorder, Site
 from slipstream.common.worker.step import Role
-from slipstream.services.worker.epoch import Epoch, check_attachment, make_state
+from slipstream.services.worker.epoch import Epoch, check_attachment, make_state, open_memory, open_region
+from slipstream.services.worker.host_stalls import ACKNOWLEDGEMENT, ATTACH, DRAIN, STAGING, HostStalls
 from slipstream.services.worker.memory import allocated_bytes, first_line, measured, no_room
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from prometheus_client import CollectorRegistry
+    from collections.abc import Callable, Generator, Iterator
 
     from slipstream.common.device.interface import Device, Stream
-    from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.access_log import AccessLog, FenceLogOp
+    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.step import FenceName, FencePoint, SlotUpdate, StepCommand
     from slipstream.services.worker.epoch import EpochState
-
-ATTACH, STAGING, ACKNOWLEDGEMENT, DRAIN = STALL_SITES = ("attach", "staging", "acknowledgement", "drain")
-"""An epoch is opened and its graphs are captured; the device is a whole ring of steps behind; a worker that was told to
-acknowledges work that is done; an epoch comes to its end."""
-
-
-class HostStalls:
-    """Seconds that the device thread was blocked on the device, by place. Implements prometheus_client's `Collector`.
-
-    Written by the blocked thread, read by the scraper's.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = dict.fromkeys(STALL_SITES, 0.0)
-        self._labels: tuple[str, ...] = ()
-
-    @contextmanager
-    def at(self, site: str) -> Iterator[None]:
-        """Counts the block's time for `site`, one of STALL_SITES."""
-        begun = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[site] += time.monotonic() - begun
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds until now, by site."""
-        return dict(self._seconds)
-
-    def register(self, registry: CollectorRegistry, *labels: str) -> None:
-        """`labels`: fence, MPS, algorithm and service."""
-        self._labels = labels
-        registry.register(self)
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        family = CounterMetricFamily(HOST_STALL_SECONDS.name, HOST_STALL_SECONDS.help, labels=HOST_STALL_SECONDS.labels)
-        for site, seconds in self.seconds().items():
-            family.add_metric((*self._labels, site), seconds)
-        yield family
-
+    from slipstream.services.worker.future_map import Region
 
 RELEASE_INTERVAL_S = 0.05
 DRAIN_TIMEOUT_S = 60.0
@@ -107,6 +63,9 @@ class RoleEngine(Protocol):
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """Returns the step's work in order; each part is stream work and holds all it needs."""
+
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        """Verify: makes what steps with a draft need; other steps may run between two items. Raises MismatchError."""
 
     def close(self) -> None:
         """Frees what `open` allocated."""
@@ -176,23 +135,23 @@ class Engine:
         if self._open is not None:
             raise FailedPreconditionError(f"attached in epoch {self.epoch}: drain it first")
         check_attachment(attachment, self.description, self.last_epoch)
-        arena = self._device.open_arena(attachment.manifest)
+        memory = open_memory(attachment, self._device)
         try:
             state = make_state(
                 attachment,
-                arena,
+                memory,
                 self.description,
                 self._device,
                 self._stream,
                 self._log,
                 blocked=partial(self.stalls.at, STAGING),
             )
-            opened = Epoch(state, arena)
+            opened = Epoch(state, memory)
             self._stream.bind_thread()
             self._role.open(state)
         except BaseException as error:
             self._role.close()
-            arena.close()
+            memory.close()
             if isinstance(error, torch.OutOfMemoryError):
                 raise no_room(self.description, attachment, self._weights, error) from error
             raise
@@ -200,6 +159,68 @@ class Engine:
         self.recorder.begin_epoch(attachment.epoch)
         self._is_ending = False
         self._open = opened
+
+    def attach_draft(self, offered: DraftRegion) -> Generator[None, None, None]:
+        """Verify: maps the memory of a draft, so that commands may name its attachment once this is at its end.
+
+        Steps may be enqueued between two items. Raises FailedPreconditionError (and its kinds), ManifestError.
+        """
+        opened = self._verify_epoch(offered.epoch)
+        if opened is None:
+            raise FailedPreconditionError(f"epoch {offered.epoch} is not open")
+        if offered.attachment <= opened.last_attachment:
+            raise StaleEpochError(f"attachment {offered.attachment}: the last one was {opened.last_attachment}")
+        region, memory = open_region(offered, opened.state, self.description, self._device, self._log)
+        try:
+            for _ in self._role.prepare(region, opened.state):
+                yield
+                if self._open is not opened:
+                    raise FailedPreconditionError(f"epoch {offered.epoch} is over")
+        except BaseException as error:
+            memory.close()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise no_room(self.description, opened.state.attachment, self._weights, error) from error
+            if isinstance(error, DeviceError):
+                self._lose_device(error)
+            raise
+        with self._enqueueing:
+            opened.add_draft(region, memory)
+
+    def detach_draft(self, epoch: int, attachment: int) -> Generator[None, None, None]:
+        """Verify: releases what waits for a draft, and closes its memory once the stream is past its last use.
+
+        At its end when that is done; yields while it is not. No effect on an attachment that is not there.
+        """
+        opened = self._verify_epoch(epoch)
+        if opened is None:
+            return
+        with self._enqueueing:
+            memory = opened.retire_draft(attachment)
+        if memory is None:
+            return
+        is_past = self._mark()
+        while self._open is opened and self._stream.failure is None:
+            # Again and again: a late write of the draft may set the word back.
+            memory.release()
+            if is_past():
+                opened.close_draft(attachment)
+                return
+            yield
+
+    def _verify_epoch(self, epoch: int) -> Epoch | None:
+        if self.description.role is not Role.VERIFY:
+            raise InvalidArgumentError("role", self.description.role.value, Role.VERIFY.value)
+        return self._open if epoch == self.epoch else None
+
+    def _mark(self) -> Callable[[], bool]:
+        """Returns a function that says whether the stream has come past what is enqueued now."""
+        if self._device.torch_device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._stream.enqueue(event.record)
+            return event.query
+        reached = threading.Event()
+        self._stream.enqueue(reached.set)
+        return reached.is_set
 
     def enqueue(self, command: StepCommand) -> None:
         """Enqueues a step and returns. Raises InvalidArgumentError and others before anything is enqueued."""
@@ -216,6 +237,7 @@ class Engine:
 
     def _enqueue(self, opened: Epoch, command: StepCommand) -> None:
         state = opened.state
+        opened.check(command)
         state.slots.check(command)
         state.staging.begin(command.step % state.attachment.shape.ring, command.slots)
         take_over = self._staged(state, command.updates) if command.updates else None
@@ -229,11 +251,11 @@ class Engine:
         if take_over is not None:
             self._stream.enqueue(take_over)
         for point in command.ops.waits:
-            self._wait(opened, point, command.step)
+            self._wait(opened, point, command)
         self._enqueue_phases(opened, command, phases)
 
     def _enqueue_phases(self, opened: Epoch, command: StepCommand, phases: list[Phase]) -> None:
-        start, end = opened.state.future_map.stamps(self.description.role, command.step)
+        start, end = opened.state.memory.stamps(command.step)
         if not phases[0].is_stamped:
             self._device.stamp(self._stream, start)
         for number, phase in enumerate(phases, start=1):
@@ -244,7 +266,7 @@ class Engine:
                 self._log_stamps(opened.state, command.step)
             for point in command.ops.signals:
                 if point.fence is phase.fence:
-                    self._signal(opened, point, command.step)
+                    self._signal(opened, point, command)
 
     def _staged(self, state: EpochState, updates: tuple[SlotUpdate, ...]) -> Callable[[], None]:
         """Stages changes of slots, and returns the stream work that takes them over."""
@@ -332,22 +354,25 @@ class Engine:
             raise InvalidArgumentError("step", command.step, f"above {self.last_step}, the last one")
         return self._open
 
-    def _wait(self, opened: Epoch, point: FencePoint, step: int) -> None:
-        opened.wait(self._stream, point)
-        if self._log.is_enabled:
-            self._stream.enqueue(lambda: self._log.fence(LogOp.WAIT, point.fence, point.value, step=step))
+    def _wait(self, opened: Epoch, point: FencePoint, command: StepCommand) -> None:
+        memory = opened.memory_of(command, point)
+        memory.wait(self._stream, point)
+        self._log_point(LogOp.WAIT, point, command.step, opened.number_of(memory, command))
 
-    def _signal(self, opened: Epoch, point: FencePoint, step: int) -> None:
+    def _signal(self, opened: Epoch, point: FencePoint, command: StepCommand) -> None:
+        memory = opened.memory_of(command, point)
+        self._log_point(LogOp.SIGNAL, point, command.step, opened.number_of(memory, command))
+        memory.signal(self._stream, point)
+
+    def _log_point(self, op: FenceLogOp, point: FencePoint, step: int, attachment: int) -> None:
         if self._log.is_enabled:
-            self._stream.enqueue(lambda: self._log.fence(LogOp.SIGNAL, point.fence, point.value, step=step))
-        opened.signal(self._stream, point)
+            self._stream.enqueue(
+                lambda: self._log.fence(op, point.fence, point.value, step=step, attachment=attachment)
+            )
 
     def _log_stamps(self, state: EpochState, step: int) -> None:
         if self._log.is_enabled:
-            is_draft = self.description.role is Role.DRAFT
-            name = BufferName.DRAFT_STAMPS if is_draft else BufferName.VERIFY_STAMPS
-            row = step % state.attachment.shape.ring
-            self._stream.enqueue(lambda: self._log.access(name, [row], is_write=True, step=step))
+            self._stream.enqueue(partial(state.memory.log_stamps, step))
 
 
 def _check_signals(command: StepCommand, phases: list[Phase]) -> None:

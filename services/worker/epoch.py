@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import DTYPES
-from slipstream.common.errors import ConfigError, MismatchError, StaleEpochError
-from slipstream.common.worker.contract import PROTOCOL_VERSION
-from slipstream.common.worker.step import FenceName, Role
-from slipstream.services.worker.future_map import CapturedStep, FutureMap
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ManifestError,
+    MismatchError,
+    StaleEpochError,
+)
+from slipstream.common.worker.contract import PROTOCOL_VERSION, DraftSizes
+from slipstream.common.worker.layout import (
+    GIVEN_FENCES,
+    OWN_FENCES,
+    RESULT_FENCES,
+    BufferName,
+    DraftShape,
+)
+from slipstream.common.worker.step import Role
+from slipstream.common.worker.wire import hidden_of
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
 from slipstream.services.worker.slots import SlotTable
 from slipstream.services.worker.staging import HostStaging, PinnedStaging, staged_bytes
@@ -19,10 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    import torch
+
     from slipstream.common.device.interface import Arena, Device, Fence, Stream
+    from slipstream.common.device.manifest import Manifest
     from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
-    from slipstream.common.worker.step import FencePoint
+    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.worker.layout import StepShape
+    from slipstream.common.worker.step import FenceName, FencePoint, StepCommand
     from slipstream.services.worker.staging import Staging
 
 RELEASED_TIMEOUT_S = 60.0
@@ -36,22 +55,62 @@ class EpochState:
     """The part of an epoch that a role works with, between attach and detach."""
 
     attachment: Attachment
-    future_map: FutureMap
+    memory: FutureMap | Region
+    """The worker's stamps go here: a FutureMap for verify, the only region for a draft."""
+    make_region: type[Region]
     slots: SlotTable
     staging: Staging = field(default_factory=HostStaging)
     graphs: GraphedStep | None = None
     """For capturing steps; None where steps run without graphs."""
+    regions: dict[int, Region] = field(default_factory=dict)
+    """Verify's, by attachment."""
+
+    @property
+    def future_map(self) -> FutureMap:
+        """Verify's."""
+        assert isinstance(self.memory, FutureMap), "a draft has none"
+        return self.memory
+
+    @property
+    def region(self) -> Region:
+        """A draft's."""
+        assert isinstance(self.memory, Region), "verify has several"
+        return self.memory
+
+    def region_of(self, command: StepCommand) -> Region | None:
+        """The region of the draft that takes part in a step of verify; None if none does."""
+        return self.regions[command.attachment] if command.attachment else None
 
 
-class Epoch:
-    """An open epoch."""
+class SharedMemory:
+    """The memory that is shared for an epoch, or between verify and a draft, and the fences in it."""
 
-    def __init__(self, state: EpochState, arena: Arena) -> None:
-        self.state = state
-        self._arena = arena
-        self._fences = {name: arena.fence(name) for name in FenceName}
+    def __init__(self, *parts: tuple[Arena, tuple[FenceName, ...]]) -> None:
+        """`parts`: arenas and the fences that each has. Raises ManifestError if one is missing."""
+        self._arenas = [arena for arena, _ in parts]
+        self._fences = {name: arena.fence(name) for arena, names in parts for name in names}
         # The largest value of each fence that the stream waits for: released when its producer is gone.
         self._waited: dict[Fence, int] = {}
+
+    @classmethod
+    def open(cls, device: Device, *pieces: tuple[Manifest, tuple[FenceName, ...], bool]) -> SharedMemory:
+        """Maps pieces: each with its fences, and whether this worker writes to it. Raises ManifestError."""
+        with ExitStack() as opened:
+            arenas = []
+            for manifest, names, is_writable in pieces:
+                arenas.append((_open_arena(device, manifest, is_writable=is_writable), names))
+                opened.callback(arenas[-1][0].close)
+            memory = cls(*arenas)
+            opened.pop_all()
+        return memory
+
+    def buffers(self) -> dict[BufferName, torch.Tensor]:
+        """All buffers of the manifests."""
+        names = [(arena, placed.spec.name) for arena in self._arenas for placed in arena.manifest.buffers]
+        return {BufferName(name): arena.tensor(name) for arena, name in names}
+
+    def __contains__(self, name: FenceName) -> bool:
+        return name in self._fences
 
     def wait(self, stream: Stream, point: FencePoint) -> None:
         fence = self._fences[point.fence]
@@ -67,18 +126,135 @@ class Epoch:
             fence.release(value)
 
     @property
+    def is_releasable(self) -> bool:
+        """True if the stream's waits end once they are released."""
+        return all(fence.is_releasable for fence in self._waited)
+
+    def close(self) -> None:
+        """Closes it."""
+        for arena in self._arenas:
+            arena.close()
+
+
+def _open_arena(device: Device, manifest: Manifest, *, is_writable: bool) -> Arena:
+    return device.open_arena(manifest)
+
+
+class Epoch:
+    """An open epoch."""
+
+    def __init__(self, state: EpochState, memory: SharedMemory) -> None:
+        self.state = state
+        self.last_attachment = state.attachment.epoch
+        """The largest number of an attachment that was here."""
+        self._own = memory
+        self._drafts: dict[int, SharedMemory] = {}
+
+    def memory_of(self, command: StepCommand, point: FencePoint) -> SharedMemory:
+        """The memory that a point of a command is in. Raises InvalidArgumentError if there is none."""
+        memory = self._own if point.fence in self._own else self._drafts.get(command.attachment)
+        if memory is None or point.fence not in memory:
+            where = f"one of attachment {command.attachment}" if command.attachment else "one without an attachment"
+            raise InvalidArgumentError("fence", point.fence.name, where)
+        return memory
+
+    def check(self, command: StepCommand) -> None:
+        """Raises FailedPreconditionError for an attachment that is not here, InvalidArgumentError for its points."""
+        if command.attachment and command.attachment not in self.state.regions:
+            raise FailedPreconditionError(f"attachment {command.attachment} is not there")
+        for point in (*command.ops.waits, *command.ops.signals):
+            self.memory_of(command, point)
+
+    def number_of(self, memory: SharedMemory, command: StepCommand) -> int:
+        """The attachment that a memory belongs to, for logs; 0 for the results."""
+        return self.state.memory.attachment if memory is self._own else command.attachment
+
+    def add_draft(self, region: Region, memory: SharedMemory) -> None:
+        """Lets commands name an attachment."""
+        self.last_attachment = region.attachment
+        self._drafts[region.attachment] = memory
+        self.state.regions[region.attachment] = region
+
+    def retire_draft(self, attachment: int) -> SharedMemory | None:
+        """Lets no further command name an attachment, and returns its memory; None if there is none."""
+        self.state.regions.pop(attachment, None)
+        return self._drafts.get(attachment)
+
+    def close_draft(self, attachment: int) -> None:
+        """Closes the memory of an attachment, which the stream does not use any more."""
+        if memory := self._drafts.pop(attachment, None):
+            memory.close()
+
+    def release(self) -> None:
+        """Signals in the producers' place what the stream waits for, as far as that can be done. Raises DeviceError."""
+        for memory in (self._own, *self._drafts.values()):
+            memory.release()
+
+    @property
     def release_timeout_s(self) -> float:
-        """Time for the stream to come to its end once its producer is gone."""
-        return RELEASED_TIMEOUT_S if all(fence.is_releasable for fence in self._waited) else HOPELESS_TIMEOUT_S
+        """Time for the stream to come to its end once its producers are gone."""
+        is_releasable = all(memory.is_releasable for memory in (self._own, *self._drafts.values()))
+        return RELEASED_TIMEOUT_S if is_releasable else HOPELESS_TIMEOUT_S
 
     def close(self) -> None:
         """Closes the shared memory."""
-        self._arena.close()
+        self.state.regions.clear()
+        for memory in (self._own, *self._drafts.values()):
+            memory.close()
+        self._drafts.clear()
+
+
+def open_memory(attachment: Attachment, device: Device) -> SharedMemory:
+    """Maps the memory of an epoch: verify's results, or a draft's region. Raises ManifestError."""
+    if attachment.given is None:
+        return SharedMemory.open(device, (attachment.manifest, RESULT_FENCES, True))
+    return SharedMemory.open(device, (attachment.manifest, OWN_FENCES, True), (attachment.given, GIVEN_FENCES, False))
+
+
+def open_region(
+    offered: DraftRegion, state: EpochState, description: WorkerDescription, device: Device, log: AccessLog
+) -> tuple[Region, SharedMemory]:
+    """Maps the memory between verify and a draft. Raises ManifestError, MismatchError."""
+    shape = _shape_of_region(offered, state.attachment.shape, description)
+    memory = SharedMemory.open(device, (offered.own, OWN_FENCES, False), (offered.given, GIVEN_FENCES, True))
+    region = state.make_region(
+        shape,
+        offered.draft,
+        memory.buffers(),
+        number=offered.attachment,
+        vocab_size=description.vocab_size,
+        log=log,
+        is_debug=state.attachment.is_debug,
+    )
+    if state.attachment.is_debug:
+        region.poison()
+    return region, memory
+
+
+def _shape_of_region(offered: DraftRegion, epoch: StepShape, own: WorkerDescription) -> DraftShape:
+    draft, (width, dtype) = offered.draft, hidden_of(offered.given)
+    if not 1 <= draft.num_draft_tokens <= epoch.num_draft_tokens:
+        most = epoch.num_draft_tokens
+        raise MismatchError([f"draft tokens: draft has {draft.num_draft_tokens}, this epoch has room for 1 to {most}"])
+    if width != draft.hidden_width:
+        raise MismatchError([f"width of the hidden states: memory has {width}, draft reads {draft.hidden_width}"])
+    _check_dtype(dtype if width else None, own)
+    shape = DraftShape(
+        num_slots=epoch.num_slots,
+        run_ahead=epoch.run_ahead,
+        num_draft_tokens=draft.num_draft_tokens,
+        chunk_tokens=epoch.chunk_tokens,
+        hidden_width=width,
+        hidden_dtype=dtype,
+    )
+    offered.own.check_holds(shape.own_specs())
+    offered.given.check_holds(shape.given_specs())
+    return shape
 
 
 def make_state(
     attachment: Attachment,
-    arena: Arena,
+    memory: SharedMemory,
     description: WorkerDescription,
     device: Device,
     stream: Stream,
@@ -87,17 +263,24 @@ def make_state(
     blocked: Callable[[], AbstractContextManager[None]],
 ) -> EpochState:
     """Allocates the state that all roles need. `blocked`: see `PinnedStaging`."""
-    future_map = _future_map_class(device)(
+    make_future_map, make_region = _classes(device)
+    shape, shared, vocab_size, is_debug = (
         attachment.shape,
-        arena,
-        role=description.role,
-        vocab_size=description.vocab_size,
-        log=log,
-        is_debug=attachment.is_debug,
+        memory.buffers(),
+        description.vocab_size,
+        attachment.is_debug,
     )
-    slots = SlotTable(attachment, description.vocab_size, device.torch_device)
+    made: FutureMap | Region
+    if isinstance(shape, DraftShape):
+        sizes = DraftSizes(num_draft_tokens=shape.num_draft_tokens, hidden_width=shape.hidden_width)
+        number = attachment.epoch
+        made = make_region(shape, sizes, shared, number=number, vocab_size=vocab_size, log=log, is_debug=is_debug)
+    else:
+        made = make_future_map(shape, shared, vocab_size=vocab_size, log=log, is_debug=is_debug)
+    slots = SlotTable(attachment, vocab_size, device.torch_device, longest=description.max_context_tokens)
+    state = EpochState(attachment, made, make_region, slots)
     if device.has_stream_threads:
-        return EpochState(attachment, future_map, slots, HostStaging())
+        return state
     staging = PinnedStaging(
         num_slots=attachment.shape.num_slots,
         num_bytes=staged_bytes(attachment),
@@ -107,9 +290,9 @@ def make_state(
         blocked=blocked,
     )
     # In debug mode rows are looked at on the host, which a graph cannot.
-    if attachment.is_debug:
-        return EpochState(attachment, future_map, slots, staging)
-    start, end = future_map.stamp_columns(description.role)
+    if is_debug:
+        return replace(state, staging=staging)
+    start, end = made.stamp_columns()
     graphed = GraphedStep(
         capture=CudaCapture() if device.torch_device.type == "cuda" else HostCapture(),
         slots=staging.slots,
@@ -117,20 +300,20 @@ def make_state(
         stamp_start=partial(device.stamp_row, stream, start, staging.ring_row),
         stamp_end=partial(device.stamp_row, stream, end, staging.ring_row),
     )
-    return EpochState(attachment, future_map, slots, staging, graphed)
+    return replace(state, staging=staging, graphs=graphed)
 
 
-def _future_map_class(device: Device) -> type[FutureMap]:
+def _classes(device: Device) -> tuple[type[FutureMap], type[Region]]:
     if device.torch_device.type == "cpu":
-        return FutureMap
+        return FutureMap, Region
     # Imported here, as there is no triton where there is no GPU.
-    from slipstream.services.worker.fused_future_map import FusedFutureMap
+    from slipstream.services.worker.fused_future_map import FusedFutureMap, FusedRegion
 
-    return FusedFutureMap
+    return FusedFutureMap, FusedRegion
 
 
 def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch: int) -> None:
-    """Raises MismatchError, StaleEpochError or ConfigError for an attachment that does not fit this worker.
+    """Raises MismatchError, StaleEpochError or ManifestError for an attachment that does not fit this worker.
 
     `last_epoch`: the largest that it was attached in.
     """
@@ -141,15 +324,19 @@ def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch:
         raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {last_epoch} before")
     if attachment.peer is not None:
         own.check_fits(attachment.peer)
-    if own.role is Role.DRAFT and not attachment.shape.num_draft_tokens:
-        raise ConfigError("attach.num_draft_tokens", 0, "at least 1, for a draft")
-    shape = attachment.shape
-    if own.role is Role.DRAFT and shape.hidden_width != own.hidden_width:
-        width = shape.hidden_width
-        raise MismatchError([f"width of the hidden states: arena has {width}, draft reads {own.hidden_width}"])
-    if shape.hidden_width and shape.hidden_dtype is not DTYPES.get(own.dtype):
-        raise MismatchError([f"dtype of the hidden states: arena has {shape.hidden_dtype}, model has {own.dtype}"])
-    longest = own.max_context_tokens
-    if attachment.context_tokens > longest:
-        given = attachment.context_tokens
+    shape, is_draft = attachment.shape, own.role is Role.DRAFT
+    if isinstance(shape, DraftShape) is not is_draft:
+        raise ManifestError(f"the memory that verify gives is {'missing' if is_draft else 'for a draft alone'}")
+    if isinstance(shape, DraftShape):
+        if shape.hidden_width != own.hidden_width:
+            width = shape.hidden_width
+            raise MismatchError([f"width of the hidden states: memory has {width}, draft reads {own.hidden_width}"])
+        _check_dtype(shape.hidden_dtype if shape.hidden_width else None, own)
+    elif attachment.context_tokens > own.max_context_tokens:
+        given, longest = attachment.context_tokens, own.max_context_tokens
         raise MismatchError([f"context: scheduler has {given} tokens, this model was made for {longest}"])
+
+
+def _check_dtype(hidden_dtype: torch.dtype | None, own: WorkerDescription) -> None:
+    if hidden_dtype is not None and hidden_dtype is not DTYPES.get(own.dtype):
+        raise MismatchError([f"dtype of the hidden states: memory has {hidden_dtype}, model has {own.dtype}"])

@@ -1,4 +1,4 @@
-"""The FutureMap on a GPU: in captured steps, kernels read and write its rows."""
+"""The FutureMap and a draft's region on a GPU: one kernel for each operation of a decode step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,71 @@ import torch
 
 from slipstream.common.worker.layout import BufferName
 from slipstream.services.models.kernels.launching import power_of_two
-from slipstream.services.models.kernels.step_ops import gather_kernel, publish_kernel, stash_kernel
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState
+from slipstream.services.models.kernels.step_ops import copy_in_kernel, gather_kernel, publish_kernel, stash_kernel
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState, Region
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.services.worker.future_map import StepNumber, VerifyResult
+
+HIDDEN_BLOCK = 1024
+"""Numbers of hidden states that a program of the stash copies."""
+
+
+class FusedRegion(Region):
+    """A Region whose stash, which no graph captures, and gather, in captured steps, are a kernel each."""
+
+    def stash(self, step: int, slots: Sequence[int], rows: torch.Tensor, result: VerifyResult) -> None:
+        tokens = result.tokens.contiguous()
+        num_rows, num_tokens = tokens.shape
+        last_tokens = self._to_write(BufferName.LAST_TOKENS, slots, step)
+        hidden = result.hidden_states if self.shape.hidden_width else None
+        width = 0 if hidden is None else hidden.shape[2]
+        target, source = last_tokens, tokens
+        if hidden is not None:
+            target, source = self._to_write(BufferName.HIDDEN_STATES, slots, step), hidden
+            assert hidden.stride(2) == 1, "a state lies in one piece"
+        stash_kernel[num_rows, 1 + -(-num_tokens * width // HIDDEN_BLOCK)](
+            self._to_write(BufferName.SEQ_LENS, slots, step),
+            self._to_write(BufferName.BONUS_TOKENS, slots, step),
+            self._to_write(BufferName.NUM_NEW, slots, step),
+            last_tokens,
+            target,
+            rows,
+            result.seq_lens,
+            result.num_accepted,
+            tokens,
+            source,
+            source.stride(0),
+            source.stride(1),
+            ROW=last_tokens.shape[1],
+            WIDTH=num_tokens,
+            BLOCK_W=power_of_two(num_tokens),
+            HIDDEN=width,
+            BLOCK_H=HIDDEN_BLOCK,
+            num_warps=4 if width else 1,
+        )
+
+    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
+        if not isinstance(step, CapturedStep):
+            return super().gather(step, rows, limits)
+        names = (BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
+        for name in names:
+            self._declare(name, rows, step, is_write=False)
+        buffers = [self._buffers[name] for name in names]
+        seq_lens, bonus_tokens, num_new, last_tokens = gather(buffers, rows, limits, self._vocab_size, has_last=True)
+        return NextStepState(
+            seq_lens=seq_lens,
+            bonus_tokens=bonus_tokens,
+            num_new=num_new,
+            last_tokens=last_tokens,
+            hidden_states=self._hidden(step, rows),
+        )
 
 
 class FusedFutureMap(FutureMap):
-    """A FutureMap with kernels for captured steps; other steps, and results with logprobs, go the base class's way."""
+    """A FutureMap with kernels for captured steps and for copying in; other work goes the base class's way."""
 
     def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         if not isinstance(step, CapturedStep) or result.logprobs is not None:
@@ -27,6 +83,8 @@ class FusedFutureMap(FutureMap):
             self._ring_write(BufferName.NEW_SEQ_LENS, step),
             self._ring_write(BufferName.NUM_ACCEPTED, step),
             output_tokens := self._ring_write(BufferName.OUTPUT_TOKENS, step),
+            self._seq_lens,
+            self._bonus_tokens,
             step.ring_row,
             rows,
             result.seq_lens,
@@ -39,75 +97,53 @@ class FusedFutureMap(FutureMap):
             num_warps=1,
         )
 
-    def stash(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
+    def ends(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not isinstance(step, CapturedStep):
-            super().stash(step, rows, result)
-            return
-        tokens = result.tokens.contiguous()
-        stash_kernel[(len(rows),)](
-            self._slot_write(BufferName.SEQ_LENS, rows, step),
-            self._slot_write(BufferName.BONUS_TOKENS, rows, step),
-            self._slot_write(BufferName.NUM_NEW, rows, step),
-            last_tokens := self._slot_write(BufferName.LAST_TOKENS, rows, step),
-            rows,
-            result.seq_lens,
-            result.num_accepted,
-            tokens,
-            ROW=last_tokens.shape[1],
-            WIDTH=tokens.shape[1],
-            BLOCK_W=power_of_two(tokens.shape[1]),
-            num_warps=1,
-        )
-        if result.hidden_states is not None:
-            self._stash_hidden(step, rows, result.hidden_states)
-
-    def gather_ends(
-        self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not isinstance(step, CapturedStep):
-            return super().gather_ends(step, rows, limits)
-        seq_lens, bonus_tokens, _, _ = self._gather(step, rows, limits, has_last=False)
+            return super().ends(step, rows, limits)
+        own = [self._seq_lens, self._bonus_tokens, self._seq_lens, self._seq_lens[:, None]]
+        seq_lens, bonus_tokens, _, _ = gather(own, rows, limits, self._vocab_size, has_last=False)
         return seq_lens, bonus_tokens
 
-    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
-        if not isinstance(step, CapturedStep):
-            return super().gather(step, rows, limits)
-        seq_lens, bonus_tokens, num_new, last_tokens = self._gather(step, rows, limits, has_last=True)
-        return NextStepState(
-            seq_lens=seq_lens,
-            bonus_tokens=bonus_tokens,
-            num_new=num_new,
-            last_tokens=last_tokens,
-            hidden_states=self._hidden(step, rows),
-        )
-
-    def _gather(
-        self, step: CapturedStep, rows: torch.Tensor, limits: torch.Tensor, *, has_last: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        names = [BufferName.SEQ_LENS, BufferName.BONUS_TOKENS]
-        if has_last:
-            names += [BufferName.NUM_NEW, BufferName.LAST_TOKENS]
-        for name in names:
-            self._declare(name, rows, step, is_write=False)
-        last_tokens = self._buffers[BufferName.LAST_TOKENS]
-        width = last_tokens.shape[1]
-        seq_lens, bonus_tokens, num_new = torch.empty((3, len(rows)), dtype=torch.int64, device=rows.device)
-        last = torch.empty((len(rows), width), dtype=torch.int64, device=rows.device)
-        gather_kernel[(len(rows),)](
-            self._buffers[BufferName.SEQ_LENS],
-            self._buffers[BufferName.BONUS_TOKENS],
-            self._buffers[BufferName.NUM_NEW],
-            last_tokens,
+    def copy_in(
+        self, step: int, region: Region, slots: Sequence[int], rows: torch.Tensor, target: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        draft_tokens = region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False)
+        (num_rows,), width = rows.shape, draft_tokens.shape[1]
+        copied = draft_tokens.new_empty(num_rows, width) if target is None else target
+        copy_in_kernel[(num_rows,)](
+            draft_tokens,
+            *self._stamps_to_copy(step, region, step),
             rows,
-            limits,
-            seq_lens,
-            bonus_tokens,
-            num_new,
-            last,
+            copied,
+            (step - 1) % self._ring,
+            step % self._ring,
             self._vocab_size,
             WIDTH=width,
             BLOCK_W=power_of_two(width),
-            HAS_LAST=has_last,
             num_warps=1,
         )
-        return seq_lens, bonus_tokens, num_new, last
+        return copied
+
+
+def gather(
+    buffers: list[torch.Tensor], rows: torch.Tensor, limits: torch.Tensor, vocab_size: int, *, has_last: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reads lengths, bonus tokens and, with `has_last`, `num_new` and `last_tokens` of B slots in one launch."""
+    width = buffers[3].shape[1]
+    seq_lens, bonus_tokens, num_new = torch.empty((3, len(rows)), dtype=torch.int64, device=rows.device)
+    last = torch.empty((len(rows), width), dtype=torch.int64, device=rows.device)
+    gather_kernel[(len(rows),)](
+        *buffers,
+        rows,
+        limits,
+        seq_lens,
+        bonus_tokens,
+        num_new,
+        last,
+        vocab_size,
+        WIDTH=width,
+        BLOCK_W=power_of_two(width),
+        HAS_LAST=has_last,
+        num_warps=1,
+    )
+    return seq_lens, bonus_tokens, num_new, last

@@ -1,8 +1,10 @@
-"""The FutureMap: results of one step in shared memory, for the next step, before any host knows them.
+"""The FutureMap: results of one step for the next step, before any host knows them.
 
-Two kinds of rows. *Ring* rows, one per step, carry what the scheduler consumes (`publish`). *Slot* rows, one
-per running request, carry what only the next forward needs (`stash`). Filtering or merging a batch moves no
-tensor, only slot numbers. Idea and terms: SGLang's overlap scheduler (sgl-project/sglang, "spec v2").
+Verify's `FutureMap` has two parts. *Ring* rows, one per step, carry what the scheduler consumes (`publish`). What its
+own next forward needs of a slot is private. A `Region`, the memory between verify and one draft, has *slot* rows, one
+per running request, with what only the draft's next forward needs (`stash`) and with what the draft gives. Filtering
+or merging a batch moves no tensor, only slot numbers. Idea and terms: SGLang's overlap scheduler (sgl-project/sglang,
+"spec v2").
 """
 
 from __future__ import annotations
@@ -14,14 +16,13 @@ import torch
 
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
-from slipstream.common.worker.step import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from slipstream.common.device.interface import Arena
     from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.common.worker.contract import DraftSizes
+    from slipstream.common.worker.layout import DraftShape, EpochShape
 
 _RING_BUFFERS = (
     BufferName.NEW_SEQ_LENS,
@@ -31,7 +32,6 @@ _RING_BUFFERS = (
     BufferName.TOP_TOKENS,
     BufferName.TOP_LOGPROBS,
 )
-_STAMPS = {Role.DRAFT: BufferName.DRAFT_STAMPS, Role.VERIFY: BufferName.VERIFY_STAMPS}
 
 POISON = -1
 """Stands for a length that was never written; only in debug mode."""
@@ -94,7 +94,7 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextStepState:
-    """A slot's last step as the next forward reads it, for B slots; in range, whatever was in the memory."""
+    """A slot's last step as the draft's next forward reads it, for B slots; in range, whatever was in the memory."""
 
     seq_lens: torch.Tensor
     """[B] int64."""
@@ -108,172 +108,248 @@ class NextStepState:
     """[B, K+1, width]."""
 
 
-class FutureMap:
-    """A worker's view. Every call is device work: it belongs into the worker's stream, or into a graph."""
+class SharedBuffers:
+    """Buffers in shared memory and the log of their accesses.
+
+    Every operation of a subclass is device work: it belongs into the worker's stream, or into a graph.
+    """
 
     def __init__(
-        self,
-        shape: FutureMapShape,
-        arena: Arena,
-        role: Role,
-        vocab_size: int,
-        log: AccessLog,
-        *,
-        is_debug: bool = False,
+        self, buffers: Mapping[BufferName, torch.Tensor], stamps: BufferName, log: AccessLog, attachment: int
     ) -> None:
-        """`vocab_size`: tokens read from the arena are clamped below it."""
-        self._shape = shape
-        self._vocab_size = vocab_size
+        """`stamps`: the buffer with the times of a worker's own work. `attachment`: 0 for the results."""
+        self.attachment = attachment
+        """The number of the attachment; 0 for the results."""
+        self._buffers = buffers
+        self._stamps = stamps
         self._log = log
-        self._is_debug = is_debug
-        self._buffers = {BufferName(spec.name): arena.tensor(spec.name) for spec in shape.specs()}
         # Views made once, so that a step only writes.
-        self._ring_rows = {name: self._buffers[name].unbind() for name in _RING_BUFFERS}
-        self._flat = {name: self._buffers[name].flatten(0, 1) for name in _RING_BUFFERS}
-        self._stamps = {
-            (role, row): (stamps[0], stamps[1])
-            for role, name in _STAMPS.items()
-            if name in self._buffers
-            for row, stamps in enumerate(self._buffers[name].unbind())
-        }
-        self._zero = torch.zeros((), dtype=torch.int64, device=self._buffers[BufferName.SEQ_LENS].device)
-        if is_debug and role is Role.VERIFY:
-            self._buffers[BufferName.SEQ_LENS].fill_(POISON)
-            self._buffers[BufferName.NEW_SEQ_LENS].fill_(POISON)
+        self._stamp_rows = [(row[0], row[1]) for row in buffers[stamps].unbind()]
+        self._ring = len(self._stamp_rows)
 
-    def stamps(self, role: Role, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places for the stamps of start and end of a worker's own work in `step`: two [] int64."""
-        return self._stamps[role, step % self._shape.ring]
+    def stamps(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places for the stamps of start and end of the worker's own work in `step`: two [] int64."""
+        return self._stamp_rows[step % self._ring]
 
-    def stamp_columns(self, role: Role) -> tuple[torch.Tensor, torch.Tensor]:
+    def stamp_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The places of the stamps in all rows of the ring: two [ring] int64."""
-        stamps = self._buffers[_STAMPS[role]]
+        stamps = self._buffers[self._stamps]
         return stamps[:, 0], stamps[:, 1]
 
-    def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
-        """Verify: writes what the scheduler consumes. `rows`: [B] int64 slots."""
-        places = rows + step.ring_row * self._shape.num_slots if isinstance(step, CapturedStep) else rows
-        num_accepted = result.num_accepted.to(torch.int32)
-        self._ring_write(BufferName.NEW_SEQ_LENS, step).index_copy_(0, places, result.seq_lens)
-        self._ring_write(BufferName.NUM_ACCEPTED, step).index_copy_(0, places, num_accepted)
-        _copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, step), places, result.tokens)
-        if result.logprobs is not None:
-            self._publish_logprobs(step, places, result.logprobs)
-        if self._is_debug and not isinstance(step, CapturedStep):
-            # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
-            self._ring_write(BufferName.NEW_SEQ_LENS, step, offset=1).fill_(POISON)
-
-    def _publish_logprobs(self, step: StepNumber, places: torch.Tensor, logprobs: Logprobs) -> None:
-        _copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, step), places, logprobs.output)
-        num_top = logprobs.top.shape[2]
-        for name, values in ((BufferName.TOP_TOKENS, logprobs.top_tokens), (BufferName.TOP_LOGPROBS, logprobs.top)):
-            _copy_rows(self._ring_write(name, step)[:, :, :num_top], places, values)
-
-    def stash(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
-        """Verify: writes what the next forward on these slots reads. `rows`: [B] int64 slots."""
-        bonus = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
-        self._slot_write(BufferName.SEQ_LENS, rows, step).index_copy_(0, rows, result.seq_lens)
-        self._slot_write(BufferName.BONUS_TOKENS, rows, step).index_copy_(0, rows, bonus)
-        self._slot_write(BufferName.NUM_NEW, rows, step).index_copy_(0, rows, result.num_accepted + 1)
-        _copy_rows(self._slot_write(BufferName.LAST_TOKENS, rows, step), rows, result.tokens)
-        if result.hidden_states is not None:
-            self._stash_hidden(step, rows, result.hidden_states)
-
-    def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
-        """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""
-        if self._log.is_enabled:
-            self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=True, step=step)
-        self._buffers[BufferName.PREFILL_HIDDEN][: len(hidden)] = hidden
-
-    def gather_prefill(self, step: int, num_tokens: int) -> torch.Tensor:
-        """Draft: the hidden states of the chunks of a prefill, chunk after chunk: [num_tokens, width]."""
-        if self._log.is_enabled:
-            self._log.access(BufferName.PREFILL_HIDDEN, [0], is_write=False, step=step)
-        return self._buffers[BufferName.PREFILL_HIDDEN][:num_tokens].clone()
-
-    def gather_ends(
-        self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads where the sequences of B slots end: their lengths and bonus tokens, each [B] int64.
-
-        `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them. Raises FutureMapError in debug mode
-        when a row was never stashed.
-        """
-        seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
-        if self._is_debug and bool((seq_lens == POISON).any()):
-            raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
-        return torch.clamp(seq_lens, self._zero, limits), self._tokens(BufferName.BONUS_TOKENS, rows, step)
-
-    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
-        """Reads the whole stash of B slots. Arguments and errors as in `gather_ends`."""
-        seq_lens, bonus_tokens = self.gather_ends(step, rows, limits)
-        return NextStepState(
-            seq_lens=seq_lens,
-            bonus_tokens=bonus_tokens,
-            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self._shape.num_draft_tokens + 1),
-            last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
-            hidden_states=self._hidden(step, rows),
-        )
-
-    def forget(self, step: int, rows: torch.Tensor) -> None:
-        """Verify, in debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
-        if self._is_debug:
-            self._slot_write(BufferName.SEQ_LENS, rows, step)[rows] = POISON
-
-    def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
-        self._slot_write(BufferName.DRAFT_TOKENS, rows, step).index_copy_(0, rows, tokens)
-
-    def copy_in(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor:
-        """Verify: returns a private copy of the draft tokens, [B, K] int64, in range whatever a draft wrote."""
-        return self._tokens(BufferName.DRAFT_TOKENS, rows, step)
+    def log_stamps(self, step: int) -> None:
+        """Logs that the stamps of `step` were written."""
+        self.access(self._stamps, [step % self._ring], step, is_write=True)
 
     def log_replay(self, accesses: Iterable[CapturedAccess], step: int, slots: Sequence[int]) -> None:
         """Logs the accesses of a graph that is replayed for `step` and these slots."""
-        if not self._log.is_enabled:
-            return
-        for name, is_write in accesses:
-            rows = slots if name in SLOT_BUFFERS else [step % self._shape.ring]
-            self._log.access(name, rows, is_write=is_write, step=step)
+        if self._log.is_enabled:
+            for name, is_write in accesses:
+                self.access(name, slots if name in SLOT_BUFFERS else [step % self._ring], step, is_write=is_write)
 
-    def _hidden(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor | None:
-        """The stashed states of B slots, if a draft reads them."""
-        if BufferName.HIDDEN_STATES not in self._buffers:
-            return None
-        return self._slot_read(BufferName.HIDDEN_STATES, rows, step)
-
-    def _stash_hidden(self, step: StepNumber, rows: torch.Tensor, hidden: torch.Tensor) -> None:
-        _copy_rows(self._slot_write(BufferName.HIDDEN_STATES, rows, step), rows, hidden)
-
-    def _tokens(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
-        return self._slot_read(name, rows, step).clamp_(0, self._vocab_size - 1)
+    def access(self, name: BufferName, rows: Sequence[int], step: int, *, is_write: bool) -> torch.Tensor:
+        """Returns a buffer of which these rows are read or written, as is logged."""
+        if self._log.is_enabled:
+            self._log.access(name, rows, is_write=is_write, step=step, attachment=self.attachment)
+        return self._buffers[name]
 
     def _slot_read(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
         self._declare(name, rows, step, is_write=False)
         return self._buffers[name].index_select(0, rows)
 
-    def _slot_write(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
-        self._declare(name, rows, step, is_write=True)
-        return self._buffers[name]
+    def _to_write(self, name: BufferName, rows: Sequence[int], step: int) -> torch.Tensor:
+        return self.access(name, rows, step, is_write=True)
 
     def _declare(self, name: BufferName, rows: torch.Tensor, step: StepNumber, *, is_write: bool) -> None:
         if isinstance(step, CapturedStep):
             step.accesses.append(CapturedAccess(name, is_write))
         elif self._log.is_enabled:
-            self._log.access(name, rows.tolist(), is_write=is_write, step=step)
+            self.access(name, rows.tolist(), step, is_write=is_write)
+
+
+class Region(SharedBuffers):
+    """The memory between verify and one draft, as either of them sees it."""
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        sizes: DraftSizes,
+        buffers: Mapping[BufferName, torch.Tensor],
+        *,
+        number: int,
+        vocab_size: int,
+        log: AccessLog,
+        is_debug: bool = False,
+    ) -> None:
+        """`number`: of the attachment. `vocab_size`: tokens that are read are clamped below it."""
+        super().__init__(buffers, BufferName.DRAFT_STAMPS, log, number)
+        self.shape = shape
+        self.sizes = sizes
+        self._vocab_size = vocab_size
+        self._is_debug = is_debug
+        self._zero = torch.zeros((), dtype=torch.int64, device=buffers[BufferName.SEQ_LENS].device)
+
+    def poison(self) -> None:
+        """Verify, in debug mode: no slot has a stash yet."""
+        self._buffers[BufferName.SEQ_LENS].fill_(POISON)
+
+    def stash(self, step: int, slots: Sequence[int], rows: torch.Tensor, result: VerifyResult) -> None:
+        """Verify: writes what the draft's next forward on these slots reads.
+
+        `rows`: [B] int64, the slots on the device, perhaps with padding behind them.
+        """
+        bonus = result.tokens.gather(1, result.num_accepted[:, None])[:, 0]
+        self._to_write(BufferName.SEQ_LENS, slots, step).index_copy_(0, rows, result.seq_lens)
+        self._to_write(BufferName.BONUS_TOKENS, slots, step).index_copy_(0, rows, bonus)
+        self._to_write(BufferName.NUM_NEW, slots, step).index_copy_(0, rows, result.num_accepted + 1)
+        copy_rows(self._to_write(BufferName.LAST_TOKENS, slots, step), rows, result.tokens)
+        if result.hidden_states is not None and self.shape.hidden_width:
+            copy_rows(self._to_write(BufferName.HIDDEN_STATES, slots, step), rows, result.hidden_states)
+
+    def forget(self, step: int, slots: Sequence[int]) -> None:
+        """Verify, in debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
+        if slots:
+            self._to_write(BufferName.SEQ_LENS, slots, step)[list(slots)] = POISON
+
+    def stash_prefill(self, step: int, hidden: torch.Tensor) -> None:
+        """Verify: leaves a chunk's hidden states ([tokens, width], chunk after chunk) for the draft's own prefill."""
+        self._to_write(BufferName.PREFILL_HIDDEN, [0], step)[: len(hidden)] = hidden
+
+    def gather_prefill(self, step: int, num_tokens: int) -> torch.Tensor:
+        """Draft: the hidden states of the chunks of a prefill, chunk after chunk: [num_tokens, width]."""
+        return self.access(BufferName.PREFILL_HIDDEN, [0], step, is_write=False)[:num_tokens].clone()
+
+    def gather(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> NextStepState:
+        """Draft: reads the stash of B slots. `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them.
+
+        Raises FutureMapError in debug mode when a row was never stashed.
+        """
+        seq_lens = self._slot_read(BufferName.SEQ_LENS, rows, step)
+        if self._is_debug:
+            check_stashed(seq_lens, rows, step)
+        return NextStepState(
+            seq_lens=torch.clamp(seq_lens, self._zero, limits),
+            bonus_tokens=self._tokens(BufferName.BONUS_TOKENS, rows, step),
+            num_new=self._slot_read(BufferName.NUM_NEW, rows, step).clamp_(1, self.shape.num_draft_tokens + 1),
+            last_tokens=self._tokens(BufferName.LAST_TOKENS, rows, step),
+            hidden_states=self._hidden(step, rows),
+        )
+
+    def propose(self, step: StepNumber, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Draft: writes its tokens. `rows`: [B] int64; `tokens`: [B, K] int64."""
+        self._declare(BufferName.DRAFT_TOKENS, rows, step, is_write=True)
+        self._buffers[BufferName.DRAFT_TOKENS].index_copy_(0, rows, tokens)
+
+    def _hidden(self, step: StepNumber, rows: torch.Tensor) -> torch.Tensor | None:
+        """The stashed states of B slots, if the draft reads them."""
+        return self._slot_read(BufferName.HIDDEN_STATES, rows, step) if self.shape.hidden_width else None
+
+    def _tokens(self, name: BufferName, rows: torch.Tensor, step: StepNumber) -> torch.Tensor:
+        return self._slot_read(name, rows, step).clamp_(0, self._vocab_size - 1)
+
+
+class FutureMap(SharedBuffers):
+    """Verify's results, and the state of each slot that its own next forward reads."""
+
+    def __init__(
+        self,
+        shape: EpochShape,
+        buffers: Mapping[BufferName, torch.Tensor],
+        *,
+        vocab_size: int,
+        log: AccessLog,
+        is_debug: bool = False,
+    ) -> None:
+        """`vocab_size`: tokens are below it."""
+        super().__init__(buffers, BufferName.VERIFY_STAMPS, log, attachment=0)
+        self._shape = shape
+        self._vocab_size = vocab_size
+        self._is_debug = is_debug
+        self._ring_rows = {name: buffers[name].unbind() for name in _RING_BUFFERS}
+        self._flat = {name: buffers[name].flatten(0, 1) for name in _RING_BUFFERS}
+        # Not shared, so that no draft can change an output.
+        device = buffers[BufferName.NEW_SEQ_LENS].device
+        self._seq_lens, self._bonus_tokens = torch.zeros((2, shape.num_slots), dtype=torch.int64, device=device)
+        if is_debug:
+            self._seq_lens.fill_(POISON)
+            buffers[BufferName.NEW_SEQ_LENS].fill_(POISON)
+
+    def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
+        """Writes what the scheduler consumes, and keeps what the next forward needs. `rows`: [B] int64 slots."""
+        places = rows + step.ring_row * self._shape.num_slots if isinstance(step, CapturedStep) else rows
+        num_accepted = result.num_accepted.to(torch.int32)
+        self._ring_write(BufferName.NEW_SEQ_LENS, step).index_copy_(0, places, result.seq_lens)
+        self._ring_write(BufferName.NUM_ACCEPTED, step).index_copy_(0, places, num_accepted)
+        copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, step), places, result.tokens)
+        if result.logprobs is not None:
+            self._publish_logprobs(step, places, result.logprobs)
+        if self._is_debug and not isinstance(step, CapturedStep):
+            # The row of step - ring + 1 is consumed by now, or this step would not have been sent.
+            self._ring_write(BufferName.NEW_SEQ_LENS, step, offset=1).fill_(POISON)
+        self._seq_lens.index_copy_(0, rows, result.seq_lens)
+        self._bonus_tokens.index_copy_(0, rows, result.tokens.gather(1, result.num_accepted[:, None])[:, 0])
+
+    def ends(self, step: StepNumber, rows: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns where the sequences of B slots end: their lengths and bonus tokens, each [B] int64.
+
+        `rows`: [B] int64; `limits`: [B] int64, lengths are clamped to them. Raises FutureMapError in debug mode
+        when no step ended there yet.
+        """
+        seq_lens = self._seq_lens.index_select(0, rows)
+        if self._is_debug:
+            check_stashed(seq_lens, rows, step)
+        return torch.minimum(seq_lens, limits), self._bonus_tokens.index_select(0, rows)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """In debug mode: poisons slots that another request takes, as nothing of the last one may be read."""
+        self._seq_lens[list(slots)] = POISON
+
+    def copy_in(
+        self, step: int, region: Region, slots: Sequence[int], rows: torch.Tensor, target: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns a private copy of the draft tokens of B slots, and copies the draft's stamps to the results.
+
+        `rows`: [B] int64, the slots on the device, perhaps with padding behind them. `target`: [B, K] int64, to be
+        filled; None for a new tensor. The tokens are in range, whatever the draft wrote; the stamps may be any numbers.
+        """
+        self.copy_stamps(step, region, step)
+        tokens = region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False).index_select(0, rows)
+        tokens.clamp_(0, self._vocab_size - 1)
+        return tokens if target is None else target.copy_(tokens)
+
+    def copy_stamps(self, step: int, region: Region, done: int) -> None:
+        """Copies the draft's stamps of step `done`, which it has signalled, and of the step before it."""
+        source, target = self._stamps_to_copy(step, region, done)
+        for row in ((done - 1) % self._ring, done % self._ring):
+            target[row].copy_(source[row])
+
+    def _stamps_to_copy(self, step: int, region: Region, done: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [(done - 1) % self._ring, done % self._ring]
+        source = region.access(BufferName.DRAFT_STAMPS, rows, step, is_write=False)
+        return source, self.access(BufferName.DRAFT_STAMPS, rows, step, is_write=True)
+
+    def _publish_logprobs(self, step: StepNumber, places: torch.Tensor, logprobs: Logprobs) -> None:
+        copy_rows(self._ring_write(BufferName.OUTPUT_LOGPROBS, step), places, logprobs.output)
+        num_top = logprobs.top.shape[2]
+        for name, values in ((BufferName.TOP_TOKENS, logprobs.top_tokens), (BufferName.TOP_LOGPROBS, logprobs.top)):
+            copy_rows(self._ring_write(name, step)[:, :, :num_top], places, values)
 
     def _ring_write(self, name: BufferName, step: StepNumber, offset: int = 0) -> torch.Tensor:
         """The step's own row ([slots, ...]); in a graph, which finds it only later, all rows ([ring * slots, ...])."""
         if isinstance(step, CapturedStep):
             step.accesses.append(CapturedAccess(name, is_write=True))
             return self._flat[name]
-        row = (step + offset) % self._shape.ring
-        if self._log.is_enabled:
-            self._log.access(name, [row], is_write=True, step=step)
+        row = (step + offset) % self._ring
+        self.access(name, [row], step, is_write=True)
         return self._ring_rows[name][row]
 
 
-def _copy_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+def check_stashed(seq_lens: torch.Tensor, rows: torch.Tensor, step: StepNumber) -> None:
+    """Raises FutureMapError if a length was never written: in debug mode, where such rows are poisoned."""
+    if bool((seq_lens == POISON).any()):
+        raise FutureMapError(f"step {step}: gathered slots {rows.tolist()} before they were stashed")
+
+
+def copy_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """Writes `values` ([B, W, ...]) into the first W columns of some rows of `target` ([slots, >= W, ...])."""
     width = values.shape[1]
     (target if width == target.shape[1] else target.narrow(1, 0, width)).index_copy_(0, rows, values)

@@ -11,7 +11,7 @@ import logging
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -19,10 +19,10 @@ from slipstream.services.worker.memory import first_line, is_out_of_memory
 from slipstream.services.worker.slots import SamplingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from slipstream.common.worker.step import StepCommand
-    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, FutureMap
+    from slipstream.services.worker.future_map import CapturedAccess, CapturedStep, SharedBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +87,15 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class GraphedPart:
-    """A captured part of a step, and its accesses to the FutureMap."""
+    """A captured part of a step, and its accesses to shared memory."""
 
     work: Callable[[], None]
     accesses: tuple[CapturedAccess, ...]
 
-    def replay(self, future_map: FutureMap, command: StepCommand) -> None:
+    def replay(self, memory: SharedBuffers, command: StepCommand) -> None:
         """Stream work: does it for a step, and logs the accesses."""
         self.work()
-        future_map.log_replay(self.accesses, command.step, command.slots)
+        memory.log_replay(self.accesses, command.step, command.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class GraphedStep:
     slots: torch.Tensor
     """[num_slots] int64: the step's slots, then padding."""
     step: CapturedStep
-    """Stands for the step's number wherever the FutureMap wants that."""
+    """Stands for the step's number."""
     stamp_start: Callable[[], None]
     """Stream work: the worker's own work of the step begins."""
     stamp_end: Callable[[], None]
@@ -144,10 +144,11 @@ class Buckets(Generic[T]):
         return self._made[self._sizes[index]] if index < len(self._sizes) else None
 
 
-def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T]) -> Buckets[T]:
+def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T]) -> Generator[None, None, Buckets[T]]:
     """Stream work: calls `make` for each size, the largest first: the others then live in its memory.
 
-    Where graphs find no memory, the largest sizes are left out, and larger batches run without one: slower.
+    Other work may be done between two items of the generator, which returns the buckets. Where graphs find no memory,
+    the largest sizes are left out, and larger batches run without one: slower.
     Raises torch.OutOfMemoryError where such a batch would have no room either.
     """
     started = time.monotonic()
@@ -157,6 +158,7 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
         try:
             made[size] = make(size)
             logger.debug("graphs of %s: %d rows, %d of %d", what, size, number, len(sizes))
+            yield
             continue
         except NoRoomForGraphError as error:
             cause, consequence = str(error), "larger batches run slower"
@@ -172,3 +174,12 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
     taken = (torch.cuda.memory_reserved() - before) / MIB
     logger.info("graphs of %s: %d in %.1f s, %.0f MiB", what, len(made), time.monotonic() - started, taken)
     return Buckets(made)
+
+
+def at_once(work: Generator[None, None, T]) -> T:
+    """Does work to its end and returns its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return cast("T", end.value)

@@ -46,6 +46,11 @@ class SlotRows:
         """[B] int64."""
         return self._table.limits_of(self.rows)
 
+    @cached_property
+    def history_from(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._table.history_from.index_select(0, self.rows)
+
     def sampling(self, width: int) -> SamplingRows:
         """Sampling parameters, each slot's repeated for `width` tokens: [B * width]."""
         if width not in self._sampling:
@@ -67,7 +72,7 @@ class PagedSlots:
         """`config`: of the layers that keep keys and values."""
         self._config = config
         self._device = device
-        self._dtype = dtype
+        self.dtype = dtype
         self._state: EpochState | None = None
         self._cache: PagedKV | None = None
 
@@ -89,7 +94,7 @@ class PagedSlots:
         num_pages, page_tokens = attachment.num_pages, attachment.page_tokens
         try:
             self._cache = PagedKV(
-                self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self._dtype
+                self._config, num_pages=num_pages, page_size=page_tokens, device=self._device, dtype=self.dtype
             )
         except RuntimeError as error:  # what PyTorch raises on a CPU, too
             message = f"{num_pages} KV pages of {page_tokens} tokens do not fit into memory"
@@ -117,6 +122,9 @@ class PagedSlots:
         self, slots: SlotRows, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
     ) -> ForwardBatch:
         """B rows of W tokens. `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W], None for all."""
+        is_cpu, state = self._device.type == "cpu", self.state
+        # Verify has all of a sequence. On a CPU nothing is captured: without a late slot there is nothing to mask.
+        has_starts = state.attachment.given is not None and (state.slots.has_late_history or not is_cpu)
         return ForwardBatch(
             tokens=tokens,
             positions=positions,
@@ -124,7 +132,8 @@ class PagedSlots:
             page_table=slots.page_table,
             limits=slots.limits,
             # Only where the host can read it without waiting; elsewhere the whole page list is read.
-            max_kv_len=int(positions.max()) + 1 if self._device.type == "cpu" else None,
+            max_kv_len=int(positions.max()) + 1 if is_cpu else None,
+            starts=slots.history_from if has_starts else None,
         )
 
     def sample(

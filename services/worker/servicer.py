@@ -6,18 +6,18 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.trace import HostRecords
-from slipstream.common.worker.wire import attachment_from_pb, command_from_pb, description_to_pb
+from slipstream.common.worker.wire import attachment_from_pb, command_from_pb, description_to_pb, region_from_pb
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Generator
     from concurrent.futures import Executor
     from typing import Unpack
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
+DETACH_INTERVAL_S = 0.005
+"""Between two looks at whether the stream has come past the last use of a draft's memory."""
+T = TypeVar("T")
 _Ts = TypeVarTuple("_Ts")
 
 
@@ -64,6 +67,14 @@ class WorkerServicer(pb_grpc.WorkerServicer):
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
         await self._on_device_thread(self._attach, attachment)
         return pb.AttachResponse()
+
+    async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
+        await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
+        return pb.AttachDraftResponse()
+
+    async def DetachDraft(self, request: pb.DetachDraftRequest, context: ServicerContext) -> pb.DetachDraftResponse:
+        await self._by_pieces(self._engine.detach_draft(request.epoch, request.attachment), DETACH_INTERVAL_S)
+        return pb.DetachDraftResponse()
 
     async def Execute(
         self, requests: AsyncIterator[pb.StepCommand], context: ServicerContext
@@ -104,8 +115,22 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._engine.abandon(self._engine.epoch)
         self._engine.attach(attachment)
 
-    async def _on_device_thread(self, function: Callable[[Unpack[_Ts]], None], *arguments: *_Ts) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)
+    async def _by_pieces(self, work: Generator[None, None, None], interval_s: float = 0.0) -> None:
+        """Has the device thread do work piece by piece, so that steps are enqueued in between."""
+        try:
+            while await self._on_device_thread(_next, work):
+                await asyncio.sleep(interval_s)
+        finally:
+            # Where the caller is gone, the rest is not done. Not awaited: this may run while the call is torn down.
+            self._device_thread.submit(work.close)
+
+    async def _on_device_thread(self, function: Callable[[Unpack[_Ts]], T], *arguments: *_Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)
+
+
+def _next(work: Generator[None, None, None]) -> bool:
+    """Does the next piece. False at the end."""
+    return next(work, work) is not work
 
 
 class RecorderServicer(trace_pb2_grpc.RecorderServicer):

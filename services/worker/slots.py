@@ -37,15 +37,18 @@ class SamplingMode(enum.Enum):
 class SlotTable:
     """Rows are slots; row 0 is padding and has only the padding page."""
 
-    def __init__(self, attachment: Attachment, vocab_size: int, device: torch.device) -> None:
-        """`vocab_size`: token ids of updates are below it."""
+    def __init__(
+        self, attachment: Attachment, vocab_size: int, device: torch.device, *, longest: int | None = None
+    ) -> None:
+        """`vocab_size`: token ids of updates are below it. `longest`: tokens that the model takes; limits end there."""
         slots = attachment.shape.num_slots
         self._num_slots = slots
         self._num_pages = attachment.num_pages
         self._num_draft_tokens = attachment.shape.num_draft_tokens
         self._chunk_tokens = attachment.shape.chunk_tokens
-        self._max_pages = attachment.max_pages_per_slot
+        self._max_pages = attachment.slot_pages
         self._max_limit = attachment.context_tokens
+        self._longest = attachment.context_tokens if longest is None else longest
         self._vocab_size = vocab_size
         self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
         """[slots, pages] int64 page numbers; 0 where a slot has none."""
@@ -55,6 +58,8 @@ class SlotTable:
         """[slots] int64: tokens of chunks at positions from here on are output."""
         self.max_draft_tokens = torch.full((slots,), self._num_draft_tokens, dtype=torch.int64, device=device)
         """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
+        self.history_from = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[slots] int64: positions before it have no keys and values in a draft that attached late."""
         self.sampling = SamplingRows.greedy(slots, device=device)
         """One row a slot."""
         self.adjustments = AdjustmentRows.off(slots, device=device)
@@ -65,8 +70,11 @@ class SlotTable:
         """Stream work: True if the last request of any slot has logit bias, penalties or a mask."""
         self.has_penalties = False
         """Stream work: True if the last request of any slot has penalties."""
+        self.has_late_history = False
+        """Stream work: True if the last request of any slot has a `history_from` above 0."""
         self._params: dict[int, SamplingParams] = {}
         self._adjusted: set[int] = set()
+        self._late: set[int] = set()
 
     def check(self, command: StepCommand) -> None:
         """Raises InvalidArgumentError for slots, pages and tokens out of range, before anything is enqueued."""
@@ -74,8 +82,6 @@ class SlotTable:
             _check("slots", slot, 1, self._num_slots - 1)
         if len(set(command.slots)) < len(command.slots):
             raise InvalidArgumentError("slots", command.slots, "each slot once")
-        if command.kind is StepKind.DECODE and not self._num_draft_tokens:
-            raise InvalidArgumentError("kind", command.kind.name, "PREFILL or PLAIN, where nothing drafts")
         for update in command.updates:
             self._check_update(update)
         self._check_chunks(command)
@@ -98,18 +104,21 @@ class SlotTable:
             first = update.slot * self._max_pages + update.first_page_index
             places += range(first, first + len(update.pages))
         params = {update.slot: update.sampling for update in updates if update.sampling is not None}
+        history_from = {update.slot: update.history_from for update in updates if update.sampling is not None}
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
         return SlotChanges(
             slots=put_integers(staging, [update.slot for update in updates]),
-            limits=put_integers(staging, [update.limit_tokens for update in updates]),
+            limits=put_integers(staging, [min(update.limit_tokens, self._longest) for update in updates]),
             prompt_tokens=put_integers(staging, [self._end_of_prompt(update.prompt_tokens) for update in updates]),
             max_draft_tokens=put_integers(staging, [self._clamped(update.max_draft_tokens) for update in updates]),
             emptied=put_integers(staging, [update.slot for update in updates if update.first_page_index == 0]),
             places=put_integers(staging, places),
             pages=put_integers(staging, [page for update in updates for page in update.pages]),
             params=params,
+            late={slot for slot, position in history_from.items() if position},
             taken=put_integers(staging, list(params)) if params else None,
+            history_from=put_integers(staging, list(history_from.values())) if params else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
         )
@@ -121,9 +130,12 @@ class SlotTable:
         self.limits.index_copy_(0, changes.slots, changes.limits)
         self.prompt_tokens.index_copy_(0, changes.slots, changes.prompt_tokens)
         self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
-        if changes.taken is None or changes.sampling is None:
+        if changes.taken is None or changes.sampling is None or changes.history_from is None:
             return
         self.sampling.put(changes.taken, changes.sampling)
+        self.history_from.index_copy_(0, changes.taken, changes.history_from)
+        self._late = self._late.difference(changes.params) | changes.late
+        self.has_late_history = bool(self._late)
         others = {slot: params for slot, params in self._params.items() if slot not in changes.params}
         self._params = others | {slot: params for slot, params in changes.params.items() if not params.is_plain}
         if changes.adjustments is None:
@@ -142,8 +154,8 @@ class SlotTable:
 
     def _check_chunks(self, command: StepCommand) -> None:
         slots = tuple(chunk.slot for chunk in command.chunks)
-        if slots != (command.slots if command.kind is StepKind.PREFILL else ()):
-            accepted = "one for each of slots, in their order, in a PREFILL, and none in other steps"
+        if slots != (command.slots if command.kind in (StepKind.PREFILL, StepKind.CATCH_UP) else ()):
+            accepted = "one for each of slots, in their order, in a PREFILL or CATCH_UP, and none in other steps"
             raise InvalidArgumentError("chunks", slots, accepted)
         for chunk in command.chunks:
             if not chunk.tokens:
@@ -156,6 +168,7 @@ class SlotTable:
         _check("updates.slot", update.slot, 1, self._num_slots - 1)
         _check("updates.first_page_index", update.first_page_index, 0, self._max_pages - len(update.pages))
         _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
+        _check("updates.history_from", update.history_from, 0, self._max_limit)
         _check("updates.prompt_tokens", self._end_of_prompt(update.prompt_tokens), 0, self._max_limit)
         for page in update.pages:
             _check("updates.pages", page, 1, self._num_pages - 1)
@@ -188,8 +201,12 @@ class SlotChanges:
     """[P] int64."""
     params: dict[int, SamplingParams]
     """By slot, on the host: the sampling of the requests that take over slots, T of them."""
+    late: set[int]
+    """Their slots that have a `history_from` above 0."""
     taken: torch.Tensor | None
     """[T] int64: their slots; None where T is 0."""
+    history_from: torch.Tensor | None
+    """[T] int64."""
     sampling: SamplingRows | None
     adjustments: AdjustmentRows | None
     """None if neither these requests nor the ones before them have any."""

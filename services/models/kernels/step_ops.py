@@ -97,6 +97,8 @@ def publish_kernel(
     new_seq_lens: tl.tensor,  # [ring, slots] int64
     num_accepted: tl.tensor,  # [ring, slots] int32
     output_tokens: tl.tensor,  # [ring, slots, ROW] int64
+    kept_seq_lens: tl.tensor,  # [slots] int64
+    kept_bonus: tl.tensor,  # [slots] int64
     ring_row: tl.tensor,  # [1] int64
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
@@ -107,40 +109,82 @@ def publish_kernel(
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Writes what the scheduler reads of one slot. Grid: (B,)."""
+    """Writes what the scheduler reads of one slot, and what verify's next step does. Grid: (B,)."""
     b = tl.program_id(0)
-    place = tl.load(ring_row) * num_slots + tl.load(rows + b)
-    tl.store(new_seq_lens + place, tl.load(seq_lens + b))
-    tl.store(num_accepted + place, tl.load(accepted + b).to(tl.int32))
+    slot = tl.load(rows + b)
+    length = tl.load(seq_lens + b)
+    number = tl.load(accepted + b)
+    place = tl.load(ring_row) * num_slots + slot
+    tl.store(new_seq_lens + place, length)
+    tl.store(num_accepted + place, number.to(tl.int32))
+    tl.store(kept_seq_lens + slot, length)
+    tl.store(kept_bonus + slot, tl.load(tokens + b * WIDTH + number))
     w = tl.arange(0, BLOCK_W)
     token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
     tl.store(output_tokens + place * ROW + w, token, mask=w < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_stride", "token_stride"])
 def stash_kernel(
     stashed_seq_lens: tl.tensor,  # [slots] int64
     bonus_tokens: tl.tensor,  # [slots] int64
     num_new: tl.tensor,  # [slots] int64
     last_tokens: tl.tensor,  # [slots, ROW] int64
+    stashed_hidden: tl.tensor,  # [slots, ROW, HIDDEN]
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
     accepted: tl.tensor,  # [B] int64
     tokens: tl.tensor,  # [B, WIDTH] int64
+    hidden: tl.tensor,  # [B, WIDTH, HIDDEN], read if HIDDEN
+    row_stride: tl.tensor,  # of `hidden`
+    token_stride: tl.tensor,
     ROW: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ) -> None:
-    """Writes what the next forward reads of one slot, except hidden states. Grid: (B,)."""
-    b = tl.program_id(0)
+    """Writes what the draft's next forward reads of one slot. Grid: (B, 1 + blocks of WIDTH * HIDDEN numbers)."""
+    b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + b)
-    number = tl.load(accepted + b)
-    tl.store(stashed_seq_lens + slot, tl.load(seq_lens + b))
-    tl.store(bonus_tokens + slot, tl.load(tokens + b * WIDTH + number))
-    tl.store(num_new + slot, number + 1)
+    if tl.program_id(1) == 0:
+        number = tl.load(accepted + b)
+        tl.store(stashed_seq_lens + slot, tl.load(seq_lens + b))
+        tl.store(bonus_tokens + slot, tl.load(tokens + b * WIDTH + number))
+        tl.store(num_new + slot, number + 1)
+        w = tl.arange(0, BLOCK_W)
+        token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
+        tl.store(last_tokens + slot * ROW + w, token, mask=w < WIDTH)
+    elif HIDDEN > 0:
+        i = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        state = tl.load(
+            hidden + b * row_stride + i // HIDDEN * token_stride + i % HIDDEN, mask=i < WIDTH * HIDDEN, other=0.0
+        )
+        tl.store(stashed_hidden + slot * ROW * HIDDEN + i, state, mask=i < WIDTH * HIDDEN)
+
+
+@triton.jit(do_not_specialize=["row_before", "row", "vocab_size"])
+def copy_in_kernel(
+    draft_tokens: tl.tensor,  # [slots, WIDTH] int64
+    draft_stamps: tl.tensor,  # [ring, 2] int64
+    result_stamps: tl.tensor,  # [ring, 2] int64, written
+    rows: tl.tensor,  # [B] int64
+    copied: tl.tensor,  # [B, WIDTH] int64, written
+    row_before: tl.tensor,
+    row: tl.tensor,
+    vocab_size: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,)."""
+    b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
-    token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
-    tl.store(last_tokens + slot * ROW + w, token, mask=w < WIDTH)
+    token = tl.load(draft_tokens + tl.load(rows + b) * WIDTH + w, mask=w < WIDTH, other=0)
+    tl.store(copied + b * WIDTH + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < WIDTH)
+    if b == 0:
+        i = tl.arange(0, 4)
+        place = tl.where(i < 2, row_before, row) * 2 + i % 2
+        tl.store(result_stamps + place, tl.load(draft_stamps + place))
 
 
 @triton.jit(do_not_specialize=["width"])
