@@ -8,9 +8,9 @@ On a GPU decode steps are graphs, as a model's are: few launches for the host.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,10 +19,10 @@ from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.sampler import accept
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.future_map import VerifyResult
-from slipstream.services.worker.graphs import Buckets, Latest, batch_buckets, capture_buckets
+from slipstream.services.worker.graphs import Latest, at_once, batch_buckets, capture_buckets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from slipstream.benchmarks.spin_kernel import SpinKernel
     from slipstream.common.device.cuda.kernels import CudaKernels
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
-    from slipstream.services.worker.future_map import StepNumber
-    from slipstream.services.worker.graphs import GraphedPart, GraphedStep
+    from slipstream.services.worker.future_map import Region, StepNumber
+    from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
 
 T = TypeVar("T")
 
@@ -105,136 +105,183 @@ def make_kernel(length_ms: float, device: Device | None) -> HostKernel | GpuKern
     return GpuKernel(length_ms, device.kernels, SpinKernel(device.driver), device.torch_device)
 
 
-class _DummyRole(Generic[T]):
-    """Implements `RoleEngine` with a kernel in place of a model, whose result is a T."""
+def _describe(description: WorkerDescription) -> WorkerDescription:
+    """A dummy keeps no KV, so a request may be as long as it likes."""
+    return replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
 
-    fences: tuple[FenceName, ...]
-    """The fence of each part of a step."""
+
+class DummyVerify:
+    """Implements `RoleEngine` for verify. A graph is the kernel, with what it reads, and publish."""
 
     def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
-        """`device`: None is the CPU. A dummy keeps no KV, so a request may be as long as it likes."""
-        self.description = replace(description, max_context_tokens=MAX_CONTEXT_TOKENS, kv_bytes_per_token=1)
+        """`device`: None is the CPU."""
+        self.description = _describe(description)
         self._kernel = make_kernel(length_ms, device)
-        self._graphs: dict[StepKind, Buckets[tuple[GraphedPart, ...]]] = {}
+        self._graphs: dict[int, Buckets[_Captured]] = {}
+        """By the number of draft tokens; 0 for plain steps."""
+        self._draft_tokens: dict[int, torch.Tensor] = {}
+        """[num_slots, K] int64 by K: the copy of a step's draft tokens."""
+
+    def open(self, state: EpochState) -> None:
+        expected = state.attachment.expected_draft
+        for num_draft_tokens in {0, 0 if expected is None else expected.num_draft_tokens}:
+            self._capture(state, num_draft_tokens)
+
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        self._capture(state, region.sizes.num_draft_tokens)
+        return iter(())
+
+    def close(self) -> None:
+        self._graphs, self._draft_tokens = {}, {}
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        region = state.region_of(command)
+        if command.kind is StepKind.PREFILL or not command.slots:
+            return self._prefill_phases(command, state, region)
+        is_drafted = region is not None and command.kind is StepKind.DECODE
+        num_draft_tokens = region.sizes.num_draft_tokens if region is not None and is_drafted else 0
+        if self._graphs:
+            return self._graphed_phases(command, state, region, num_draft_tokens)
+        rows, result = self._kernel.rows(command.slots), Latest[VerifyResult]()
+
+        def publish() -> None:
+            draft_tokens = None
+            if region is not None and is_drafted:
+                draft_tokens = state.future_map.copy_in(command.step, region, command.slots, rows)
+            verify = _reading(state, command.step, rows, draft_tokens)
+            result.value = self._kernel.run(verify)
+            state.future_map.publish(command.step, rows, result.value)
+
+        return _phases(publish, partial(_stash, command, region, rows, result))
+
+    def _prefill_phases(self, command: StepCommand, state: EpochState, region: Region | None) -> list[Phase]:
+        chunks = [chunk for chunk in command.chunks if chunk.is_last]
+        slots, result = tuple(chunk.slot for chunk in chunks), Latest[VerifyResult]()
+        rows = self._kernel.rows(slots)
+
+        def publish() -> None:
+            ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
+            result.value = self._kernel.run(lambda: _first_tokens(ends))
+            state.future_map.publish(command.step, rows, result.value)
+
+        return _phases(publish, partial(_stash, replace(command, slots=slots, chunks=()), region, rows, result))
+
+    def _graphed_phases(
+        self, command: StepCommand, state: EpochState, region: Region | None, num_draft_tokens: int
+    ) -> list[Phase]:
+        captured = self._graphs[num_draft_tokens].get(len(command.slots))
+        assert captured is not None, "graphs of dummy kernels take next to no memory"
+        graphed = state.graphs
+        assert graphed is not None, "they were captured"
+
+        def publish() -> None:
+            if region is not None and num_draft_tokens:
+                target = self._draft_tokens[num_draft_tokens][: len(captured.rows)]
+                state.future_map.copy_in(command.step, region, command.slots, captured.rows, target)
+            captured.part.replay(state.future_map, command)
+
+        def stash() -> None:
+            _stash(command, region, captured.rows, captured.result)
+            graphed.stamp_end()
+
+        return _phases(publish, stash, is_stamped=True)
+
+    def _capture(self, state: EpochState, num_draft_tokens: int) -> None:
+        if state.graphs is None or num_draft_tokens in self._graphs:
+            return
+        num_slots = state.attachment.shape.num_slots
+        self._draft_tokens[num_draft_tokens] = state.graphs.slots.new_zeros(num_slots, num_draft_tokens)
+        make = partial(self._make, state, state.graphs, num_draft_tokens)
+        what = f"dummy kernels, {num_draft_tokens} draft tokens"
+        self._graphs[num_draft_tokens] = at_once(capture_buckets(what, batch_buckets(num_slots - 1), make))
+
+    def _make(self, state: EpochState, graphed: GraphedStep, num_draft_tokens: int, size: int) -> _Captured:
+        rows, result = graphed.slots[:size], Latest[VerifyResult]()
+        draft_tokens = self._draft_tokens[num_draft_tokens][:size] if num_draft_tokens else None
+
+        def work() -> None:
+            graphed.stamp_start()
+            result.value = self._kernel.run(lambda: _reading(state, graphed.step, rows, draft_tokens)())
+            state.future_map.publish(graphed.step, rows, result.value)
+
+        return _Captured(rows, graphed.capture_part(work), result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph for batches up to one size."""
+
+    rows: torch.Tensor
+    part: GraphedPart
+    result: Latest[VerifyResult]
+
+
+def _reading(
+    state: EpochState, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None
+) -> Callable[[], VerifyResult]:
+    """Reads what a decode step needs; returns the kernel's own work."""
+    seq_lens, _ = state.future_map.ends(step, rows, state.slots.limits_of(rows))
+    if draft_tokens is None:
+        return lambda: _first_tokens(seq_lens + 1)
+    most = state.slots.max_draft_tokens.index_select(0, rows)
+    return lambda: _verified(seq_lens, draft_tokens, most)
+
+
+def _stash(command: StepCommand, region: Region | None, rows: torch.Tensor, result: Latest[VerifyResult]) -> None:
+    if region is not None:
+        region.stash(command.step, command.slots, rows, result.value)
+
+
+def _phases(publish: Callable[[], None], stash: Callable[[], None], *, is_stamped: bool = False) -> list[Phase]:
+    return [
+        Phase(publish, FenceName.VERIFY_PUBLISH, is_stamped=is_stamped),
+        Phase(stash, FenceName.VERIFY_STASH, is_stamped=is_stamped),
+    ]
+
+
+class DummyDraft:
+    """Implements `RoleEngine` for draft. A graph is a whole decode step."""
+
+    def __init__(self, description: WorkerDescription, length_ms: float, device: Device | None = None) -> None:
+        """`device`: None is the CPU."""
+        self.description = _describe(description)
+        self._kernel = make_kernel(length_ms, device)
+        self._graphs: Buckets[GraphedPart] | None = None
 
     def open(self, state: EpochState) -> None:
         if state.graphs is not None:
             sizes = batch_buckets(state.attachment.shape.num_slots - 1)
-            for kind in self._graphed_kinds(state):
-                make = partial(self._capture, state, state.graphs, kind)
-                self._graphs[kind] = capture_buckets(f"dummy kernels, {kind.name.lower()}", sizes, make)
+            make = partial(self._capture, state, state.graphs)
+            self._graphs = at_once(capture_buckets("dummy kernels", sizes, make))
+
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        raise NotImplementedError
 
     def close(self) -> None:
-        self._graphs = {}
+        self._graphs = None
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        if command.kind in self._graphs and command.slots:
-            parts = self._graphs[command.kind].get(len(command.slots))
-            assert parts is not None, "graphs of dummy kernels take next to no memory"
-            works = tuple(partial(part.replay, state.future_map, command) for part in parts)
-            return [Phase(work, fence, is_stamped=True) for work, fence in zip(works, self.fences, strict=True)]
-        rows = self._kernel.rows(command.slots)
-        return self._phases(state, command, rows, partial(self._read, state, command.step, rows, command.kind))
+        if command.kind is not StepKind.DECODE or not command.slots:
+            return [Phase(lambda: self._kernel.run(lambda: None), FenceName.DRAFT_DONE)]
+        if self._graphs is None:
+            rows = self._kernel.rows(command.slots)
+            return [Phase(lambda: self._propose(state, command.step, rows), FenceName.DRAFT_DONE)]
+        part = self._graphs.get(len(command.slots))
+        assert part is not None, "graphs of dummy kernels take next to no memory"
+        return [Phase(partial(part.replay, state.region, command), FenceName.DRAFT_DONE, is_stamped=True)]
 
-    def _phases(
-        self, state: EpochState, command: StepCommand, rows: torch.Tensor, read: Callable[[], Callable[[], T]]
-    ) -> list[Phase]:
-        """Without a graph, reading comes before the kernel."""
-        works = self._works(state, command.step, rows, lambda: self._kernel.run(read()))
-        return [Phase(work, fence) for work, fence in zip(works, self.fences, strict=True)]
+    def _capture(self, state: EpochState, graphed: GraphedStep, size: int) -> GraphedPart:
+        def work() -> None:
+            graphed.stamp_start()
+            self._propose(state, graphed.step, graphed.slots[:size])
+            graphed.stamp_end()
 
-    def _capture(self, state: EpochState, graphed: GraphedStep, kind: StepKind, size: int) -> tuple[GraphedPart, ...]:
-        """In a graph, reading is part of the kernel."""
-        step, rows = graphed.step, graphed.slots[:size]
-        works = self._works(state, step, rows, lambda: self._kernel.run(lambda: self._read(state, step, rows, kind)()))
+        return graphed.capture_part(work)
 
-        def run(number: int) -> None:
-            if number == 0:
-                graphed.stamp_start()
-            works[number]()
-            if number == len(works) - 1:
-                graphed.stamp_end()
-
-        return tuple(graphed.capture_part(partial(run, number)) for number in range(len(works)))
-
-    def _graphed_kinds(self, state: EpochState) -> tuple[StepKind, ...]:
-        raise NotImplementedError
-
-    def _read(self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind) -> Callable[[], T]:
-        """Reads what a decode step needs; returns the kernel's own work."""
-        raise NotImplementedError
-
-    def _works(
-        self, state: EpochState, step: StepNumber, rows: torch.Tensor, run: Callable[[], T]
-    ) -> tuple[Callable[[], None], ...]:
-        """The stream work of each part of a step; `run` is the kernel."""
-        raise NotImplementedError
-
-
-class DummyVerify(_DummyRole[VerifyResult]):
-    """Implements `RoleEngine` for verify."""
-
-    fences = (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH)
-
-    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        if command.kind is not StepKind.PREFILL:
-            return super().phases(command, state)
-        chunks = [chunk for chunk in command.chunks if chunk.is_last]
-
-        def read() -> Callable[[], VerifyResult]:
-            ends = self._kernel.rows([chunk.start + len(chunk.tokens) for chunk in chunks])
-            return lambda: _first_tokens(ends)
-
-        return self._phases(state, command, self._kernel.rows([chunk.slot for chunk in chunks]), read)
-
-    def _graphed_kinds(self, state: EpochState) -> tuple[StepKind, ...]:
-        return (StepKind.DECODE, StepKind.PLAIN) if state.attachment.shape.num_draft_tokens else (StepKind.PLAIN,)
-
-    def _read(
-        self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind
-    ) -> Callable[[], VerifyResult]:
-        seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
-        if kind is StepKind.PLAIN:
-            return lambda: _first_tokens(seq_lens + 1)
-        draft_tokens = state.future_map.copy_in(step, rows)
-        most = state.slots.max_draft_tokens.index_select(0, rows)
-        return lambda: _verified(seq_lens, draft_tokens, most)
-
-    def _works(
-        self, state: EpochState, step: StepNumber, rows: torch.Tensor, run: Callable[[], VerifyResult]
-    ) -> tuple[Callable[[], None], ...]:
-        result = Latest["VerifyResult"]()
-
-        def publish() -> None:
-            result.value = run()
-            state.future_map.publish(step, rows, result.value)
-
-        return publish, lambda: state.future_map.stash(step, rows, result.value)
-
-
-class DummyDraft(_DummyRole[torch.Tensor]):
-    """Implements `RoleEngine` for draft."""
-
-    fences = (FenceName.DRAFT_DONE,)
-
-    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
-        if command.kind is StepKind.DECODE:
-            return super().phases(command, state)
-        return [Phase(lambda: self._kernel.run(lambda: None), FenceName.DRAFT_DONE)]
-
-    def _graphed_kinds(self, state: EpochState) -> tuple[StepKind, ...]:
-        return (StepKind.DECODE,)
-
-    def _read(
-        self, state: EpochState, step: StepNumber, rows: torch.Tensor, kind: StepKind
-    ) -> Callable[[], torch.Tensor]:
-        seq_lens, _ = state.future_map.gather_ends(step, rows, state.slots.limits_of(rows))
-        return lambda: _guessed(seq_lens, state.attachment.shape.num_draft_tokens)
-
-    def _works(
-        self, state: EpochState, step: StepNumber, rows: torch.Tensor, run: Callable[[], torch.Tensor]
-    ) -> tuple[Callable[[], None], ...]:
-        return (lambda: state.future_map.propose(step, rows, run()),)
+    def _propose(self, state: EpochState, step: StepNumber, rows: torch.Tensor) -> None:
+        stash = state.region.gather(step, rows, state.slots.limits_of(rows))
+        tokens = self._kernel.run(lambda: _guessed(stash.seq_lens, state.attachment.shape.num_draft_tokens))
+        state.region.propose(step, rows, tokens)
 
 
 def _guessed(seq_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:

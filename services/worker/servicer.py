@@ -118,7 +118,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
     async def _by_pieces(self, work: Generator[None, None, None], interval_s: float = 0.0) -> None:
         """Has the device thread do work piece by piece, so that steps are enqueued in between."""
         try:
-            while await self._on_device_thread(_next, work):
+            while True:
+                if not await self._on_device_thread(_advance, work):
+                    return
                 await asyncio.sleep(interval_s)
         finally:
             # Where the caller is gone, the rest is not done. Not awaited: this may run while the call is torn down.
@@ -128,9 +130,11 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         return await asyncio.get_running_loop().run_in_executor(self._device_thread, function, *arguments)
 
 
-def _next(work: Generator[None, None, None]) -> bool:
+def _advance(work: Generator[None, None, None]) -> bool:
     """Does the next piece. False at the end."""
-    return next(work, work) is not work
+    for _ in work:
+        return True
+    return False
 
 
 class RecorderServicer(trace_pb2_grpc.RecorderServicer):

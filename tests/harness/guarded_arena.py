@@ -12,12 +12,14 @@ import numpy as np
 
 from slipstream.common.device.cpu.arena import DIRECTORY, FENCE_KIND, KIND, PREFIX
 from slipstream.common.device.manifest import FENCE_BYTES, FenceWord, Manifest, Placed
-from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy.typing as npt
 
-    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.common.device.manifest import BufferSpec
+    from slipstream.common.worker.step import FenceName
 
 GAP_BYTES = 256
 _WORD_BYTES = 8
@@ -26,13 +28,13 @@ _WORD_BYTES = 8
 class GuardedArena:
     """An arena as a scheduler would share it, full of noise, in a file that `close` removes."""
 
-    def __init__(self, shape: FutureMapShape, *, seed: int) -> None:
+    def __init__(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName], *, seed: int) -> None:
         """Fills the arena with noise from `seed`, and the fence words with 0."""
         words, buffers, offset = [], [], GAP_BYTES
-        for fence in FenceName:
+        for fence in fences:
             words.append(FenceWord(fence, FENCE_KIND, offset))
             offset += FENCE_BYTES + GAP_BYTES - FENCE_BYTES % GAP_BYTES
-        for spec in shape.specs():
+        for spec in specs:
             offset += GAP_BYTES
             buffers.append(Placed(spec, offset))
             offset += -(-spec.size // GAP_BYTES) * GAP_BYTES
@@ -83,6 +85,10 @@ class GuardedArena:
     def close(self) -> None:
         """Takes the file away."""
         self.path.unlink(missing_ok=True)
+
+    def has(self, name: str) -> bool:
+        """Says whether there is such a buffer."""
+        return any(placed.spec.name == name for placed in self.manifest.buffers)
 
     def _placed(self, name: str) -> Placed:
         return next(placed for placed in self.manifest.buffers if placed.spec.name == name)

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 from slipstream.common.errors import InternalError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.contract import Attachment
-from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName, FutureMapShape
+from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
+from slipstream.common.worker.layout import (
+    GIVEN_FENCES,
+    OWN_FENCES,
+    RESULT_FENCES,
+    SLOT_BUFFERS,
+    BufferName,
+    DraftShape,
+)
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
@@ -24,12 +31,13 @@ from slipstream.common.worker.step import (
     StepCommand,
     StepKind,
 )
-from slipstream.common.worker.wire import attachment_to_pb, command_to_pb
+from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, region_to_pb
 from slipstream.protos import worker_pb2 as pb
 from tests.harness.guarded_arena import GuardedArena
 from tests.harness.hostile_messages import decodes, methods, wire
 from tests.harness.leaks import Held
 from tests.harness.sampling import examples
+from tests.harness.workers import epoch_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,6 +47,9 @@ if TYPE_CHECKING:
     from tests.harness.served_worker import ServedWorker
 
 NUM_SLOTS, NUM_PAGES, PAGE_TOKENS, CONTEXT_TOKENS = 4, 9, 4, 64
+SLOT_PAGES = 18
+ATTACHMENT = 2**40
+"""Stands for the draft's attachment, until that has a number."""
 TIMEOUT_S = 20.0
 REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -62,47 +73,111 @@ class Hosted:
         """Which of the two it is."""
         return self.worker.description.role is Role.DRAFT
 
-    def shape(self) -> FutureMapShape:
-        """The shape of the arena that this worker is attached to."""
+    def shape(self) -> DraftShape:
+        """The shape of the memory between this worker and the other one."""
         width = self.worker.description.hidden_width
-        return FutureMapShape(num_slots=NUM_SLOTS, run_ahead=1, num_draft_tokens=2, chunk_tokens=8, hidden_width=width)
+        return DraftShape(num_slots=NUM_SLOTS, run_ahead=1, num_draft_tokens=2, chunk_tokens=8, hidden_width=width)
 
-    def attach_request(self, arena: GuardedArena, shape: FutureMapShape | None = None) -> pb.AttachRequest:
-        """Makes an attach request as a scheduler would; `shape` is the arena's, if it is not this worker's."""
-        own = self.worker.description
+    def attach_request(self, memory: GuardedMemory) -> pb.AttachRequest:
+        """Makes an attach request as a scheduler would."""
+        is_draft, shape = self.is_draft, memory.shape
         attachment = Attachment(
             epoch=next(EPOCHS),
-            manifest=arena.manifest,
-            shape=shape or self.shape(),
+            manifest=memory.main.manifest,
+            given=memory.given.manifest if is_draft else None,
+            shape=shape if is_draft else epoch_shape(shape),
             page_tokens=PAGE_TOKENS,
             num_pages=NUM_PAGES,
+            slot_pages=SLOT_PAGES,
             context_tokens=CONTEXT_TOKENS,
-            peer=replace(own, role=Role.VERIFY if self.is_draft else Role.DRAFT),
+            peer=replace(self.worker.description, role=Role.VERIFY) if is_draft else None,
         )
         return attachment_to_pb(attachment)
 
+    def region_request(self, memory: GuardedMemory, epoch: int) -> pb.AttachDraftRequest:
+        """Makes a request to attach a draft to this verify as a scheduler would."""
+        shape = memory.shape
+        sizes = DraftSizes(num_draft_tokens=shape.num_draft_tokens, hidden_width=shape.hidden_width)
+        own, given = memory.own.manifest, memory.given.manifest
+        return region_to_pb(DraftRegion(epoch=epoch, attachment=next(EPOCHS), own=own, given=given, draft=sizes))
+
+    def attach(self, memory: GuardedMemory, request: pb.AttachRequest) -> int:
+        """Attaches it, and a draft to a verify. Returns the number of the draft's attachment; 0 for a draft."""
+        self.worker.stub.Attach(request, timeout=TIMEOUT_S)
+        if self.is_draft:
+            return 0
+        region = self.region_request(memory, request.epoch)
+        self.worker.stub.AttachDraft(region, timeout=TIMEOUT_S)
+        return region.attachment
+
     @contextmanager
-    def arena(self, seed: int = 0, shape: FutureMapShape | None = None) -> Iterator[GuardedArena]:
-        """An arena for it, or of another shape; at the end, nothing has changed that may not."""
-        arena = GuardedArena(shape or self.shape(), seed=seed)
-        arena.allow_fences()
+    def memory(self, seed: int = 0, shape: DraftShape | None = None) -> Iterator[GuardedMemory]:
+        """Memory for it, or of another shape; at the end, nothing has changed that may not."""
+        memory = GuardedMemory(shape or self.shape(), seed=seed, is_draft=self.is_draft)
         try:
-            yield arena
-            assert arena.changed() == []
+            yield memory
+            assert memory.changed() == []
         finally:
-            arena.close()
+            memory.close()
 
     def check_it_works(self) -> None:
         """It can be attached, and carries out a step."""
-        with self.arena() as arena:
-            request = self.attach_request(arena)
-            self.worker.stub.Attach(request, timeout=TIMEOUT_S)
-            command = replace(decode(1, self.is_draft), epoch=request.epoch)
-            allow(arena, command, is_draft=self.is_draft)
+        with self.memory() as memory:
+            request = self.attach_request(memory)
+            attachment = self.attach(memory, request)
+            command = replace(decode(1, self.is_draft), epoch=request.epoch, attachment=attachment)
+            memory.allow_step(command)
             acks = list(self.worker.stub.Execute(iter([command_to_pb(command)]), timeout=TIMEOUT_S))
             assert [ack.step for ack in acks] == [1]
             self.worker.until_free()
         assert self.worker.failures == []
+
+
+class GuardedMemory:
+    """The memory of a worker, and of the other one as far as it is shared with it."""
+
+    def __init__(self, shape: DraftShape, *, seed: int, is_draft: bool) -> None:
+        """Allows what any step may do: signals, and releases in place of the other worker."""
+        self.shape = shape
+        self._is_draft = is_draft
+        self.own = GuardedArena(shape.own_specs(), OWN_FENCES, seed=seed)
+        self.given = GuardedArena(shape.given_specs(), GIVEN_FENCES, seed=seed)
+        results = [] if is_draft else [GuardedArena(epoch_shape(shape).specs(), RESULT_FENCES, seed=seed)]
+        self.main = (*results, self.own)[0]
+        """The arena that the worker is attached to."""
+        self._arenas = (*results, self.own, self.given)
+        for arena in self._arenas:
+            arena.allow_fences()
+
+    def allow_step(self, command: StepCommand | pb.StepCommand) -> None:
+        """Allows what a step may write: its own slots' rows, and the padding row."""
+        rows, row = [0, *command.slots], command.step % 3
+        if self._is_draft:
+            self.own.allow(BufferName.DRAFT_STAMPS, row)
+            self.own.allow(BufferName.DRAFT_TOKENS, rows)
+            return
+        for arena in (self.main, self.given):
+            for placed in arena.manifest.buffers:
+                name = placed.spec.name
+                if name == BufferName.PREFILL_HIDDEN:
+                    arena.allow(name, slice(0, sum(len(chunk.tokens) for chunk in command.chunks)))
+                elif name == BufferName.VERIFY_STAMPS:
+                    arena.allow(name, row)
+                elif name == BufferName.DRAFT_STAMPS:
+                    arena.allow(name)  # the copy of what the draft wrote, of any step that was waited for
+                elif name in SLOT_BUFFERS:
+                    arena.allow(name, rows)
+                else:
+                    arena.allow(name, row, rows)
+
+    def changed(self) -> list[str]:
+        """Lists bytes that changed without permission."""
+        return [found for arena in self._arenas for found in arena.changed()]
+
+    def close(self) -> None:
+        """Takes the files away."""
+        for arena in self._arenas:
+            arena.close()
 
 
 @contextmanager
@@ -140,28 +215,8 @@ def decode(step: int, is_draft: bool, *slots: int) -> StepCommand:
         slots=slots or (1, 3),
         ops=FenceOps((), tuple(FencePoint(name, step) for name in signals)),
         wants_acknowledgement=True,
+        attachment=0 if is_draft else ATTACHMENT,
     )
-
-
-def allow(arena: GuardedArena, command: StepCommand | pb.StepCommand, *, is_draft: bool) -> None:
-    """Allows what a step may write: its own slots' rows, and the padding row."""
-    rows, row = [0, *command.slots], command.step % 3
-    if is_draft:
-        arena.allow(BufferName.DRAFT_STAMPS, row)
-        arena.allow(BufferName.DRAFT_TOKENS, rows)
-        return
-    for placed in arena.manifest.buffers:
-        name = placed.spec.name
-        if placed.spec.writer != Role.VERIFY.value:
-            continue
-        if name == BufferName.PREFILL_HIDDEN:
-            arena.allow(name, slice(0, sum(len(chunk.tokens) for chunk in command.chunks)))
-        elif name == BufferName.VERIFY_STAMPS:
-            arena.allow(name, row)
-        elif name in SLOT_BUFFERS:
-            arena.allow(name, rows)
-        else:
-            arena.allow(name, row, rows)
 
 
 def send_bytes(data: st.DataObject, channel: grpc.Channel) -> tuple[bool, grpc.RpcError | None]:

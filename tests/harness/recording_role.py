@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import FenceName, Role, StepCommand
 from slipstream.services.worker.engine import Phase
-from tests.harness.workers import LocalWorker, attachment_to, describe, make_arena
+from tests.harness.workers import LocalWorker, SharedArenas, attach, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from slipstream.common.device.cpu.arena import HostArena
     from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.future_map import Region
 
 PUBLISH, STASH, DONE = FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH, FenceName.DRAFT_DONE
 
@@ -42,16 +42,20 @@ class Recorder:
         names = (PUBLISH, STASH) if self.description.role is Role.VERIFY else (DONE,)
         return [Phase(self._does(f"{command.step} {name.name}"), name) for name in names]
 
+    def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
+        """See `RoleEngine.prepare`."""
+        return iter(())
+
     def _does(self, what: str) -> Callable[[], None]:
         return lambda: self.done.append(what)
 
 
 @contextmanager
-def attached(role: Recorder, **changes: object) -> Iterator[tuple[LocalWorker, HostArena]]:
+def attached(role: Recorder, **changes: object) -> Iterator[tuple[LocalWorker, SharedArenas]]:
     """A worker in epoch 1."""
-    arena = make_arena()
+    arenas = SharedArenas()
     worker = LocalWorker(role)
-    worker.attach(attachment_to(arena, **changes))
-    yield worker, arena
+    attach(worker, arenas, **changes)
+    yield worker, arenas
     worker.close()
-    arena.close()
+    arenas.close()

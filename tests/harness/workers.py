@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
-from slipstream.common.worker.contract import Attachment, WorkerDescription
-from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes, WorkerDescription
+from slipstream.common.worker.layout import (
+    GIVEN_FENCES,
+    OWN_FENCES,
+    RESULT_FENCES,
+    BufferName,
+    DraftShape,
+    EpochShape,
+)
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role, StepCommand, StepKind
-from slipstream.common.worker.wire import attachment_from_pb, attachment_to_pb, command_from_pb, command_to_pb
+from slipstream.common.worker.wire import (
+    attachment_from_pb,
+    attachment_to_pb,
+    command_from_pb,
+    command_to_pb,
+    region_from_pb,
+    region_to_pb,
+)
 from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from slipstream.common.device.cpu.arena import HostArena
-    from slipstream.common.device.interface import Device
+    import torch
+
+    from slipstream.common.device.interface import Device, Fence
     from slipstream.common.errors import SlipstreamError
     from slipstream.services.worker.engine import RoleEngine
 
@@ -78,6 +94,16 @@ class LocalWorker:
         """See `WorkerLink.attach`."""
         self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
         self._epoch = attachment.epoch
+
+    def attach_draft(self, region: DraftRegion) -> None:
+        """See `WorkerLink.attach_draft`."""
+        for _ in self.engine.attach_draft(region_from_pb(region_to_pb(region))):
+            pass
+
+    def detach_draft(self, epoch: int, attachment: int) -> None:
+        """See `WorkerLink.detach_draft`. Blocks until the stream is past the last use of the memory."""
+        for _ in self.engine.detach_draft(epoch, attachment):
+            threading.Event().wait(0.001)
 
     def send(self, command: StepCommand) -> None:
         """See `WorkerLink.send`. The command is enqueued when this returns."""
@@ -145,20 +171,75 @@ def local_workers(
     assert not [error for worker in workers for error in worker.failures]
 
 
-SHAPE = FutureMapShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
+SHAPE = DraftShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
+ATTACHMENT = 100
+"""The draft that is attached to a verify of these tests."""
 
 
-def attachment_to(arena: HostArena, epoch: int = 1, *, shape: FutureMapShape = SHAPE, **changes: object) -> Attachment:
-    """An epoch in an arena that was made for `shape`."""
+class SharedArenas:
+    """The memory of an epoch of verify and of a draft beside it, as a scheduler makes it."""
+
+    def __init__(self, shape: DraftShape = SHAPE, device: Device | None = None) -> None:
+        device = device or HostDevice()
+        self.shape = shape
+        self.results = device.create_arena(epoch_shape(shape).specs(), RESULT_FENCES)
+        self.own = device.create_arena(shape.own_specs(), OWN_FENCES)
+        self.given = device.create_arena(shape.given_specs(), GIVEN_FENCES)
+
+    def tensor(self, name: BufferName) -> torch.Tensor:
+        """A buffer, a draft's stamps from its own memory."""
+        for arena in (self.own, self.given, self.results):
+            if any(placed.spec.name == name for placed in arena.manifest.buffers):
+                return arena.tensor(name)
+        raise AssertionError(f"there is no {name}")
+
+    def fence(self, name: FenceName) -> Fence:
+        """A fence."""
+        holders = {FenceName.DRAFT_DONE: self.own, FenceName.VERIFY_STASH: self.given}
+        return holders.get(name, self.results).fence(name)
+
+    def region(self, attachment: int = ATTACHMENT, *, epoch: int = 1, draft: DraftSizes | None = None) -> DraftRegion:
+        """What verify gets to attach the draft; `draft` as the shape says, if it is not given."""
+        width = self.shape.hidden_width
+        sizes = draft or DraftSizes(num_draft_tokens=self.shape.num_draft_tokens, hidden_width=width)
+        own, given = self.own.manifest, self.given.manifest
+        return DraftRegion(epoch=epoch, attachment=attachment, own=own, given=given, draft=sizes)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        for arena in (self.results, self.own, self.given):
+            arena.close()
+
+
+def epoch_shape(shape: DraftShape, num_draft_tokens: int | None = None) -> EpochShape:
+    """The shape of an epoch whose drafts have this shape, or fewer draft tokens than it has."""
+    most = shape.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+    return EpochShape(
+        num_slots=shape.num_slots, run_ahead=shape.run_ahead, num_draft_tokens=most, chunk_tokens=shape.chunk_tokens
+    )
+
+
+def attachment_to(arenas: SharedArenas, epoch: int = 1, *, role: Role = Role.DRAFT, **changes: object) -> Attachment:
+    """An epoch of a worker in this memory."""
+    is_draft = role is Role.DRAFT
     attachment = Attachment(
-        epoch=epoch, manifest=arena.manifest, shape=shape, page_tokens=16, num_pages=9, context_tokens=64
+        epoch=epoch,
+        manifest=(arenas.own if is_draft else arenas.results).manifest,
+        given=arenas.given.manifest if is_draft else None,
+        shape=arenas.shape if is_draft else epoch_shape(arenas.shape),
+        page_tokens=16,
+        num_pages=9,
+        slot_pages=5,
+        context_tokens=64,
     )
     return replace(attachment, **changes)  # type: ignore[arg-type]
 
 
-def make_arena(shape: FutureMapShape = SHAPE) -> HostArena:
-    """An arena as a scheduler makes it."""
-    return HostDevice().create_arena(shape.specs(), list(FenceName))
+def attach(worker: LocalWorker, arenas: SharedArenas, epoch: int = 1, **changes: object) -> None:
+    """Opens an epoch of a worker, for verify with a draft attached."""
+    worker.attach(attachment_to(arenas, epoch, role=worker.role, **changes))
+    if worker.role is Role.VERIFY:
+        worker.attach_draft(arenas.region(epoch=epoch))
 
 
 def decode(step: int, *slots: int, role: Role = Role.DRAFT, epoch: int = 1, waits: int = 0) -> StepCommand:
@@ -174,4 +255,5 @@ def decode(step: int, *slots: int, role: Role = Role.DRAFT, epoch: int = 1, wait
         ops=FenceOps(
             (FencePoint(fence, waits),) if waits else (), tuple(FencePoint(signal, step) for signal in signals)
         ),
+        attachment=0 if is_draft else ATTACHMENT,
     )

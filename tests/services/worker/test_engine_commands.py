@@ -6,14 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import (
     ConfigError,
+    FailedPreconditionError,
     InvalidArgumentError,
+    MismatchError,
     StaleEpochError,
 )
+from slipstream.common.worker.layout import RESULT_FENCES
 from slipstream.common.worker.step import FenceOps, FencePoint, PrefillChunk, Role, SlotUpdate, StepCommand, StepKind
 from tests.harness.recording_role import STASH, Recorder, attached
-from tests.harness.workers import SHAPE, LocalWorker, attachment_to, decode, make_arena
+from tests.harness.workers import SHAPE, LocalWorker, SharedArenas, attachment_to, decode, epoch_shape
 
 pytestmark = pytest.mark.usefixtures("clean")
 
@@ -94,17 +98,19 @@ def test_a_fence_of_the_other_worker(draft: Recorder) -> None:
 
 
 def test_a_draft_where_nothing_drafts() -> None:
-    shape = replace(SHAPE, num_draft_tokens=0)
-    arena, worker = make_arena(shape), LocalWorker(Recorder(Role.VERIFY))
-    worker.attach(attachment_to(arena, shape=shape))
-    with pytest.raises(InvalidArgumentError, match="kind: got 'DECODE'"):
+    shape = epoch_shape(SHAPE, 0)
+    arenas, worker = SharedArenas(), LocalWorker(Recorder(Role.VERIFY))
+    results = HostDevice().create_arena(shape.specs(), RESULT_FENCES)
+    worker.attach(attachment_to(arenas, role=Role.VERIFY, manifest=results.manifest, shape=shape))
+    with pytest.raises(MismatchError, match="draft has 2, this epoch has room for 1 to 0"):
+        worker.attach_draft(arenas.region())
+    with pytest.raises(FailedPreconditionError, match="attachment 100 is not there"):
         worker.send(decode(1, 1, role=Role.VERIFY))
-    drafter = LocalWorker(Recorder())
     with pytest.raises(ConfigError, match=r"attach\.num_draft_tokens: got 0"):
-        drafter.attach(attachment_to(arena, shape=shape))
-    for one in (worker, drafter):
-        one.close()
-    arena.close()
+        attachment_to(arenas, shape=replace(SHAPE, num_draft_tokens=0))
+    worker.close()
+    results.close()
+    arenas.close()
 
 
 def test_steps_grow(draft: Recorder) -> None:

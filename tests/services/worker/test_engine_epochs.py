@@ -28,7 +28,7 @@ from slipstream.services.worker import epoch
 from slipstream.services.worker.engine import ATTACH, DRAIN, Engine, Phase
 from tests.harness.leaks import nothing_left
 from tests.harness.recording_role import DONE, STASH, Recorder, attached
-from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
     from slipstream.common.worker.contract import Attachment
@@ -52,11 +52,11 @@ def test_only_one_is_open_and_only_newer_ones_are_taken(draft: Recorder) -> None
         assert draft.done == ["1 DRAFT_DONE"]
 
 
-@pytest.mark.parametrize("name", ["SlotTable", "HostStaging"])
+@pytest.mark.parametrize("name", ["SlotTable", "_classes"])
 def test_too_little_memory_says_what_takes_it_and_leaves_nothing(
     name: str, draft: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore than there is")
 
     with attached(draft) as (worker, arena):
@@ -162,7 +162,7 @@ def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
         raise ProcessEnds
 
     closed: list[HostArena] = []
-    arena, worker = make_arena(), LocalWorker(draft)
+    arena, worker = SharedArenas(), LocalWorker(draft)
     worker.engine = Engine(draft, HostDevice(), worker.stream, AccessLog(), on_stuck=end)
     worker.attach(attachment_to(arena, 3))
     worker.send(decode(7, 1, epoch=3, waits=1))
@@ -214,7 +214,7 @@ def test_a_broken_stream_ends_at_once_and_takes_no_more() -> None:
 
 
 def test_an_epoch_that_cannot_be_opened_leaves_nothing(draft: Recorder) -> None:
-    arena, worker = make_arena(), LocalWorker(draft)
+    arena, worker = SharedArenas(), LocalWorker(draft)
     draft.has_room = False
     with nothing_left(), pytest.raises(MemoryError):
         worker.attach(attachment_to(arena))
@@ -226,10 +226,9 @@ def test_an_epoch_that_cannot_be_opened_leaves_nothing(draft: Recorder) -> None:
 
 
 def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
-    arena, worker = make_arena(), LocalWorker(draft)
-    manifest = replace(arena.manifest, fences=arena.manifest.fences[:2])
+    arena, worker = SharedArenas(), LocalWorker(draft)
     with pytest.raises(ManifestError, match="no fence VERIFY_STASH"):
-        worker.attach(attachment_to(arena, manifest=manifest))
+        worker.attach(attachment_to(arena, given=replace(arena.given.manifest, fences=())))
     worker.close()
     arena.close()
 
@@ -238,7 +237,6 @@ def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
     ("changes", "message"),
     [
         ({"protocol_version": 9}, f"protocol version: scheduler has 9, this worker has {PROTOCOL_VERSION}"),
-        ({"context_tokens": 513}, "context: scheduler has 513 tokens, this model was made for 512"),
         ({"peer": describe(Role.VERIFY, vocab_size=7)}, "vocabulary size: draft has 272, verify has 7"),
         ({"peer": describe(Role.VERIFY, tokenizer_sha256="1")}, "tokenizer"),
         ({"peer": describe(Role.VERIFY, dtype="bfloat16")}, "dtype: draft has 'float32', verify has 'bfloat16'"),
@@ -246,7 +244,7 @@ def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
     ],
 )
 def test_what_does_not_fit_is_said(draft: Recorder, changes: dict[str, object], message: str) -> None:
-    arena, worker = make_arena(), LocalWorker(draft)
+    arena, worker = SharedArenas(), LocalWorker(draft)
     attachment: Attachment = attachment_to(arena, **changes)
     with pytest.raises(MismatchError, match=message):
         worker.attach(attachment)

@@ -17,7 +17,7 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import Role, SlotUpdate, StepCommand
 from slipstream.services.worker.engine import Phase
 from tests.harness.recording_role import DONE, PUBLISH, STASH, Recorder, attached
-from tests.harness.workers import LocalWorker, attachment_to, decode, make_arena
+from tests.harness.workers import LocalWorker, SharedArenas, attach, decode
 from tests.ordering.replay import read_log
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.usefixtures("clean")
 
 
 def test_waits_come_first_and_every_signal_behind_its_phase(tmp_path: Path) -> None:
-    role, arena = Recorder(Role.VERIFY), make_arena()
+    role, arena = Recorder(Role.VERIFY), SharedArenas()
     log = JsonLinesAccessLog(tmp_path / "verify.jsonl", StreamName.VERIFY)
     worker = LocalWorker(role, log)
-    worker.attach(attachment_to(arena))
+    attach(worker, arena)
     worker.send(decode(1, 1, role=Role.VERIFY, waits=1))
     with pytest.raises(DeadlineExceededError):
         worker.stream.synchronize(0.02)

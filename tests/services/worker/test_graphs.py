@@ -7,7 +7,14 @@ import logging
 import pytest
 import torch
 
-from slipstream.services.worker.graphs import Buckets, HostCapture, NoRoomForGraphError, batch_buckets, capture_buckets
+from slipstream.services.worker.graphs import (
+    Buckets,
+    HostCapture,
+    NoRoomForGraphError,
+    at_once,
+    batch_buckets,
+    capture_buckets,
+)
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` failed"
 
@@ -42,7 +49,7 @@ def test_where_memory_runs_out_the_largest_are_left_out(caplog: pytest.LogCaptur
         return size
 
     with caplog.at_level(logging.WARNING):
-        buckets = capture_buckets("decode", (1, 4, 8, 16), make)
+        buckets = at_once(capture_buckets("decode", (1, 4, 8, 16), make))
     assert tried == [16, 8, 4, 1]
     assert [buckets.get(rows) for rows in (1, 3, 4, 5)] == [1, 4, 4, None]
     assert [record.getMessage() for record in caplog.records] == [
@@ -59,7 +66,7 @@ def test_a_batch_that_has_no_room_at_all_is_an_error(error: RuntimeError) -> Non
         raise error
 
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA(?s:.)* (memory\.|failed)"):
-        capture_buckets("decode", (1, 4), make)
+        at_once(capture_buckets("decode", (1, 4), make))
 
 
 def test_a_small_batch_without_room_is_taken_by_a_larger_graph(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +76,7 @@ def test_a_small_batch_without_room_is_taken_by_a_larger_graph(caplog: pytest.Lo
         return size
 
     with caplog.at_level(logging.WARNING):
-        buckets = capture_buckets("decode", (1, 4, 8), make)
+        buckets = at_once(capture_buckets("decode", (1, 4, 8), make))
     assert [buckets.get(rows) for rows in (1, 2, 4, 5)] == [1, 8, 8, 8]
     assert caplog.messages == [
         "graphs of decode: no memory for 4 rows, the next larger graph takes them (Triton Error [CUDA]: out of memory)"
@@ -81,7 +88,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        capture_buckets("decode", (1,), make)
+        at_once(capture_buckets("decode", (1,), make))
 
 
 def test_without_graphs_the_work_is_done_each_time() -> None:

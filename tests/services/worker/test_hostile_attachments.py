@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from slipstream.common.device.cpu.arena import DIRECTORY, PREFIX
 from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import ManifestError, MismatchError, OutOfMemoryError
+from slipstream.common.worker.step import StepKind
 from slipstream.common.worker.wire import command_to_pb, manifest_from_pb
 from tests.harness.hosted import (
     FUZZ,
     TIMEOUT_S,
+    GuardedMemory,
     Hosted,
-    allow,
     decode,
     error_of,
     no_arena_left,
@@ -41,17 +42,51 @@ def test_attachments_are_refused_or_stay_within_what_they_say(hosted: Hosted) ->
     @given(data=st.data())
     def fuzz(data: st.DataObject) -> None:
         hosted.worker.engine.last_epoch = 0
-        with hosted.arena() as arena:
-            request = hosted.attach_request(arena)
+        with hosted.memory() as memory:
+            request = hosted.attach_request(memory)
             for _ in range(data.draw(st.integers(1, 3))):
                 change(data.draw, request)
             if 2**20 < request.num_pages * request.page_tokens < 2**36:
                 request.num_pages = 2**31  # what fits into the memory of some machines, and takes long to fill
             if error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)) is None:
-                arena.relay(manifest_from_pb(request.manifest))
-                command = replace(decode(1, hosted.is_draft, 1), epoch=request.epoch)
-                allow(arena, command, is_draft=hosted.is_draft)
+                memory.main.relay(manifest_from_pb(request.manifest))
+                kind = StepKind.DECODE if hosted.is_draft else StepKind.PLAIN
+                command = replace(decode(1, hosted.is_draft, 1), epoch=request.epoch, kind=kind)
+                memory.allow_step(command)
                 error_of(lambda: list(hosted.worker.stub.Execute(iter([command_to_pb(command)]), timeout=TIMEOUT_S)))
+            hosted.worker.until_free()
+            assert hosted.worker.failures == []
+
+    with no_arena_left():
+        fuzz()
+        hosted.worker.engine.last_epoch = 0
+        hosted.check_it_works()
+
+
+def test_regions_are_refused_or_stay_within_what_they_say(hosted: Hosted) -> None:
+    if hosted.is_draft:
+        request = hosted.region_request(GuardedMemory(hosted.shape(), seed=0, is_draft=True), 1)
+        assert "role" in str(error_of(lambda: hosted.worker.stub.AttachDraft(request, timeout=TIMEOUT_S)))
+        return
+
+    @FUZZ
+    @given(data=st.data())
+    def fuzz(data: st.DataObject) -> None:
+        hosted.worker.engine.last_epoch = 0
+        with hosted.memory() as memory:
+            request = hosted.attach_request(memory)
+            hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)
+            region = hosted.region_request(memory, request.epoch)
+            for _ in range(data.draw(st.integers(1, 3))):
+                change(data.draw, region)
+            attachment = 0
+            if error_of(lambda: hosted.worker.stub.AttachDraft(region, timeout=TIMEOUT_S)) is None:
+                memory.given.relay(manifest_from_pb(region.given))
+                memory.own.relay(manifest_from_pb(region.own))
+                attachment = region.attachment
+            command = replace(decode(1, False, 1), epoch=request.epoch, attachment=attachment)
+            memory.allow_step(command)
+            error_of(lambda: list(hosted.worker.stub.Execute(iter([command_to_pb(command)]), timeout=TIMEOUT_S)))
             hosted.worker.until_free()
             assert hosted.worker.failures == []
 
@@ -91,11 +126,11 @@ def _nothing(path: Path, arena: GuardedArena) -> None:
 
 @pytest.mark.parametrize("make", [_a_link, _a_pipe, _a_directory, _a_device, _one_byte_short, _one_byte_long, _nothing])
 def test_what_is_not_the_arena_s_file_is_refused(hosted: Hosted, make: Callable[[Path, GuardedArena], None]) -> None:
-    with hosted.arena() as arena:
+    with hosted.memory() as memory:
         path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
-        request = hosted.attach_request(arena)
+        request = hosted.attach_request(memory)
         request.manifest.path = str(path)
-        make(path, arena)
+        make(path, memory.main)
         try:
             error = error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S))
             assert isinstance(error, ManifestError)
@@ -117,8 +152,8 @@ def test_what_is_not_the_arena_s_file_is_refused(hosted: Hosted, make: Callable[
     ],
 )
 def test_paths_and_kinds_that_no_arena_has(hosted: Hosted, path: str | None, kind: str) -> None:
-    with hosted.arena() as arena:
-        request = hosted.attach_request(arena)
+    with hosted.memory() as memory:
+        request = hosted.attach_request(memory)
         request.manifest.kind = kind
         if path is not None:
             request.manifest.path = path
@@ -135,16 +170,16 @@ def test_hidden_states_that_are_not_the_model_s(hosted: Hosted) -> None:
     if own.hidden_width and hosted.is_draft:
         misfits.append(replace(own, hidden_width=0))
     for shape in misfits:
-        with hosted.arena(shape=shape) as arena:
-            request = hosted.attach_request(arena, shape)
-            error = error_of(partial(hosted.worker.stub.Attach, request, timeout=TIMEOUT_S))
+        with hosted.memory(shape=shape) as memory:
+            error = error_of(partial(hosted.attach, memory, hosted.attach_request(memory)))
             assert isinstance(error, MismatchError)
             assert "hidden states" in str(error)
+        hosted.worker.on_device_thread(hosted.worker.engine.close)
 
 
 def test_more_pages_than_there_is_memory(hosted: Hosted) -> None:
-    with hosted.arena() as arena:
-        request = hosted.attach_request(arena)
+    with hosted.memory() as memory:
+        request = hosted.attach_request(memory)
         request.num_pages, request.page_tokens = 2**31, 2**16
         error = error_of(lambda: hosted.worker.stub.Attach(request, timeout=TIMEOUT_S))
         assert isinstance(error, OutOfMemoryError)

@@ -19,8 +19,8 @@ from tests.harness.hosted import (
     NUM_SLOTS,
     REFUSALS,
     TIMEOUT_S,
+    GuardedMemory,
     Hosted,
-    allow,
     decode,
     error_of,
     send_bytes,
@@ -28,17 +28,18 @@ from tests.harness.hosted import (
 
 pytestmark = pytest.mark.timeout(120)
 
+ACTIONS = ("attach", "again", "join", "part", "begin", "step", "drain", "all", "end", "leave")
+
 
 def test_calls_in_any_order(hosted: Hosted) -> None:
     @FUZZ
-    @given(actions=st.lists(st.sampled_from(["attach", "again", "begin", "step", "drain", "all", "end", "leave"])))
+    @given(actions=st.lists(st.sampled_from(ACTIONS)))
     def fuzz(actions: list[str]) -> None:
         hosted.worker.engine.last_epoch = 0
-        with hosted.arena() as arena:
+        with hosted.memory() as memory:
             for number in range(NUM_SLOTS * 4):
-                allow(arena, decode(number, hosted.is_draft), is_draft=hosted.is_draft)
-            request = hosted.attach_request(arena)
-            caller = Caller(hosted, request)
+                memory.allow_step(decode(number, hosted.is_draft))
+            caller = Caller(hosted, memory)
             for action in actions:
                 caller.act(action)
             caller.act("leave")
@@ -53,9 +54,10 @@ def test_calls_in_any_order(hosted: Hosted) -> None:
 class Caller:
     """A scheduler that has lost its mind."""
 
-    def __init__(self, hosted: Hosted, request: pb.AttachRequest) -> None:
+    def __init__(self, hosted: Hosted, memory: GuardedMemory) -> None:
         self._stub = hosted.worker.stub
-        self._request = request
+        self._request = hosted.attach_request(memory)
+        self._region = hosted.region_request(memory, self._request.epoch)
         self._is_draft = hosted.is_draft
         self._step = 0
         self._outboxes: list[queue.SimpleQueue[pb.StepCommand | None]] = []
@@ -69,12 +71,20 @@ class Caller:
                 error_of(lambda: self._stub.Attach(self._request, timeout=TIMEOUT_S))
             case "again":
                 error_of(lambda: self._stub.Attach(self._request, timeout=TIMEOUT_S))
+            case "join":
+                self._region.epoch, self._region.attachment = self._request.epoch, next(EPOCHS)
+                error_of(lambda: self._stub.AttachDraft(self._region, timeout=TIMEOUT_S))
+            case "part":
+                gone = pb.DetachDraftRequest(epoch=self._region.epoch, attachment=self._region.attachment)
+                error_of(lambda: self._stub.DetachDraft(gone, timeout=TIMEOUT_S))
             case "begin":
                 self._outboxes.append(queue.SimpleQueue())
                 self._calls.append(self._stub.Execute(iter(self._outboxes[-1].get, None), timeout=TIMEOUT_S))
             case "step":
                 self._step += 1
-                command = replace(decode(self._step, self._is_draft), epoch=self._request.epoch)
+                attachment = 0 if self._is_draft else self._region.attachment
+                step = decode(self._step, self._is_draft)
+                command = replace(step, epoch=self._request.epoch, attachment=attachment)
                 for outbox in self._outboxes:
                     outbox.put(command_to_pb(command))
             case "drain" | "all":

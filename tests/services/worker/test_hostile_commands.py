@@ -22,13 +22,13 @@ from slipstream.common.worker.wire import command_to_pb
 from slipstream.protos import worker_pb2 as pb
 from tests.harness.checkpoints import VOCAB_SIZE
 from tests.harness.hosted import (
+    ATTACHMENT,
     CONTEXT_TOKENS,
     FUZZ,
     NUM_PAGES,
     NUM_SLOTS,
     TIMEOUT_S,
     Hosted,
-    allow,
     decode,
     error_of,
     no_arena_left,
@@ -68,6 +68,7 @@ def updates(draw: st.DrawFn, slot: int) -> SlotUpdate:
         limit_tokens=draw(st.sampled_from([0, 1, 15, 16, 63, 64])),
         sampling=draw(st.none() | SAMPLINGS),
         max_draft_tokens=draw(st.none() | st.integers(0, 2)),
+        history_from=draw(st.sampled_from([0, 0, 1, 40, 64])),
     )
 
 
@@ -83,7 +84,8 @@ def chunks(draw: st.DrawFn, slot: int) -> PrefillChunk:
 def commands(draw: st.DrawFn, step: int, is_draft: bool) -> StepCommand:
     """Steps that are right in form, whatever they mean."""
     slots = tuple(draw(st.permutations((1, 2, 3))))[: draw(st.integers(0, 2))]
-    kind = draw(st.sampled_from([StepKind.PREFILL, StepKind.DECODE] if is_draft else list(StepKind)))
+    of_draft, of_verify = [StepKind.PREFILL, StepKind.DECODE], [StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN]
+    kind = draw(st.sampled_from(of_draft if is_draft else of_verify))
     waits = draw(st.lists(st.builds(FencePoint, st.sampled_from(FenceName), st.integers(0, 2**64 - 1)), max_size=1))
     plain = decode(step, is_draft)
     is_prefill = kind is StepKind.PREFILL
@@ -121,12 +123,13 @@ def test_commands_touch_no_more_than_their_slots(hosted: Hosted) -> None:
 def run_commands(hosted: Hosted, data: st.DataObject) -> None:
     """One example."""
     made = data.draw(hostile_commands(hosted.is_draft))
-    with hosted.arena(data.draw(st.integers(0, 2**16))) as arena:
-        request = hosted.attach_request(arena)
+    with hosted.memory(data.draw(st.integers(0, 2**16))) as memory:
+        request = hosted.attach_request(memory)
+        attachment = hosted.attach(memory, request)
         for message in made:
             # Where it was changed, it stays what it is.
             message.epoch = request.epoch if message.epoch == 1 else message.epoch
-        hosted.worker.stub.Attach(request, timeout=TIMEOUT_S)
+            message.attachment = attachment if message.attachment == ATTACHMENT else message.attachment
         caches = kv_cache(hosted.role).rows
         hosted.worker.on_device_thread(lambda: [cache.fill_(CANARY) for cache in caches] and None)
         accepted = 0
@@ -144,7 +147,7 @@ def run_commands(hosted: Hosted, data: st.DataObject) -> None:
         ran = made[:accepted] if all(message.acknowledge for message in made) else made
         for message in ran:
             message_slots = [slot for slot in message.slots if 0 < slot < NUM_SLOTS]
-            allow(arena, _with_slots(message, message_slots), is_draft=hosted.is_draft)
+            memory.allow_step(_with_slots(message, message_slots))
         own = {0, *(page for message in ran for update in message.updates for page in update.pages)}
         others = [page for page in range(NUM_PAGES) if page not in own]
         for cache in caches:

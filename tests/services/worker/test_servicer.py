@@ -21,13 +21,12 @@ from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
-from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from slipstream.common.device.cpu.arena import HostArena
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -39,7 +38,7 @@ class Served:
     worker: LocalWorker
     device_thread: ThreadPoolExecutor
     address: str
-    arena: HostArena
+    arena: SharedArenas
 
     @asynccontextmanager
     async def scheduler(self) -> AsyncIterator[Any]:
@@ -59,7 +58,7 @@ class Served:
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     """A dummy draft at a Unix socket."""
-    worker, arena = LocalWorker(DummyDraft(describe(Role.DRAFT), 0)), make_arena()
+    worker, arena = LocalWorker(DummyDraft(describe(Role.DRAFT), 0)), SharedArenas()
     with ThreadPoolExecutor(1) as device_thread:
         service = WorkerServicer(worker.engine, device_thread)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)

@@ -13,7 +13,7 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import SlotUpdate
 from slipstream.services.worker.slots import SamplingMode, SlotTable
 from slipstream.services.worker.staging import PinnedStaging
-from tests.harness.workers import SHAPE, attachment_to, decode, make_arena
+from tests.harness.workers import SHAPE, SharedArenas, attachment_to, decode
 
 VOCAB_SIZE = 272
 
@@ -28,7 +28,7 @@ def apply(table: SlotTable, updates: tuple[SlotUpdate, ...]) -> None:
 
 
 def _table() -> SlotTable:
-    arena = make_arena()
+    arena = SharedArenas()
     table = SlotTable(attachment_to(arena), VOCAB_SIZE, torch.device("cpu"))
     arena.close()
     return table

@@ -16,13 +16,12 @@ from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpd
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint
-from tests.harness.workers import SHAPE, LocalWorker, attachment_to, decode, make_arena
+from tests.harness.workers import SHAPE, LocalWorker, SharedArenas, attach, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slipstream.common.device.cpu.arena import HostArena
     from slipstream.services.worker.engine import RoleEngine
 
 
@@ -48,17 +47,17 @@ def role(request: pytest.FixtureRequest, model: Path, is_dummy: bool) -> RoleEng
 
 
 @pytest.fixture
-def attached(role: RoleEngine) -> Iterator[tuple[LocalWorker, HostArena]]:
+def attached(role: RoleEngine) -> Iterator[tuple[LocalWorker, SharedArenas]]:
     """In epoch 1."""
-    arena, worker = make_arena(), LocalWorker(role)
-    worker.attach(attachment_to(arena))
+    arena, worker = SharedArenas(), LocalWorker(role)
+    attach(worker, arena)
     yield worker, arena
     worker.close()
     arena.close()
     assert worker.failures == []
 
 
-def signalled(arena: HostArena, role: Role) -> set[int]:
+def signalled(arena: SharedArenas, role: Role) -> set[int]:
     """The values of the fences that the role signals."""
     own = [FenceName.DRAFT_DONE] if role is Role.DRAFT else [FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH]
     return {arena.fence(name).poll() for name in own}
@@ -66,7 +65,7 @@ def signalled(arena: HostArena, role: Role) -> set[int]:
 
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
 def test_a_step_without_slots_is_signalled_all_the_same(
-    attached: tuple[LocalWorker, HostArena], kind: StepKind
+    attached: tuple[LocalWorker, SharedArenas], kind: StepKind
 ) -> None:
     worker, arena = attached
     worker.send(replace(decode(1, role=worker.role), kind=kind))
@@ -74,7 +73,7 @@ def test_a_step_without_slots_is_signalled_all_the_same(
     assert signalled(arena, worker.role) == {1}
 
 
-def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, HostArena], is_dummy: bool) -> None:
+def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, SharedArenas], is_dummy: bool) -> None:
     worker, arena = attached
     plain = replace(decode(1, 1, role=worker.role), kind=StepKind.PLAIN)
     if worker.role is Role.DRAFT and not is_dummy:
@@ -88,7 +87,7 @@ def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, HostArena], is_
 
 @pytest.mark.parametrize("rubbish", [-(2**63), -1, 2**31, 2**63 - 1])
 def test_rubbish_in_the_arena_costs_no_more_than_the_step(
-    attached: tuple[LocalWorker, HostArena], rubbish: int
+    attached: tuple[LocalWorker, SharedArenas], rubbish: int
 ) -> None:
     """Late, torn or hostile: whatever was read is in range before it is used."""
     worker, arena = attached
@@ -112,7 +111,7 @@ def test_rubbish_in_the_arena_costs_no_more_than_the_step(
         assert int(arena.tensor(BufferName.NEW_SEQ_LENS)[row][1]) <= 40 + SHAPE.num_draft_tokens + 1
 
 
-def test_prompt_tokens_that_do_not_exist_are_refused(attached: tuple[LocalWorker, HostArena]) -> None:
+def test_prompt_tokens_that_do_not_exist_are_refused(attached: tuple[LocalWorker, SharedArenas]) -> None:
     worker, arena = attached
     chunk = PrefillChunk(slot=1, start=0, tokens=(2**32 - 1, 0, 271), is_last=True)
     with pytest.raises(InvalidArgumentError, match=r"chunks\.tokens: got 4294967295, accepted: 0 to 271"):
