@@ -1,4 +1,4 @@
-"""The shared memory: maps the file of a manifest, waits for and signals the fences in it."""
+"""The shared memory: maps the files of manifests, waits for and signals the fences in them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Fence:
     """A counter that only grows: eight bytes, of which the low four are a futex."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        self._word = ctypes.c_uint64.from_buffer(memory, offset)
-        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+        self._bytes = np.frombuffer(memory, np.uint8, 8, offset)  # keeps the memory mapped, which may be read-only
+        self._word = ctypes.c_uint64.from_address(self._bytes.ctypes.data)
+        self._address = ctypes.c_void_p(self._bytes.ctypes.data)
 
     def signal(self, value: int) -> None:
         """Sets the counter and wakes all waiters. x86-64 keeps stores in order: earlier writes are visible with it."""
@@ -68,12 +69,12 @@ class Fence:
 
 
 class Arena:
-    """The mapped file. It stays mapped until its last array and fence are gone."""
+    """A mapped file. It stays mapped until its last array and fence are gone."""
 
-    def __init__(self, manifest: pb.Manifest) -> None:
+    def __init__(self, manifest: pb.Manifest, *, is_writable: bool) -> None:
         """Maps the file. Raises ManifestError."""
         self._manifest = manifest
-        self._memory = _map(manifest)
+        self._memory = _map(manifest, is_writable=is_writable)
 
     def array(self, name: str, shape: tuple[int, ...], dtype: str = "int64") -> npt.NDArray[Any]:
         """Returns a buffer. Raises ManifestError unless it lies within the file with this shape and dtype."""
@@ -99,20 +100,21 @@ class Arena:
             raise ManifestError(f"{name}: bytes {offset} to {offset + size} of {self._manifest.size}")
 
 
-def _map(manifest: pb.Manifest) -> mmap.mmap:
+def _map(manifest: pb.Manifest, *, is_writable: bool) -> mmap.mmap:
     path = Path(manifest.path)
     if not manifest.size:
         raise ManifestError("an arena of 0 bytes")
     if manifest.kind != "file" or path.parent != Path("/dev/shm"):
         raise ManifestError(f"arena {manifest.kind} {manifest.path}: this drafter maps files of /dev/shm")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        access = os.O_RDWR if is_writable else os.O_RDONLY
+        descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise ManifestError(f"arena {manifest.path}: {error}") from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != manifest.size:
             raise ManifestError(f"arena {manifest.path}: not a file of this user with {manifest.size} bytes")
-        return mmap.mmap(descriptor, manifest.size)
+        return mmap.mmap(descriptor, manifest.size, access=mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ)
     finally:
         os.close(descriptor)

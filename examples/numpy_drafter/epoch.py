@@ -1,4 +1,4 @@
-"""An epoch: carries out the steps from an Attach to the end of its Execute, in order, on a thread of its own."""
+"""An attachment to verify: carries out the steps from Attach to the end of Execute, in order, on its own thread."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_KINDS = (pb.STEP_KIND_PREFILL, pb.STEP_KIND_DECODE, pb.STEP_KIND_CATCH_UP)
+
 
 class Epoch:
     """The stream of an epoch. `enqueue` returns at once; the thread does the work."""
 
     def __init__(self, request: pb.AttachRequest, vocab_size: int, on_failure: Callable[[], None]) -> None:
-        """Maps the arena and starts the thread. Raises ManifestError."""
+        """Maps the memory and starts the thread. Raises ManifestError."""
         self.number = request.epoch
         slots, width, ring = request.num_slots, request.num_draft_tokens, request.run_ahead + 2
-        arena = Arena(request.manifest)
-        self._seq_lens = arena.array("seq_lens", (slots,))
-        self._num_new = arena.array("num_new", (slots,))
-        self._last_tokens = arena.array("last_tokens", (slots, width + 1))
-        self._draft_tokens = arena.array("draft_tokens", (slots, width))
-        self._stamps = arena.array("draft_stamps", (ring, 2))
-        fences = (pb.FENCE_DRAFT_DONE, pb.FENCE_VERIFY_PUBLISH, pb.FENCE_VERIFY_STASH)
-        self._fences = {fence: arena.fence(fence) for fence in fences}
+        own, given = Arena(request.manifest, is_writable=True), Arena(request.given, is_writable=False)
+        self._seq_lens = given.array("seq_lens", (slots,))
+        self._num_new = given.array("num_new", (slots,))
+        self._last_tokens = given.array("last_tokens", (slots, width + 1))
+        self._draft_tokens = own.array("draft_tokens", (slots, width))
+        self._stamps = own.array("draft_stamps", (ring, 2))
+        self._done = own.fence(pb.FENCE_DRAFT_DONE)
+        self._stashed = given.fence(pb.FENCE_VERIFY_STASH)
         self._vocab_size = vocab_size
         self._histories = [History() for _ in range(slots)]
         self._sampling = [pb.SlotSampling() for _ in range(slots)]
@@ -64,15 +66,15 @@ class Epoch:
 
     def _check(self, command: pb.StepCommand) -> None:
         slots = [*command.slots, *(chunk.slot for chunk in command.chunks), *(each.slot for each in command.updates)]
-        if command.step <= self._last_step or command.kind not in (pb.STEP_KIND_PREFILL, pb.STEP_KIND_DECODE):
+        if command.step <= self._last_step or command.kind not in _KINDS:
             raise ValueError(f"step {command.step} of kind {command.kind} after step {self._last_step}")
         if not all(0 < slot < len(self._histories) for slot in slots):
             raise ValueError(f"step {command.step}: a slot that is not there")
         # Each fence has one writer: a drafter that signals another one breaks the order of all processes.
         if any(point.fence != pb.FENCE_DRAFT_DONE for point in command.signals):
             raise ValueError(f"step {command.step}: a draft signals DRAFT_DONE alone")
-        if any(point.fence not in self._fences for point in command.waits):
-            raise ValueError(f"step {command.step}: a fence that is not there")
+        if any(point.fence != pb.FENCE_VERIFY_STASH for point in command.waits):
+            raise ValueError(f"step {command.step}: a draft waits for VERIFY_STASH alone")
         if not all(can_choose(each.sampling) for each in command.updates if each.HasField("sampling")):
             raise ValueError(f"step {command.step}: sampling that leaves nothing to choose")
 
@@ -89,7 +91,7 @@ class Epoch:
             if update.HasField("sampling"):
                 self._sampling[update.slot] = update.sampling
         for point in command.waits:
-            if not self._fences[point.fence].wait(point.value, self._is_over.is_set):
+            if not self._stashed.wait(point.value, self._is_over.is_set):
                 return
         stamps = self._stamps[command.step % len(self._stamps)]
         stamps[0] = time.monotonic_ns()
@@ -100,7 +102,7 @@ class Epoch:
                 self._draft_tokens[slot] = self._propose(slot)
         stamps[1] = time.monotonic_ns()
         for point in command.signals:
-            self._fences[point.fence].signal(point.value)
+            self._done.signal(point.value)
 
     def _propose(self, slot: int) -> list[int]:
         """Returns K guesses for the tokens after the slot's sequence."""

@@ -25,7 +25,7 @@ from servicer import DraftServicer
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SWITCH_INTERVAL_S = 0.0005
 """gRPC's threads and the stream's share one interpreter: by default a command may wait 5 ms for its turn."""

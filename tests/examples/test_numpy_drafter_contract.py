@@ -13,17 +13,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import attachment_to_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from tests.harness.checkpoints import VOCAB_SIZE, write_json, write_tokenizer
-from tests.harness.workers import SHAPE, attachment_to, make_arena
+from tests.harness.workers import SHAPE, SharedArenas, attachment_to
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from slipstream.common.device.cpu.arena import HostArena
 
 DRAFTER = Path(__file__).resolve().parents[2] / "examples" / "numpy_drafter" / "main.py"
 EPOCHS = itertools.count(1)
@@ -52,14 +52,14 @@ async def channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
+def arena() -> Iterator[SharedArenas]:
     """A scheduler's."""
-    made = make_arena()
+    made = SharedArenas()
     yield made
     made.close()
 
 
-async def attach(worker: pb_grpc.WorkerStub, arena: HostArena) -> int:
+async def attach(worker: pb_grpc.WorkerStub, arena: SharedArenas) -> int:
     """Begins an epoch, beside a verify service that fits; returns its number."""
     epoch = next(EPOCHS)
     request = attachment_to_pb(attachment_to(arena, epoch))
@@ -68,7 +68,7 @@ async def attach(worker: pb_grpc.WorkerStub, arena: HostArena) -> int:
     return epoch
 
 
-async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channel, arena: HostArena) -> None:
+async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channel, arena: SharedArenas) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     for name in ("", "slipstream.v1.Worker"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
@@ -79,25 +79,26 @@ async def test_it_says_what_it_is_and_what_does_not_fit(channel: grpc.aio.Channe
     epoch = await attach(worker, arena)
     assert (await worker.Describe(pb.DescribeRequest())).last_epoch == epoch
     for changes, reason in (
-        ({"protocol_version": 2}, "protocol version 2"),
+        ({"protocol_version": 1}, "protocol version 1"),
         ({"epoch": epoch}, "was attached to"),
         ({"num_draft_tokens": 0}, "out of range"),
         ({"peer": pb.DescribeResponse(vocab_size=3)}, f"vocab_size: draft {VOCAB_SIZE}, verify 3"),
         ({"peer": description}, "arena"),
     ):
-        fields = {"protocol_version": 1, "epoch": epoch + 1, "num_draft_tokens": 2, "num_slots": 2} | changes
+        fields = {"protocol_version": 2, "epoch": epoch + 1, "num_draft_tokens": 2, "num_slots": 2} | changes
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as refusal:
             await worker.Attach(pb.AttachRequest(**fields))
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_step_by_hand(channel: grpc.aio.Channel, arena: HostArena) -> None:
+@pytest.mark.parametrize("kind", [pb.STEP_KIND_PREFILL, pb.STEP_KIND_CATCH_UP])
+async def test_a_step_by_hand(channel: grpc.aio.Channel, arena: SharedArenas, kind: pb.StepKind) -> None:
     """A prompt in two chunks, and a step behind it: acknowledged at once, done when its wait is over."""
     worker = pb_grpc.WorkerStub(channel)
     epoch = await attach(worker, arena)
     stream = worker.Execute()
     for step, start, tokens in ((1, 0, [7, 8, 9, 4]), (2, 4, [7, 8])):
-        command = pb.StepCommand(epoch=epoch, step=step, kind=pb.STEP_KIND_PREFILL, slots=[2])
+        command = pb.StepCommand(epoch=epoch, step=step, kind=kind, slots=[2])
         command.chunks.add(slot=2, start=start, tokens=tokens, is_last=start > 0)
         command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=step)
         await stream.write(command)
@@ -109,37 +110,39 @@ async def test_a_step_by_hand(channel: grpc.aio.Channel, arena: HostArena) -> No
     done = arena.fence(FenceName.DRAFT_DONE)
     assert done.wait_on_host(2, 10.0)
     assert not done.wait_on_host(3, 0.3)
-    arena.tensor("seq_lens")[2], arena.tensor("num_new")[2] = 6, 1
-    arena.tensor("last_tokens")[2, 0] = 9
+    arena.tensor(BufferName.SEQ_LENS)[2], arena.tensor(BufferName.NUM_NEW)[2] = 6, 1
+    arena.tensor(BufferName.LAST_TOKENS)[2, 0] = 9
     arena.fence(FenceName.VERIFY_STASH).release(2)
     assert done.wait_on_host(3, 10.0)
-    assert arena.tensor("draft_tokens")[2].tolist() == [4, 7]
-    start, end = arena.tensor("draft_stamps")[3 % SHAPE.ring].tolist()
+    assert arena.tensor(BufferName.DRAFT_TOKENS)[2].tolist() == [4, 7]
+    start, end = arena.tensor(BufferName.DRAFT_STAMPS)[3 % SHAPE.ring].tolist()
     assert 0 < start <= end
     await worker.Drain(pb.DrainRequest(epoch=epoch))
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
 
 
-async def test_whatever_is_in_the_memory_it_goes_on(channel: grpc.aio.Channel, arena: HostArena) -> None:
+async def test_whatever_is_in_the_memory_it_goes_on(channel: grpc.aio.Channel, arena: SharedArenas) -> None:
     worker = pb_grpc.WorkerStub(channel)
     epoch = await attach(worker, arena)
     stream = worker.Execute()
     for step, value in enumerate((-1, 2**62, -(2**63), 2**63 - 1), start=1):
-        for name in ("seq_lens", "num_new", "last_tokens"):
+        for name in (BufferName.SEQ_LENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS):
             arena.tensor(name).fill_(value)
         command = pb.StepCommand(epoch=epoch, step=step, kind=pb.STEP_KIND_DECODE, slots=[1, 3])
         command.updates.add(slot=3, sampling=pb.SlotSampling(temperature=1.0, top_p=0.9, seed=1))
         command.signals.add(fence=pb.FENCE_DRAFT_DONE, value=step)
         await stream.write(command)
         assert arena.fence(FenceName.DRAFT_DONE).wait_on_host(step, 10.0)
-        assert all(0 <= token < VOCAB_SIZE for token in arena.tensor("draft_tokens")[[1, 3]].flatten().tolist())
+        assert all(
+            0 <= token < VOCAB_SIZE for token in arena.tensor(BufferName.DRAFT_TOKENS)[[1, 3]].flatten().tolist()
+        )
     stream.cancel()
     await until_free(worker)
 
 
 async def test_a_drafter_that_lost_its_scheduler_can_be_attached_anew(
-    channel: grpc.aio.Channel, arena: HostArena
+    channel: grpc.aio.Channel, arena: SharedArenas
 ) -> None:
     """The scheduler goes while the drafter waits for a fence that nobody will signal."""
     worker = pb_grpc.WorkerStub(channel)
@@ -171,7 +174,7 @@ async def test_a_drafter_that_lost_its_scheduler_can_be_attached_anew(
     ],
 )
 async def test_a_command_that_makes_no_sense_ends_the_stream(
-    channel: grpc.aio.Channel, arena: HostArena, changes: dict[str, Any], code: grpc.StatusCode
+    channel: grpc.aio.Channel, arena: SharedArenas, changes: dict[str, Any], code: grpc.StatusCode
 ) -> None:
     worker = pb_grpc.WorkerStub(channel)
     epoch = await attach(worker, arena)

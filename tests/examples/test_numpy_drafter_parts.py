@@ -19,7 +19,7 @@ from examples.numpy_drafter.noise import choose, gumbel_noise, random_words
 from slipstream.bundled import target_dir
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.manifest import lay_out
-from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_to_pb
 from slipstream.protos import worker_pb2 as pb
@@ -27,7 +27,7 @@ from slipstream.services.models import checkpoint
 from slipstream.services.models.sampler import SamplingRows, gumbel_noise_of, sample
 from tests.harness.checkpoints import write_json, write_tokenizer
 from tests.harness.tokenizers_by_kind import KINDS, make_tokenizer
-from tests.harness.workers import SHAPE, make_arena
+from tests.harness.workers import SHAPE, SharedArenas
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "numpy_drafter"
@@ -135,11 +135,11 @@ def test_the_longest_match_goes_on(tokens: list[int], expected: list[int]) -> No
 
 
 def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
-    owner = make_arena()
-    arena = Arena(manifest_to_pb(owner.manifest))
+    owner = SharedArenas()
+    arena = Arena(manifest_to_pb(owner.own.manifest), is_writable=True)
     tokens = arena.array("draft_tokens", (SHAPE.num_slots, SHAPE.num_draft_tokens))
     tokens[2] = 5
-    assert owner.tensor("draft_tokens")[2].tolist() == [5] * SHAPE.num_draft_tokens
+    assert owner.tensor(BufferName.DRAFT_TOKENS)[2].tolist() == [5] * SHAPE.num_draft_tokens
     fence = arena.fence(pb.FENCE_DRAFT_DONE)
     fence.signal(2**32 + 3)
     assert owner.fence(FenceName.DRAFT_DONE).wait_on_host(2**32 + 3, 0.0)
@@ -148,10 +148,26 @@ def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
     owner.close()
 
 
+def test_what_verify_gives_is_read_and_waited_for_but_never_written() -> None:
+    owner = SharedArenas()
+    given = Arena(manifest_to_pb(owner.given.manifest), is_writable=False)
+    seq_lens, fence = given.array("seq_lens", (SHAPE.num_slots,)), given.fence(pb.FENCE_VERIFY_STASH)
+    with pytest.raises(ValueError, match="read-only"):
+        seq_lens[1] = 3
+    assert not fence.wait(1, lambda: True)
+    looks = iter((False, False, True))
+    assert not fence.wait(1, lambda: next(looks)), "it sleeps on memory that it may not write"
+    owner.tensor(BufferName.SEQ_LENS)[1] = 7
+    owner.fence(FenceName.VERIFY_STASH).release(1)
+    assert fence.wait(1, lambda: False)
+    assert seq_lens[1] == 7
+    owner.close()
+
+
 @pytest.mark.parametrize("fault", ["kind", "path", "size", "shape", "offset", "missing", "fence kind", "fence offset"])
 def test_a_manifest_that_cannot_be_is_refused(fault: str) -> None:
-    owner = make_arena()
-    manifest = manifest_to_pb(owner.manifest)
+    owner = SharedArenas()
+    manifest = manifest_to_pb(owner.given.manifest)
     buffer = next(buffer for buffer in manifest.buffers if buffer.name == "seq_lens")
     match fault:
         case "kind":
@@ -176,21 +192,25 @@ def test_a_manifest_that_cannot_be_is_refused(fault: str) -> None:
 
 
 def _use(manifest: pb.Manifest) -> None:
-    arena = Arena(manifest)
+    arena = Arena(manifest, is_writable=False)
     arena.array("seq_lens", (SHAPE.num_slots,))
     arena.fence(manifest.fences[0].fence)
 
 
 def test_the_bytes_of_the_page_are_those_of_its_arena() -> None:
-    shape = FutureMapShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
-    buffers, words, size = lay_out(shape.specs(), list(FenceName), "host")
+    shape = DraftShape(num_slots=4, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
     page = (ROOT / "docs" / "write-a-drafter.md").read_text(encoding="utf-8")
-    offsets = {name: int(offset) for offset, name in re.findall(r"^\| (\d+) \| (?:fence )?`(\w+)`", page, re.MULTILINE)}
-    assert len(offsets) == 8
-    places = {placed.spec.name: placed.offset for placed in buffers}
-    places |= {pb.Fence.Name(word.fence): word.offset for word in words}
-    assert offsets.items() <= places.items()
-    assert f"has\n{size} bytes" in page
+    rows = re.findall(r"^\| (own|given) \| (\d+) \| (?:fence )?`(\w+)`", page, re.MULTILINE)
+    assert len(rows) == 8
+    for piece, specs, fences in (
+        ("own", shape.own_specs(), OWN_FENCES),
+        ("given", shape.given_specs(), GIVEN_FENCES),
+    ):
+        buffers, words, size = lay_out(specs, fences, "host")
+        places = {placed.spec.name: placed.offset for placed in buffers}
+        places |= {pb.Fence.Name(word.fence): word.offset for word in words}
+        assert {name: int(offset) for where, offset, name in rows if where == piece} == places
+        assert f"{size} bytes" in page
 
 
 def test_it_is_made_of_the_contract_alone() -> None:

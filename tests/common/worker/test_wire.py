@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.manifest import DTYPES, HANDLE_BYTES, BufferSpec, FenceWord, Manifest, lay_out
 from slipstream.common.errors import ConfigError, InvalidArgumentError, ManifestError
-from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
-from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.contract import Attachment, DeviceMemory, DraftRegion, DraftSizes, WorkerDescription
+from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, RESULT_FENCES, DraftShape, EpochShape
 from slipstream.common.worker.step import (
     FenceName,
     FenceOps,
@@ -34,6 +34,8 @@ from slipstream.common.worker.wire import (
     description_to_pb,
     manifest_from_pb,
     manifest_to_pb,
+    region_from_pb,
+    region_to_pb,
 )
 from slipstream.protos import worker_pb2 as pb
 
@@ -78,6 +80,7 @@ UPDATES = st.lists(
         limit_tokens=UINT32,
         sampling=st.none() | SAMPLING,
         max_draft_tokens=st.none() | UINT32,
+        history_from=UINT32,
     ),
     max_size=3,
 )
@@ -92,6 +95,7 @@ COMMANDS = st.builds(
     updates=UPDATES.map(tuple),
     wants_acknowledgement=st.booleans(),
     top_logprobs=st.none() | st.integers(0, 20),
+    attachment=UINT64,
 )
 DESCRIPTIONS = st.builds(
     WorkerDescription,
@@ -132,15 +136,16 @@ SPECS = st.lists(
     max_size=5,
     unique_by=lambda spec: spec.name,
 )
-SHAPES = st.builds(
-    FutureMapShape,
-    num_slots=st.integers(2, 2**16),
-    run_ahead=st.integers(0, 64),
-    num_draft_tokens=st.integers(0, 64),
-    chunk_tokens=st.integers(1, 2**20),
+SIZES = {"num_slots": st.integers(2, 2**16), "run_ahead": st.integers(0, 64), "chunk_tokens": st.integers(1, 2**20)}
+EPOCHS = st.builds(EpochShape, **SIZES, num_draft_tokens=st.integers(0, 64))
+DRAFTS = st.builds(
+    DraftShape,
+    **SIZES,
+    num_draft_tokens=st.integers(1, 64),
     hidden_width=st.integers(0, 2**14),
     hidden_dtype=st.sampled_from(list(DTYPES.values())),
 )
+DRAFT_SIZES = st.builds(DraftSizes, num_draft_tokens=UINT32, hidden_width=UINT32, hidden_layers=_tuples(UINT32))
 
 
 HANDLES = st.binary(min_size=HANDLE_BYTES, max_size=HANDLE_BYTES)
@@ -159,20 +164,30 @@ def manifests(draw: st.DrawFn, specs: list[BufferSpec] | None = None) -> Manifes
 @st.composite
 def attachments(draw: st.DrawFn) -> Attachment:
     """Attachments whose buffers are those of their shape."""
-    shape = draw(SHAPES)
-    if not shape.hidden_width:
+    shape = draw(EPOCHS | DRAFTS)
+    is_draft = isinstance(shape, DraftShape)
+    if isinstance(shape, DraftShape) and not shape.hidden_width:
         shape = replace(shape, hidden_dtype=torch.float32)
     return Attachment(
         epoch=draw(st.integers(1, 2**63)),
-        manifest=draw(manifests(shape.specs())),
+        manifest=draw(manifests(shape.own_specs() if isinstance(shape, DraftShape) else shape.specs())),
+        given=draw(manifests(shape.given_specs())) if isinstance(shape, DraftShape) else None,
         shape=shape,
         page_tokens=draw(st.integers(1, 2**16)),
         num_pages=draw(st.integers(2, 2**31)),
+        slot_pages=draw(st.integers(1, 2**24)),
         context_tokens=draw(st.integers(2, 2**24)),
         peer=draw(st.none() | DESCRIPTIONS),
+        expected_draft=None if is_draft else draw(st.none() | DRAFT_SIZES),
         protocol_version=draw(UINT32),
         is_debug=draw(st.booleans()),
     )
+
+
+@given(st.builds(DraftRegion, epoch=UINT64, attachment=UINT64, own=manifests(), given=manifests(), draft=DRAFT_SIZES))
+def test_regions_come_out_as_they_went_in(region: DraftRegion) -> None:
+    message = pb.AttachDraftRequest.FromString(region_to_pb(region).SerializeToString())
+    assert region_from_pb(message) == region
 
 
 @given(COMMANDS)
@@ -199,21 +214,48 @@ def test_attachments_come_out_as_they_went_in(attachment: Attachment) -> None:
     assert attachment_from_pb(message) == attachment
 
 
-SHAPE = FutureMapShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+SHAPE = EpochShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+DRAFT = DraftShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
 
 
-def _attach_request() -> pb.AttachRequest:
-    buffers, words, size = lay_out(SHAPE.specs(), list(FenceName), "host")
+def _manifest(specs: list[BufferSpec], fences: tuple[FenceName, ...]) -> Manifest:
+    buffers, words, size = lay_out(specs, fences, "host")
+    return Manifest("file", "/dev/shm/slipstream-x", size, buffers, words)
+
+
+def _attach_request(*, is_draft: bool = False) -> pb.AttachRequest:
+    own = _manifest(DRAFT.own_specs(), OWN_FENCES) if is_draft else _manifest(SHAPE.specs(), RESULT_FENCES)
     return attachment_to_pb(
         Attachment(
             epoch=1,
-            manifest=Manifest("file", "/dev/shm/slipstream-x", size, buffers, words),
-            shape=SHAPE,
+            manifest=own,
+            given=_manifest(DRAFT.given_specs(), GIVEN_FENCES) if is_draft else None,
+            shape=DRAFT if is_draft else SHAPE,
             page_tokens=16,
             num_pages=9,
+            slot_pages=5,
             context_tokens=64,
         )
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.ClearField("given"),
+        lambda m: m.given.buffers.pop(),
+        lambda m: m.given.CopyFrom(m.manifest),
+        lambda m: m.manifest.CopyFrom(m.given),
+        lambda m: setattr(m.given.buffers[0], "writer", "draft"),
+        lambda m: setattr(m, "num_draft_tokens", 3),
+    ],
+)
+def test_a_draft_s_memory_is_as_its_sizes_say(change: Callable[[pb.AttachRequest], None]) -> None:
+    request = _attach_request(is_draft=True)
+    attachment_from_pb(request)
+    change(request)
+    with pytest.raises(ManifestError, match="not those that the sizes ask for"):
+        attachment_from_pb(request)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +268,7 @@ def _attach_request() -> pb.AttachRequest:
         (lambda m: setattr(m, "chunk_tokens", 0), ConfigError, r"attach\.chunk_tokens"),
         (lambda m: setattr(m, "page_tokens", 0), ConfigError, r"attach\.page_tokens"),
         (lambda m: setattr(m, "num_pages", 1), ConfigError, r"attach\.num_pages"),
+        (lambda m: setattr(m, "slot_pages", 0), ConfigError, r"attach\.slot_pages"),
         (lambda m: setattr(m, "context_tokens", 2**25), ConfigError, r"attach\.context_tokens"),
         (lambda m: setattr(m, "num_slots", 4), ManifestError, "not those that the sizes ask for"),
         (lambda m: setattr(m, "run_ahead", 2), ManifestError, "not those that the sizes ask for"),

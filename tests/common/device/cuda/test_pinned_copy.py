@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.device.manifest import lay_out
-from slipstream.common.worker.layout import BufferName, FutureMapShape
-from slipstream.common.worker.step import FenceName
+from slipstream.common.worker.layout import RESULT_FENCES, BufferName, EpochShape
 from tests.harness import fake_cuda
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ def pinned_copy() -> Iterator[Any]:
         yield module
 
 
-def arena_of(shape: FutureMapShape) -> dict[str, torch.Tensor]:
+def arena_of(shape: EpochShape) -> dict[str, torch.Tensor]:
     """The published buffers in one allocation, as an arena has them, with numbers in them."""
-    buffers, _, size = lay_out(shape.specs(), list(FenceName), "host")
+    buffers, _, size = lay_out(shape.specs(), RESULT_FENCES, "host")
     memory = torch.zeros(size + 64, dtype=torch.uint8)
     start = -memory.data_ptr() % 64
     tensors = {}
@@ -58,7 +57,7 @@ def arena_of(shape: FutureMapShape) -> dict[str, torch.Tensor]:
 @example(num_slots=601, run_ahead=8, num_draft_tokens=1)
 def test_every_row_arrives(pinned_copy: Any, num_slots: int, run_ahead: int, num_draft_tokens: int) -> None:
     tensors = arena_of(
-        FutureMapShape(num_slots=num_slots, run_ahead=run_ahead, num_draft_tokens=num_draft_tokens, chunk_tokens=8)
+        EpochShape(num_slots=num_slots, run_ahead=run_ahead, num_draft_tokens=num_draft_tokens, chunk_tokens=8)
     )
     rows = pinned_copy._pinned_rows([tensors[name].unbind() for name in PUBLISHED])
     assert len(rows) == run_ahead + 2
@@ -71,6 +70,6 @@ def test_every_row_arrives(pinned_copy: Any, num_slots: int, run_ahead: int, num
 
 
 def test_rows_that_lie_together_take_one_copy(pinned_copy: Any) -> None:
-    tensors = arena_of(FutureMapShape(num_slots=65, run_ahead=1, num_draft_tokens=4, chunk_tokens=8))
+    tensors = arena_of(EpochShape(num_slots=65, run_ahead=1, num_draft_tokens=4, chunk_tokens=8))
     rows = pinned_copy._pinned_rows([tensors[name].unbind() for name in PUBLISHED])
     assert [len(row.copies) for row in rows] == [1, 1, 1]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import FutureMapShape
-from slipstream.common.worker.step import Role
+from slipstream.common.worker.contract import DraftSizes
+from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
 from slipstream.services.models import sampler
 from slipstream.services.models.kernels.step_ops import accept, embed_and_norm, take_sampling
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
-from slipstream.services.worker.fused_future_map import FusedFutureMap
-from slipstream.services.worker.future_map import CapturedStep, FutureMap, VerifyResult
+from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
+from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, VerifyResult
+
+if TYPE_CHECKING:
+    from slipstream.common.device.manifest import BufferSpec
 
 SLOTS = 6
 VOCAB_SIZE = 50
@@ -82,48 +86,87 @@ def test_an_entry_of_a_head(device: torch.device) -> None:
     torch.testing.assert_close(both, torch.cat(normed, dim=1))
 
 
-class PlainArena:
-    """The buffers of a shape, and nothing else of an arena."""
+class Memory:
+    """Verify's map and a draft's region over buffers full of numbers."""
 
-    def __init__(self, shape: FutureMapShape, device: torch.device) -> None:
-        self._buffers = {
-            spec.name: numbers(*spec.shape, low=-5, high=2 * VOCAB_SIZE, seed=number).to(spec.dtype).to(device)
-            for number, spec in enumerate(shape.specs())
-        }
+    def __init__(self, map_kind: type[FutureMap], region_kind: type[Region], width: int, device: torch.device) -> None:
+        """`width`: of hidden states."""
+        sizes = {"num_slots": SLOTS, "run_ahead": 1, "num_draft_tokens": 3, "chunk_tokens": 8}
+        epoch, draft = EpochShape(**sizes), DraftShape(**sizes, hidden_width=width)
+        self.results = _filled(epoch.specs(), device)
+        self.shared = _filled([*draft.given_specs(), *draft.own_specs()], device)
+        self.map = map_kind(epoch, self.results, vocab_size=VOCAB_SIZE, log=AccessLog())
+        drafter = DraftSizes(num_draft_tokens=3, hidden_width=width)
+        self.region = region_kind(draft, drafter, self.shared, number=9, vocab_size=VOCAB_SIZE, log=AccessLog())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """See `Arena.tensor`."""
-        return self._buffers[name]
-
-    def state(self) -> dict[str, list[object]]:
+    def state(self) -> list[dict[str, list[object]]]:
         """Returns all buffers as lists."""
-        return {name: buffer.tolist() for name, buffer in self._buffers.items()}
+        return [{name: buffer.tolist() for name, buffer in buffers.items()} for buffers in (self.results, self.shared)]
+
+
+def _filled(specs: list[BufferSpec], device: torch.device) -> dict[BufferName, torch.Tensor]:
+    return {
+        BufferName(spec.name): numbers(*spec.shape, low=-5, high=2 * VOCAB_SIZE, seed=number).to(spec.dtype).to(device)
+        for number, spec in enumerate(specs)
+    }
+
+
+def _outcome(width: int, num_tokens: int, device: torch.device) -> VerifyResult:
+    hidden = numbers(3, num_tokens + 2, width, high=1000).float().to(device)[:, :num_tokens] if width else None
+    return VerifyResult(
+        seq_lens=torch.tensor([7, 8, 9], device=device),
+        num_accepted=torch.tensor([0, 3, 1], device=device).clamp_max(num_tokens - 1),
+        tokens=numbers(3, num_tokens, high=VOCAB_SIZE).to(device),
+        hidden_states=hidden,
+    )
+
+
+def _fused() -> tuple[tuple[type[FutureMap], type[Region]], ...]:
+    return (FutureMap, Region), (FusedFutureMap, FusedRegion)
 
 
 @pytest.mark.parametrize("ring_row", [0, 2])
-@pytest.mark.parametrize("hidden_width", [0, 12])
-def test_rows_of_a_captured_step(ring_row: int, hidden_width: int, device: torch.device) -> None:
-    shape = FutureMapShape(num_slots=SLOTS, run_ahead=1, num_draft_tokens=3, chunk_tokens=8, hidden_width=hidden_width)
+@pytest.mark.parametrize("width", [0, 12])
+def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device) -> None:
     rows = torch.tensor([5, 1, 3], device=device)
     limits = torch.tensor([20, 60, 3], device=device)
-    outcome = VerifyResult(
-        seq_lens=torch.tensor([7, 8, 9], device=device),
-        num_accepted=torch.tensor([0, 3, 1], device=device),
-        tokens=numbers(3, 4, high=VOCAB_SIZE).to(device),
-        hidden_states=torch.ones(3, 4, hidden_width, device=device) if hidden_width else None,
-    )
     seen, left, accessed = [], [], []
-    for kind in (FutureMap, FusedFutureMap):
-        arena = PlainArena(shape, device)
+    for kinds in _fused():
+        memory = Memory(*kinds, width, device)
         step = CapturedStep(torch.tensor([ring_row], device=device))
-        future_map = kind(shape, arena, Role.VERIFY, VOCAB_SIZE, AccessLog())  # type: ignore[arg-type]
-        ends, stash = future_map.gather_ends(step, rows, limits), future_map.gather(step, rows, limits)
-        future_map.publish(step, rows, outcome)
-        future_map.stash(step, rows, outcome)
+        stash = memory.region.gather(step, rows, limits)
+        memory.map.publish(step, rows, _outcome(width, 4, device))
+        ends = memory.map.ends(step, rows, limits)
         gathered = [getattr(stash, field.name) for field in fields(stash)]
         seen.append([None if tensor is None else tensor.tolist() for tensor in (*ends, *gathered)])
-        left.append(arena.state())
+        left.append(memory.state())
         accessed.append(set(step.take_accesses()))
     assert seen[0] == seen[1]
     assert left[0] == left[1]
     assert accessed[0] == accessed[1]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("width", [0, 12, HIDDEN_BLOCK // 2 + 7])
+def test_a_stash(width: int, num_tokens: int, device: torch.device) -> None:
+    rows = torch.tensor([5, 1, 3], device=device)
+    left = []
+    for kinds in _fused():
+        memory = Memory(*kinds, width, device)
+        memory.region.stash(4, (5, 1, 3), rows, _outcome(width, num_tokens, device))
+        left.append(memory.state())
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_copying_in(step: int, device: torch.device) -> None:
+    rows = torch.tensor([5, 1, 0, 0], device=device)
+    copied, left = [], []
+    for kinds in _fused():
+        memory, target = Memory(*kinds, 0, device), torch.zeros(4, 3, dtype=torch.int64, device=device)
+        assert memory.map.copy_in(step, memory.region, (5, 1), rows, target) is target
+        copied.append((target.tolist(), memory.map.copy_in(step, memory.region, (5, 1), rows).tolist()))
+        left.append(memory.state())
+    assert copied[0] == copied[1]
+    assert left[0] == left[1]
+    assert left[0][0]["draft_stamps"] != Memory(FutureMap, Region, 0, device).state()[0]["draft_stamps"]
