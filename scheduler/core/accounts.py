@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from slipstream.common.errors import PendingLengthError
-from slipstream.common.worker.step import StepKind
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -103,7 +101,7 @@ class TakenIn(NamedTuple):
     tokens: Ints
     """[rows, K + 1], of which the first `num_tokens` count."""
     is_speculating: Bools
-    """Whether a draft was checked for the sequence."""
+    """True if a draft was checked for the sequence."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]]
     """By sequence's place in these arrays, as many as it has new tokens."""
 
@@ -130,7 +128,7 @@ class SlotAccounts:
         self.lengths = PendingLengths(num_slots)
         """Of the outputs, with what the sequences came with."""
         self.num_drafted = np.zeros(num_slots, np.int64)
-        """How many of the tokens drafted in a step are for the sequence."""
+        """How many tokens drafted in a step may be for the sequence, whichever draft is there."""
         self.top_logprobs = np.full(num_slots, -1, np.int64)
         """Most likely tokens that it asked for at each place; -1 for no logprobs."""
         self._num_draft_tokens = num_draft_tokens
@@ -161,6 +159,11 @@ class SlotAccounts:
             self._most_stops = max(self._most_stops, len(spec.stop_token_ids))
         else:
             self._many_stops[slot] = spec.stop_token_ids
+
+    def most_accepted(self, rows: Ints, num_draft_tokens: int) -> Ints:
+        """The most tokens that each of these slots can accept of `num_draft_tokens` drafted ones."""
+        most: Ints = np.minimum(self.num_drafted[rows], num_draft_tokens)
+        return most
 
     def is_sure_to_end(self, rows: Ints) -> Bools:
         """Whether the steps under way reach the end in any case, for each of these slots."""
@@ -203,7 +206,7 @@ class SlotAccounts:
         if is_current is None and columns is not None and columns.slots is slots:
             return columns
         rows = slots.rows if is_current is None else slots.rows[is_current]
-        most_more = self.num_drafted[rows] + 1 if step.kind is StepKind.DECODE else np.ones(len(rows), np.int64)
+        most_more = self.most_accepted(rows, step.num_draft_tokens) + 1
         columns = _Columns(
             slots=slots,
             rows=rows,

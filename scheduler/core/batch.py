@@ -12,6 +12,7 @@ from slipstream.common.errors import DeadlineExceededError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import SlotAccounts
 from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
+from slipstream.scheduler.core.committed import CommittedTokens
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.results import Step, StepSlots
 
@@ -34,7 +35,7 @@ class BatchSizes:
     chunk_tokens: int
     """Prompt tokens in one prefill step at most."""
     num_draft_tokens: int
-    """K; 0 when nothing drafts."""
+    """The largest K that a draft may have."""
     run_ahead: int
 
     def pages_for(self, num_tokens: int) -> int:
@@ -47,8 +48,10 @@ class _Decoding(NamedTuple):
     """The sequences that decode, the same from step to step until one comes, goes or is sure to end."""
 
     members: StepSlots
-    most_more: Ints | int
+    most_more: Ints
     """Most tokens that a step brings to each."""
+    num_draft_tokens: int
+    """The K that it was made for."""
     is_drafted: bool
     top_logprobs: dict[int, int]
 
@@ -61,6 +64,8 @@ class Batch:
         self.pages = PageAllocator(sizes.num_pages)
         self.slots = SlotAllocator(sizes.num_slots)
         self.accounts = SlotAccounts(sizes.num_slots, sizes.num_draft_tokens)
+        self.committed = CommittedTokens(sizes.num_slots)
+        """The tokens of the running sequences."""
         self.outbox = Outbox()
         """Gets all output."""
         self._running: dict[int, Sequence] = {}
@@ -96,20 +101,43 @@ class Batch:
             sequence.lease = self.slots.allocate()
             sequence.pages = self.pages.allocate(self._num_pages(sequence))
             self.accounts.admit(sequence)
+            self.committed.begin(sequence.lease.slot, sequence.tokens, sequence.num_tokens_at_most)
             self._running[sequence.lease.slot] = sequence
             self._prefilling.append(sequence)
             self.outbox.add_admitted(sequence)
 
-    def next_step(self) -> Step | None:
-        """The next step, or None if there is nothing to do: prompts and decoding take turns."""
-        decoding = self._decoding
-        if decoding is None or self._has_sure_end(decoding):
-            decoding = self._decoding = self._find_decoding()
+    def next_step(self, num_draft_tokens: int, *, decodes_first: bool = False) -> Step | None:
+        """The next step, or None if there is nothing to do: prompts and decoding take turns.
+
+        `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode has the
+        turn in any case.
+        """
+        decoding = self._decoding_with(num_draft_tokens)
         if not self._prefilling and not decoding.members.slots:
             return None
-        self._was_prefill = bool(self._prefilling) and not (decoding.members.slots and self._was_prefill)
+        has_turn = decodes_first or self._was_prefill
+        self._was_prefill = bool(self._prefilling) and not (decoding.members.slots and has_turn)
         self.last_step += 1
         return self._prefill_step() if self._was_prefill else self._decode_step(decoding)
+
+    def empty_step(self) -> Step:
+        """A plain step of no sequence, which takes next to no time."""
+        self.last_step += 1
+        nothing = StepSlots.of(())
+        return Step(number=self.last_step, kind=StepKind.PLAIN, members=nothing, yielding=nothing)
+
+    def is_decoding(self) -> bool:
+        """True if a step that decodes would have members."""
+        current = self._decoding
+        return bool(self._decoding_with(0 if current is None else current.num_draft_tokens).members.slots)
+
+    def begun(self) -> list[tuple[Sequence, int]]:
+        """The running sequences whose prefill has begun, and how many tokens of each were sent or are known since."""
+        return [
+            (sequence, sequence.num_prefilled if sequence.is_prefilling else self.committed.num_tokens(slot))
+            for slot, sequence in self._running.items()
+            if sequence.num_prefilled
+        ]
 
     def apply(self, step: Step, result: StepResult, published_ns: int | None = None) -> TakenIn:
         """Takes in the result of a step. Rows of sequences that are over are dropped.
@@ -119,9 +147,9 @@ class Batch:
         """
         taken_in = self.accounts.take_in(step, result, self._is_current(step.yielding))
         # A result brings one token that the lengths were sure of, and up to K that they were not.
-        self._room -= self.sizes.num_draft_tokens
-        num_draft_tokens = self.sizes.num_draft_tokens if step.kind is StepKind.DECODE else 0
-        self.outbox.add_step(taken_in, num_draft_tokens, published_ns or time.monotonic_ns())
+        self._room -= step.num_draft_tokens
+        self.committed.append(taken_in.rows, taken_in.tokens, taken_in.num_tokens)
+        self.outbox.add_step(taken_in, step.num_draft_tokens, published_ns or time.monotonic_ns())
         for slot in taken_in.rows[taken_in.reasons.nonzero()[0]].tolist():
             self._end(self._running[slot])
         return taken_in
@@ -165,16 +193,22 @@ class Batch:
             self._room = self.accounts.least_room(decoding.members.rows)
         return self._room <= 0
 
-    def _find_decoding(self) -> _Decoding:
+    def _decoding_with(self, num_draft_tokens: int) -> _Decoding:
+        decoding = self._decoding
+        if decoding is None or decoding.num_draft_tokens != num_draft_tokens or self._has_sure_end(decoding):
+            decoding = self._decoding = self._find_decoding(num_draft_tokens)
+        return decoding
+
+    def _find_decoding(self, num_draft_tokens: int) -> _Decoding:
         rows = self._is_prefilled.nonzero()[0]
         is_decoding = self._is_prefilled.copy()
         is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
         rows = is_decoding.nonzero()[0]
         members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
-        num_drafted = self.accounts.num_drafted[rows]
-        is_drafted = bool(num_drafted.any())
+        most = self.accounts.most_accepted(rows, num_draft_tokens)
+        is_drafted = bool(most.any())
         self._room = 0
-        return _Decoding(members, num_drafted + 1 if is_drafted else 1, is_drafted, self._top_logprobs(rows))
+        return _Decoding(members, most + 1, num_draft_tokens, is_drafted, self._top_logprobs(rows))
 
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
         asked = self.accounts.top_logprobs[rows]
@@ -218,6 +252,7 @@ class Batch:
             kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,
             members=decoding.members,
             yielding=decoding.members,
+            num_draft_tokens=decoding.num_draft_tokens if decoding.is_drafted else 0,
             top_logprobs=decoding.top_logprobs,
         )
 

@@ -7,7 +7,13 @@ that touched it; a wait that the stream's knowledge covers is left out.
     decode n                        stash >= last of slots  done = n        done >= n               publish, stash = n
     prefill n, draft reads hidden   stash >= n              done = n        done >= last reader     publish, stash = n
     prefill n, language-model draft                         done = n                                publish, stash = n
-    plain n, or without a draft                                                                     publish, stash = n
+    plain n                                                                                         publish, stash = n
+    any n without a draft                                                                           publish = n
+    catch-up, number n                                      done = n
+
+Stash and done are those of the draft's attachment, which has memory and fences of its own: nothing of an earlier draft
+counts for the next one. It joins behind a plain step n-1 that stashes for it: then decode n is as after any other step.
+A draft catches up outside the order of the steps, with tokens that are in the command.
 
 The scheduler's copy of the result of step n waits for publish >= n. Fences cannot order the scheduler's own reads
 before the next writes of the same ring row: step n is planned once step n-R-1 is consumed, and not before.
@@ -76,6 +82,8 @@ class PlanState(NamedTuple):
     """The last `draft.done` that verify's stream has waited for."""
     hidden_read: int = 0
     """The last step in which draft read `prefill_hidden`."""
+    stashed: int = 0
+    """Mask of the slots that verify has stashed for since the draft is there."""
 
 
 def mask_of(slots: Iterable[int]) -> int:
@@ -92,8 +100,16 @@ def initial_state(draft: DraftTraits, run_ahead: int) -> PlanState:
 
 
 def with_draft(state: PlanState, draft: DraftTraits) -> PlanState:
-    """The state when draft has left or another one has joined, which has waited for nothing and read nothing."""
-    return state._replace(draft=draft, stash_known=0, hidden_read=0)
+    """The state when draft has left or another one has joined.
+
+    The other one has waited for nothing and read nothing, its fence was never waited for, and nothing is stashed for it.
+    """
+    return state._replace(draft=draft, stash_known=0, done_known=0, hidden_read=0, stashed=0)
+
+
+def catch_up(number: int) -> FenceOps:
+    """Returns the waits and signals of a command that brings a draft tokens which the scheduler knows."""
+    return FenceOps((), (FencePoint(_DONE, number),))
 
 
 def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, PlanState]:
@@ -101,11 +117,11 @@ def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, Plan
 
     Raises OrderingError when the step cannot be ordered now.
     """
-    draft, run_ahead, _, consumed, rows, stash_known, done_known, hidden_read = state
+    draft, run_ahead, _, consumed, rows, stash_known, done_known, hidden_read, stashed = state
     step, kind, slots = command
-    _check(state, step, kind)
+    _check(state, command)
     has_draft = draft.is_present and kind is not StepKind.PLAIN
-    done, published, stashed = FencePoint(_DONE, step), FencePoint(_PUBLISH, step), FencePoint(_STASH, step)
+    done, published, stash = FencePoint(_DONE, step), FencePoint(_PUBLISH, step), FencePoint(_STASH, step)
     draft_waits: tuple[FencePoint, ...] = ()
     verify_waits: tuple[FencePoint, ...] = ()
     if kind is StepKind.DECODE:
@@ -116,13 +132,14 @@ def plan_step(state: PlanState, command: OrderedStep) -> tuple[PlannedStep, Plan
     elif has_draft and draft.reads_hidden:
         if hidden_read > done_known:
             verify_waits, done_known = (FencePoint(_DONE, hidden_read),), hidden_read
-        draft_waits, stash_known, hidden_read = (stashed,), step, step
+        draft_waits, stash_known, hidden_read = (stash,), step, step
     planned = PlannedStep(
         draft=FenceOps(draft_waits, (done,)) if has_draft else None,
-        verify=FenceOps(verify_waits, (published, stashed)),
+        verify=FenceOps(verify_waits, (published, stash) if draft.is_present else (published,)),
         copy=FenceOps((published,)),
     )
-    return planned, PlanState(draft, run_ahead, step, consumed, (*rows, slots), stash_known, done_known, hidden_read)
+    known = stash_known, done_known, hidden_read, stashed | slots if draft.is_present else 0
+    return planned, PlanState(draft, run_ahead, step, consumed, (*rows, slots), *known)
 
 
 def consume(state: PlanState, step: int) -> PlanState:
@@ -136,11 +153,14 @@ def consume(state: PlanState, step: int) -> PlanState:
     return PlanState(draft, run_ahead, last, step, rows[step - last - 1 :], *known)
 
 
-def _check(state: PlanState, step: int, kind: StepKind) -> None:
+def _check(state: PlanState, command: OrderedStep) -> None:
+    step, kind, slots = command
     if step != state.step + 1:
         raise OrderingError(f"step {step} is planned after step {state.step}")
     if kind is StepKind.DECODE and not state.draft.is_present:
         raise OrderingError(f"step {step} is a {kind.name} step, and there is no draft")
+    if kind is StepKind.DECODE and slots & ~state.stashed:
+        raise OrderingError(f"step {step} is a {kind.name} step of slots that nothing was stashed for since draft joined")
     before = last_consumed(step, state.run_ahead)
     if state.consumed < before:
         raise OrderingError(

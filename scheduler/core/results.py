@@ -64,6 +64,8 @@ class Step:
     """The slots that take part."""
     yielding: StepSlots
     """The slots that the step brings tokens for."""
+    num_draft_tokens: int = 0
+    """K of the draft that takes part, in a decode step; else 0."""
     top_logprobs: dict[int, int] = field(default_factory=dict)
     """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
     chunks: tuple[PrefillChunk, ...] = ()
@@ -158,7 +160,7 @@ class ResultReader:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Copies the rows of the step: the next step's result may overwrite the shared ones."""
         rows = step.yielding.rows
-        most = self._shape.num_draft_tokens if step.kind is StepKind.DECODE else 0
+        most = step.num_draft_tokens
         accepted, lengths = num_accepted[rows], seq_lens[rows]
         # Without its sign, a negative number is a large one.
         if len(rows) and (accepted.view(np.uint32).max() > most or lengths.min() < 0):

@@ -47,6 +47,11 @@ class Sequence:
         """Tokens of prompt and output together, at most."""
         return len(self.spec.prompt) + self.spec.max_new_tokens
 
+    @property
+    def is_prefilling(self) -> bool:
+        """True if some of its tokens were not sent yet."""
+        return self.num_prefilled < len(self.tokens)
+
     def num_drafted(self, num_draft_tokens: int) -> int:
         """How many of the K tokens drafted in a step are for this sequence."""
         most = self.spec.max_draft_tokens

@@ -29,6 +29,7 @@ class WaitingQueue:
         self.capacity = capacity
         self.is_stopped = False
         """True once `stop` was called."""
+        self._is_woken = False
         self._epoch: int | None = None
         self._held: dict[tuple[int, int], Sequence] = {}
         self._waiting: list[tuple[int, int, int, Sequence]] = []
@@ -142,9 +143,18 @@ class WaitingQueue:
             heapify(self._deadlines)
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Sleeps until there is a sequence to start or to end, the queue is stopped, or the time is over."""
+        """Sleeps until there is a sequence to start or to end, `wake` or `stop` was called, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_waiting or self._cancelled or self.is_stopped, timeout_s)
+            self._changed.wait_for(
+                lambda: self._num_waiting or self._cancelled or self._is_woken or self.is_stopped, timeout_s
+            )
+            self._is_woken = False
+
+    def wake(self) -> None:
+        """Has the step loop look around, at once if it sleeps: a draft came, or a worker is lost."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     def wait_for_stop(self, timeout_s: float) -> None:
         """Sleeps until the queue is stopped or the time is over."""
