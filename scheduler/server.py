@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -28,15 +29,14 @@ from slipstream.scheduler.telemetry.timeline import TimelineServicer
 from slipstream.scheduler.workers.session import FINAL_ERRORS, WorkerSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome
     from slipstream.common.device.interface import Device
     from slipstream.common.rpc.listener import Listener
     from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.step import Role
     from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.workers.draft_session import DraftSession
     from slipstream.scheduler.workers.epoch import Epoch
-    from slipstream.scheduler.workers.link import Link
+    from slipstream.scheduler.workers.session import MakeLink
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ async def run_scheduler(
     metrics_port: int | None,
     *,
     device: Device | None = None,
-    make_links: Callable[[], dict[Role, Link]] | None = None,
+    make_link: MakeLink | None = None,
 ) -> int:
-    """Serves until a signal, or until the workers turn out not to fit; returns the exit status.
+    """Serves until a signal, or until verify turns out not to fit; returns the exit status.
 
-    `device` replaces the one that the configuration asks for. `make_links` makes links to workers other than the
+    `device` replaces the one that the configuration asks for. `make_link` makes links to workers other than the
     services at the addresses of the configuration. Raises ConfigError for an address that is no Unix socket.
     """
     if not isinstance(parse_address(listener.address), UnixAddress):
@@ -76,8 +76,9 @@ async def run_scheduler(
         server.add_service(TIMELINE, trace_pb2_grpc.add_TimelineServicer_to_server, TimelineServicer(serving.epoch))
         await server.start()
         session = WorkerSession(
-            config, device, queue, registry=registry, listener=serving, sink=scheduler, make_links=make_links
+            config, device, queue, registry=registry, listener=serving, sink=scheduler, make_link=make_link
         )
+        serving.drafts = session.drafts
         session.start()
         await signals.wait()
         await serving.finish(config.grace_s)
@@ -100,7 +101,8 @@ class _Serving:
         metrics_port: int,
     ) -> None:
         self.failure: SlipstreamError | None = None
-        self.servicer = SchedulerServicer(queue, self.describe)
+        self.drafts: DraftSession | None = None
+        self.servicer = SchedulerServicer(queue, self.describe, self._swap)
         self._config = config
         self._server = server
         self._queue = queue
@@ -118,10 +120,9 @@ class _Serving:
         """See `SessionListener.attached`."""
         self._epoch = epoch
         self._change(SchedulerState(serving=self.describe()))
-        workers, extra = epoch.workers, {"epoch": epoch.number}
-        mps = "on" if workers.under_mps else "off"
+        mps, extra = "on" if epoch.under_mps else "off", {"epoch": epoch.number}
         text = "serving %s, algorithm %s, fence %s, MPS %s"
-        logger.info(text, workers.verify.model, workers.algorithm, epoch.fence_kind, mps, extra=extra)
+        logger.info(text, epoch.verify.model, epoch.algorithm, epoch.fence_kind, mps, extra=extra)
 
     def detached(self, reason: str) -> None:
         """See `SessionListener.detached`."""
@@ -149,6 +150,13 @@ class _Serving:
         # Workers may come back while the server is shutting down.
         self._server.set_serving(state.serving is not None and not self._is_ending)
 
+    def _drafts(self) -> DraftSession:
+        assert self.drafts is not None, "set before the session starts"
+        return self.drafts
+
+    async def _swap(self, request: DraftSwap) -> SwapOutcome:
+        return await asyncio.to_thread(self._drafts().swap, request)
+
     def report(self) -> int:
         """Prints the failure and returns the exit status."""
         print(f"slipstream-scheduler: {self.failure}", file=sys.stderr)
@@ -157,20 +165,22 @@ class _Serving:
     def describe(self) -> SchedulerDescription:
         """What the last epoch serves, and its load."""
         assert self._epoch is not None, "described while an epoch is served"
-        epoch, workers, sizes = self._epoch, self._epoch.workers, self._epoch.sizes
+        epoch, sizes, verify, draft = self._epoch, self._epoch.sizes, self._epoch.verify, self._epoch.draft
+        drafts = self._drafts()
         scheduler = ServiceState(
             name="scheduler", address=self._server.address, pid=os.getpid(), metrics_port=self._metrics_port
         )
-        services = [scheduler, _service(workers.verify, self._config.verify)]
-        if workers.draft is not None and self._config.draft is not None:
-            services.append(_service(workers.draft, self._config.draft))
+        services = [scheduler, _service(verify, self._config.verify)]
+        if draft is not None:
+            services.append(_service(draft, drafts.address))
         server = ServerState(
             version=version("slipstream-serve"),
-            model=workers.verify.model,
-            vocab_size=workers.verify.vocab_size,
+            model=verify.model,
+            vocab_size=verify.vocab_size,
             context_tokens=sizes.context_tokens,
-            algorithm=workers.algorithm,
-            num_draft_tokens=sizes.batch.num_draft_tokens,
+            algorithm=epoch.algorithm,
+            # While one is expected, requests may bound what it may draft for them.
+            num_draft_tokens=epoch.num_draft_tokens or drafts.num_draft_tokens,
             run_ahead=sizes.batch.run_ahead,
             num_slots=epoch.batch.slots.num_slots,
             page_tokens=sizes.batch.page_tokens,
@@ -182,12 +192,15 @@ class _Serving:
             epoch=epoch.number,
             services=tuple(services),
             fence=epoch.fence_kind,
-            under_mps=workers.under_mps,
+            under_mps=epoch.under_mps,
+            draft_state=drafts.status.state,
+            draft_state_seconds=time.monotonic() - drafts.status.since if drafts.status.state else 0.0,
+            draft_problem=drafts.status.problem,
         )
         return SchedulerDescription(
             server=server,
-            tokenizer_path=str(workers.verify.tokenizer_path),
-            eos_token_ids=tuple(workers.verify.eos_token_ids),
+            tokenizer_path=str(verify.tokenizer_path),
+            eos_token_ids=tuple(verify.eos_token_ids),
             max_sequences=self._queue.capacity,
         )
 

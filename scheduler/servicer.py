@@ -9,24 +9,28 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.api.draft_swap import DraftSwap
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.api.server_state import SchedulerState
 from slipstream.common.api.step_output import Refusal
 from slipstream.common.errors import (
+    ConfigError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.rpc.address import parse_address
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.protos import scheduler_pb2 as pb
 from slipstream.protos import scheduler_pb2_grpc
 from slipstream.scheduler.core.sequence import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from slipstream.common.api.draft_swap import SwapOutcome
     from slipstream.common.api.server_state import SchedulerDescription
     from slipstream.scheduler.core.outbox import Outgoing
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -109,10 +113,16 @@ class GatewayStream:
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Serves `Scheduler`, and is the loop's `OutputSink`. Belongs to the event loop, but for `put`."""
 
-    def __init__(self, queue: WaitingQueue, describe: Callable[[], SchedulerDescription]) -> None:
-        """`describe` returns what is served now; called while the state is serving."""
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        describe: Callable[[], SchedulerDescription],
+        swap: Callable[[DraftSwap], Awaitable[SwapOutcome]],
+    ) -> None:
+        """`describe` returns what is served now; called while the state is serving. `swap`: see `DraftSession.swap`."""
         self._queue = queue
         self._describe = describe
+        self._swap = swap
         self._state = _NOT_ATTACHED
         self._streams: dict[int, GatewayStream] = {}
         self._numbers = count(1)
@@ -158,6 +168,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading
+
+    async def SwapDraft(self, request: pb.SwapDraftRequest, context: Any) -> pb.SwapDraftResponse:
+        """See scheduler.proto."""
+        reject_unknown_fields(request)
+        swap = DraftSwap.from_pb(request)
+        if swap.address:
+            try:
+                parse_address(swap.address)
+            except ConfigError:
+                raise InvalidArgumentError(
+                    "address", swap.address, "unix:PATH or HOST:PORT, or empty for none"
+                ) from None
+        return (await self._swap(swap)).to_pb()
 
     async def _read(self, stream: GatewayStream, requests: AsyncIterator[pb.RunRequest]) -> None:
         error: SlipstreamError | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from slipstream.common.errors import PendingLengthError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 

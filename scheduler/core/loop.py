@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.worker.recorder import Site
-from slipstream.common.worker.step import Role, StepCommand, StepKind
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step
+from slipstream.common.worker.step import FenceName, FenceOps, Role, StepCommand, StepKind
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, RESULT
 
 if TYPE_CHECKING:
-    from slipstream.common.device.interface import Fence
     from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.core.outbox import OutputSink
+    from slipstream.scheduler.core.plan import PlannedStep
     from slipstream.scheduler.core.results import ResultReader, Step, StepResult
+    from slipstream.scheduler.core.speculation import Speculation
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.scheduler.telemetry.decode_record import DecodeRecord
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
+    from slipstream.scheduler.workers.attachment import DraftAttachment
     from slipstream.scheduler.workers.link import Dispatch, Link
 
 IDLE_S = 0.5
 LIVENESS_S = 0.1
 """Between two checks of the links during a wait for a worker."""
+WATCH_S = 0.02
+"""The same while a draft may hold the step up."""
+_NO_DRAFT = DraftTraits(is_present=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +43,20 @@ class LoopSettings:
     epoch: int
     run_ahead: int
     """R: step n is sent once step n-R-1 is consumed."""
-    draft: DraftTraits
     ring: int
     step_timeout_s: float
-    """A step that takes longer means that a worker hangs."""
+    """A step that takes longer means that verify hangs."""
+
+
+class _Sent(NamedTuple):
+    """A step under way."""
+
+    step: Step
+    attachment: DraftAttachment | None
+    """The draft that it refers to."""
+    waits_for: int
+    """The value of `draft.done` that verify waits for in it; 0 for none."""
+    sent_ns: int
 
 
 class StepLoop:
@@ -53,44 +68,47 @@ class StepLoop:
         *,
         queue: WaitingQueue,
         batch: Batch,
-        links: dict[Role, Link],
+        verify: Link,
+        speculation: Speculation,
         dispatch: Dispatch,
         results: ResultReader,
         timings: StepTimings,
         metrics: StepMetrics,
         recorder: StepRecorder,
-        draft_done: Fence,
+        decodes: DecodeRecord,
         log: AccessLog,
         sink: OutputSink,
     ) -> None:
         self._settings = settings
         self._queue = queue
         self._batch = batch
-        self._links = links
+        self._verify = verify
+        self._speculation = speculation
         self._dispatch = dispatch
         self._results = results
         self._timings = timings
         self._metrics = metrics
         self._recorder = recorder
-        self._draft_done = draft_done
+        self._decodes = decodes
         self._log = log
         self._sink = sink
-        self._plan = initial_state(settings.draft, settings.run_ahead)
-        self._in_flight: deque[Step] = deque()
-        self._sent_ns: deque[int] = deque()
-        self._draft_steps: deque[int] = deque()
-        self._taken_in: TakenIn | None = None
+        self._plan = initial_state(_NO_DRAFT, settings.run_ahead)
+        self._planned_for: DraftAttachment | None = None
+        self._in_flight: deque[_Sent] = deque()
+        self._landed_ns = 0
+        """When the last result came."""
+        self._taken_in: tuple[Step, TakenIn] | None = None
         """The outcome of the last result, not handed out yet."""
 
     def run(self) -> None:
-        """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when a worker is lost."""
+        """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when verify is lost."""
         while not self._queue.is_stopped:
             self._batch.cancel(self._queue.take_cancelled())
             self._batch.admit(self._queue)
-            step = self._batch.next_step()
+            step, attachment = self._next_step()
             try:
                 if step is not None:
-                    self._send(step)
+                    self._send(step, attachment)
             finally:
                 # After the commands, which the workers wait for.
                 self._hand_out()
@@ -111,94 +129,153 @@ class StepLoop:
             self._consume()
             self._hand_out()
 
+    def _next_step(self) -> tuple[Step | None, DraftAttachment | None]:
+        """The next step and the draft that it refers to; no step if there is nothing to do, or to be done first."""
+        self._bound_draft(self._plan.step + 1)
+        part = self._speculation.next_part(self._plan.step, len(self._in_flight))
+        if part is None:
+            return None, None
+        if part.is_empty:
+            return self._batch.empty_step(), None
+        step = self._batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first)
+        return step, part.attachment
+
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise."""
         outgoing = self._batch.outbox.take()
         if outgoing:
             self._sink.put(outgoing)
-        taken_in, self._taken_in = self._taken_in, None
-        if taken_in is not None:
-            num_accepted = taken_in.num_accepted[taken_in.is_speculating]
-            self._metrics.drafted(num_accepted, self._batch.sizes.num_draft_tokens)
+        if self._taken_in is not None:
+            (step, taken_in), self._taken_in = self._taken_in, None
+            self._metrics.drafted(taken_in.num_accepted[taken_in.is_speculating], step.num_draft_tokens)
         self._timings.report()
 
-    def _send(self, step: Step) -> None:
-        self._bound_draft(step)
+    def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
         decided_ns = time.monotonic_ns()
-        ordered = OrderedStep(step.number, step.kind, step.members.mask)
-        planned, self._plan = plan_step(self._plan, ordered)
-        commands = [(Role.VERIFY, planned.verify)]
-        if planned.draft is not None:
-            # The command that the other one waits for goes first.
-            commands.insert(0 if step.kind is StepKind.DECODE else 1, (Role.DRAFT, planned.draft))
-            self._draft_steps.append(step.number)
-        if self._log.is_enabled:
-            for role, _ in commands:
-                self._log.send(role, epoch=self._settings.epoch, step=step.number)
-        self._dispatch.send([(self._links[role], self._command(step, ops)) for role, ops in commands])
+        planned = self._ordered(step, attachment)
+        has_command = planned.draft is not None
+        if attachment is not None:
+            is_prefill = step.kind is StepKind.PREFILL
+            self._speculation.sending(step.number, attachment, has_command=has_command, brings_tokens=is_prefill)
+        waits_for = next((point.value for point in planned.verify.waits if point.fence is FenceName.DRAFT_DONE), 0)
+        # The command that the other one waits for goes first.
+        if step.kind is StepKind.DECODE:
+            self._send_to_draft(step, planned, attachment)
+            self._send_to_verify(step, planned, attachment)
+        else:
+            self._send_to_verify(step, planned, attachment)
+            self._send_to_draft(step, planned, attachment)
         sent_ns = time.monotonic_ns()
         self._recorder.sent(step, planned.verify, planned.draft, decided_ns, sent_ns)
         # After the commands: in one process their enqueueing must not wait for the copy, which waits for them.
         self._results.start(step)
-        self._in_flight.append(step)
-        self._sent_ns.append(sent_ns)
-        self._timings.sent(step)
+        self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns))
+        self._timings.sent(step, attachment if has_command else None)
+
+    def _ordered(self, step: Step, attachment: DraftAttachment | None) -> PlannedStep:
+        if attachment is not self._planned_for:
+            traits = _NO_DRAFT if attachment is None else attachment.traits
+            self._plan, self._planned_for = with_draft(self._plan, traits), attachment
+        planned, self._plan = plan_step(self._plan, OrderedStep(step.number, step.kind, step.members.mask))
+        return planned
+
+    def _send_to_draft(self, step: Step, planned: PlannedStep, attachment: DraftAttachment | None) -> None:
+        if attachment is None or planned.draft is None or attachment.is_released:
+            return
+        if self._log.is_enabled:
+            self._log.send(Role.DRAFT, epoch=attachment.number, step=step.number)
+        command = self._command(step, planned.draft, attachment.number)
+        try:
+            self._dispatch.send(attachment.link, command, {Role.VERIFY: self._verify, Role.DRAFT: attachment.link})
+        except SlipstreamError as error:
+            self._check_verify()
+            self._speculation.lose(attachment, error)
+
+    def _send_to_verify(self, step: Step, planned: PlannedStep, attachment: DraftAttachment | None) -> None:
+        ops, number = planned.verify, 0
+        producers = {Role.VERIFY: self._verify}
+        if attachment is not None:
+            number, producers[Role.DRAFT] = attachment.number, attachment.link
+            if attachment.is_released:
+                ops = _without_draft(ops)
+        if self._log.is_enabled:
+            self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
+        command = self._command(step, ops, self._settings.epoch, number)
+        try:
+            self._dispatch.send(self._verify, command, producers)
+        except SlipstreamError as error:
+            self._check_verify()
+            if attachment is None:
+                raise
+            # Draft did not acknowledge the steps that this one waits for: it goes on without.
+            self._speculation.lose(attachment, error)
+            self._dispatch.send(self._verify, replace(command, ops=_without_draft(ops)), producers)
 
     def _consume(self) -> None:
-        step = self._in_flight.popleft()
-        copy_ns, wait_ns = self._sent_ns.popleft(), time.monotonic_ns()
-        result = self._await_result(step)
+        sent = self._in_flight.popleft()
+        step, wait_ns = sent.step, time.monotonic_ns()
+        result = self._await_result(sent)
         landed_ns = time.monotonic_ns()
         self._recorder.add(Site.WAIT, step.number, wait_ns, landed_ns)
-        self._recorder.add(Site.COPY, step.number, copy_ns, landed_ns)
+        self._recorder.add(Site.COPY, step.number, sent.sent_ns, landed_ns)
         self._plan = consume(self._plan, step.number)
-        if step.kind is StepKind.DECODE:
-            # Verify waited for draft in this step: draft is done with all steps up to it.
-            while self._draft_steps and self._draft_steps[0] <= step.number:
-                self._draft_steps.popleft()
+        gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
+        self._landed_ns = landed_ns
+        self._speculation.consumed(step.number, gap_s, is_decode=step.kind is not StepKind.PREFILL)
         self._timings.came(step, result.stamps_before)
-        self._taken_in = self._batch.apply(step, result, landed_ns)
+        taken_in = self._batch.apply(step, result, landed_ns)
+        self._taken_in = step, taken_in
+        self._decodes.add(step, taken_in, sent.attachment, landed_ns)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
 
     def _sleep(self) -> None:
         self._timings.idle()
-        self._check_links()
+        self._decodes.idle()
+        self._check_verify()
         begun_ns = time.monotonic_ns()
         self._queue.wait_for_change(IDLE_S)
         self._recorder.add(Site.IDLE, self._plan.step, begun_ns, time.monotonic_ns())
 
-    def _await_result(self, step: Step) -> StepResult:
+    def _await_result(self, sent: _Sent) -> StepResult:
         started = time.monotonic()
-        while (result := self._results.resolve(step, LIVENESS_S)) is None:
-            self._check_progress(step.number, started)
+        since = max(sent.sent_ns, self._landed_ns) / 1e9
+        # Looked at first, since the fence of a draft that was lost may be set back.
+        self._speculation.check()
+        while (result := self._results.resolve(sent.step, self._patience_s())) is None:
+            self._check_progress(sent.step.number, started)
+            self._speculation.watch(sent.attachment, sent.waits_for, since)
         self._metrics.host_stalled(RESULT, time.monotonic() - started)
         return result
 
-    def _bound_draft(self, step: Step) -> None:
+    def _bound_draft(self, step: int) -> None:
         """Keeps draft from falling a whole ring behind: prompts can be sent faster than it takes them in."""
-        while self._draft_steps and self._draft_steps[0] <= step.number - self._settings.ring:
+        started, bound = time.monotonic(), step - self._settings.ring
+        while (backlog := self._speculation.backlog()) is not None and backlog[1] <= bound:
             self._hand_out()
-            oldest = self._draft_steps.popleft()
-            started = time.monotonic()
-            while not self._draft_done.wait_on_host(oldest, LIVENESS_S):
-                self._check_progress(oldest, started)
+            attachment, oldest = backlog
+            if not attachment.done.wait_on_host(oldest, WATCH_S):
+                self._check_verify()
+                self._speculation.watch(attachment, oldest, started)
             self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)
-        self._timings.collect(step.number - self._settings.ring)
+        self._timings.collect(bound)
+
+    def _patience_s(self) -> float:
+        return WATCH_S if self._speculation.has_attachment else LIVENESS_S
 
     def _check_progress(self, step: int, started: float) -> None:
-        self._check_links()
+        self._check_verify()
         waited = time.monotonic() - started
         if waited > self._settings.step_timeout_s:
-            raise DeadlineExceededError(f"step {step} did not end within {waited:.1f} s: a worker hangs")
+            raise DeadlineExceededError(f"step {step} did not end within {waited:.1f} s: the verify service hangs")
 
-    def _check_links(self) -> None:
-        for link in self._links.values():
-            if link.failure is not None:
-                raise link.failure
+    def _check_verify(self) -> None:
+        if self._verify.failure is not None:
+            # A new error: the link's own would keep this epoch's frames.
+            raise UnavailableError(str(self._verify.failure))
 
-    def _command(self, step: Step, ops: FenceOps) -> StepCommand:
+    def _command(self, step: Step, ops: FenceOps, epoch: int, attachment: int = 0) -> StepCommand:
         return StepCommand(
-            epoch=self._settings.epoch,
+            epoch=epoch,
             step=step.number,
             kind=step.kind,
             slots=step.members.slots,
@@ -206,4 +283,10 @@ class StepLoop:
             chunks=step.chunks,
             updates=step.updates,
             top_logprobs=step.most_top_logprobs,
+            attachment=attachment,
         )
+
+
+def _without_draft(ops: FenceOps) -> FenceOps:
+    """Leaves out the waits for a draft that is lost."""
+    return FenceOps(tuple(point for point in ops.waits if point.fence is not FenceName.DRAFT_DONE), ops.signals)

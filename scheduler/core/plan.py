@@ -102,7 +102,7 @@ def initial_state(draft: DraftTraits, run_ahead: int) -> PlanState:
 def with_draft(state: PlanState, draft: DraftTraits) -> PlanState:
     """The state when draft has left or another one has joined.
 
-    The other one has waited for nothing and read nothing, its fence was never waited for, and nothing is stashed for it.
+    The other one has waited for nothing and read nothing; its fence was never waited for, nor anything stashed for it.
     """
     return state._replace(draft=draft, stash_known=0, done_known=0, hidden_read=0, stashed=0)
 
@@ -160,7 +160,9 @@ def _check(state: PlanState, command: OrderedStep) -> None:
     if kind is StepKind.DECODE and not state.draft.is_present:
         raise OrderingError(f"step {step} is a {kind.name} step, and there is no draft")
     if kind is StepKind.DECODE and slots & ~state.stashed:
-        raise OrderingError(f"step {step} is a {kind.name} step of slots that nothing was stashed for since draft joined")
+        raise OrderingError(
+            f"step {step} is a {kind.name} step of slots that nothing was stashed for since draft joined"
+        )
     before = last_consumed(step, state.run_ahead)
     if state.consumed < before:
         raise OrderingError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.common.worker.layout import EpochShape
     from slipstream.common.worker.step import PrefillChunk, SlotUpdate
     from slipstream.scheduler.core.allocators import SlotLease
 
@@ -88,17 +88,17 @@ class StepResult:
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By row, for its tokens, of sequences that asked for them."""
     stamps_before: tuple[Interval, ...] = ()
-    """Stamps of the step before, as of this step's publication: verify's, and draft's if there is one."""
+    """Stamps of the step before, as of this step's publication: verify's and draft's. Draft's may be any numbers."""
 
 
 class ResultReader:
     """Copies results on a private stream that waits for publish alone: other queued work does not delay it."""
 
-    def __init__(self, device: Device, arena: Arena, shape: FutureMapShape, log: AccessLog) -> None:
+    def __init__(self, device: Device, arena: Arena, shape: EpochShape, log: AccessLog) -> None:
         self._shape = shape
         self._log = log
         publish = arena.fence(FenceName.VERIFY_PUBLISH)
-        stamps = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * (shape.num_draft_tokens > 0)
+        stamps = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
         published = [arena.tensor(name).unbind() for name in _PUBLISHED]
         before = [_row_before(arena.tensor(name).unbind()) for name in stamps]
         self._copy = device.host_copy(publish, [*published, *before])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate
@@ -69,6 +69,10 @@ class Sequence:
             max_draft_tokens=spec.max_draft_tokens,
             prompt_tokens=len(spec.prompt) if spec.output else None,
         )
+
+    def update_of_running(self, *, history_from: int) -> SlotUpdate:
+        """The same for a draft that comes while it runs. `history_from`: see `SlotUpdate`."""
+        return replace(self.slot_update(), prompt_tokens=len(self.spec.prompt), history_from=history_from)
 
     def next_chunk(self, max_tokens: int) -> PrefillChunk:
         """Takes the next of its tokens to prefill, `max_tokens` at most."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.metrics import MetricSpec
     from slipstream.scheduler.workers.epoch import Epoch
 
-EPOCH = gauge("slipstream_epoch", "Number of the current attachment to the workers; a new one means that one was lost.")
+EPOCH = gauge("slipstream_epoch", "Number of the current attachment to verify; a new one means that verify was lost.")
 RUN_AHEAD = gauge(
     "slipstream_run_ahead", "Steps that are sent before the result of the first of them is known, less 1."
 )
@@ -52,7 +52,7 @@ class ServerMetrics(Collector):
         return [] if epoch is None else [self._build_info(epoch), *self._sizes(epoch), *_kv(epoch)]
 
     def _build_info(self, epoch: Epoch) -> GaugeMetricFamily:
-        verify, labels = epoch.workers.verify, epoch.labels
+        verify, labels = epoch.verify, epoch.labels
         family = BUILD_INFO.family()
         family.add_metric(("scheduler", version("slipstream-serve"), verify.model, verify.device, *labels), 1)
         return family
@@ -62,7 +62,7 @@ class ServerMetrics(Collector):
         return [
             _single(EPOCH, epoch.number),
             _single(RUN_AHEAD, sizes.run_ahead),
-            _single(NUM_DRAFT_TOKENS, sizes.num_draft_tokens),
+            _single(NUM_DRAFT_TOKENS, epoch.num_draft_tokens),
             _single(SLOTS, epoch.batch.slots.num_slots),
         ]
 
@@ -70,7 +70,7 @@ class ServerMetrics(Collector):
 def _kv(epoch: Epoch) -> list[GaugeMetricFamily]:
     pages, used, page_bytes = KV_PAGES.family(), KV_PAGES_USED.family(), KV_PAGE_BYTES.family()
     allocator = epoch.batch.pages
-    for worker in (epoch.workers.verify, epoch.workers.draft):
+    for worker in (epoch.verify, epoch.draft):
         # A drafter without a KV cache has no pool.
         if worker is not None and worker.kv_bytes_per_token:
             service = (worker.role.value,)

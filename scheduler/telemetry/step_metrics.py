@@ -124,10 +124,27 @@ class StepMetrics:
 
     def __init__(self, families: StepMetricFamilies, *, fence: str, mps: str, algorithm: str) -> None:
         """`fence`, `mps` and `algorithm` become labels: they are the conditions of the measurement."""
-        self.labels = (fence, mps, algorithm)
+        self._families = families
+        self._fence = fence
+        self._lock = families.lock
+        self._stalled_s = dict.fromkeys(SITES, 0.0)
+        self._timings: list[StepTiming] = []
+        self._num_accepted: list[NDArray[np.int64]] = []
+        self._num_draft_tokens = 0
+        self._label(mps, algorithm)
+        families.before_collecting(self._count)
+
+    def measure(self, *, mps: str, algorithm: str) -> None:
+        """Counts under other labels from now on: another draft is there, or none."""
+        with self._lock:
+            self._count()
+            self._label(mps, algorithm)
+
+    def _label(self, mps: str, algorithm: str) -> None:
+        families = self._families
+        self.labels = (self._fence, mps, algorithm)
         labels = dict(zip(LABELS, self.labels, strict=True))
         phases = ("decode", "prefill")
-        self._lock = families.lock
         self._step_seconds = {phase: families.step_seconds.labels(**labels, phase=phase) for phase in phases}
         self._bubble = {
             (edge, phase): families.bubble_seconds.labels(**labels, edge=edge, phase=phase)
@@ -150,11 +167,6 @@ class StepMetrics:
         self._accepted_per_position = families.accepted_per_position
         self._algorithm = algorithm
         self._accepted_at: list[Counter] = []
-        self._stalled_s = dict.fromkeys(SITES, 0.0)
-        self._timings: list[StepTiming] = []
-        self._num_accepted: list[NDArray[np.int64]] = []
-        self._num_draft_tokens = 0
-        families.before_collecting(self._count)
 
     def observe(self, timing: StepTiming) -> None:
         """Counts a step and its times."""
@@ -171,10 +183,12 @@ class StepMetrics:
             self._stalled_s[site] += seconds
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
-        """Counts the drafts of a step: the accepted tokens of each, and K, the same in all steps of an epoch."""
+        """Counts the drafts of a step: the accepted tokens of each, and K."""
         if not len(num_accepted):
             return
         with self._lock:
+            if num_draft_tokens != self._num_draft_tokens:
+                self._count()
             self._num_draft_tokens = num_draft_tokens
             self._num_accepted.append(num_accepted)
             if len(self._num_accepted) >= COUNTED_STEPS:

@@ -13,7 +13,7 @@ from slipstream.common.worker.trace import Trace, TracedProcess, TraceRequest
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from slipstream.common.device.interface import ClockSample
     from slipstream.common.worker.contract import WorkerDescription
@@ -45,8 +45,8 @@ class TimelineServicer(trace_pb2_grpc.TimelineServicer):
 
 async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
     """Raises DeadlineExceededError when nothing runs, UnavailableError when the workers are lost."""
-    recorder = epoch.recorder
-    _, clock_before = await asyncio.to_thread(_ask_workers, epoch, recorder.last_sent + 1)
+    recorder, workers = epoch.recorder, _attached(epoch)
+    _, clock_before = await asyncio.to_thread(_ask_workers, epoch, workers, recorder.last_sent + 1)
     first = recorder.last_sent + 1
     last = first + asked.steps - 1
     await _until_complete(recorder, last, asked.wait_ms / 1000)
@@ -55,9 +55,9 @@ async def _trace(epoch: Epoch, asked: TraceRequest) -> Trace:
         raise DeadlineExceededError(f"no step was complete within {asked.wait_ms / 1000:g} s: ask while requests run")
     # Read before the workers are asked, which takes time: the rings go on.
     host = recorder.host_records(first)
-    streams = {role: recorder.stream_records(role, first) for role in _attached(epoch)}
-    answers, clock_after = await asyncio.to_thread(_ask_workers, epoch, first)
-    return _merged(epoch, steps, host, streams, answers, (clock_before, clock_after))
+    streams = {role: recorder.stream_records(role, first) for role in workers}
+    answers, clock_after = await asyncio.to_thread(_ask_workers, epoch, workers, first)
+    return _merged(epoch, workers, steps, host, streams, answers, (clock_before, clock_after))
 
 
 async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> None:
@@ -86,29 +86,29 @@ async def _until_complete(recorder: StepRecorder, last: int, wait_s: float) -> N
 
 def _merged(
     epoch: Epoch,
+    workers: Mapping[Role, WorkerDescription],
     steps: list[TracedStep],
     host: list[Record],
     streams: dict[Role, list[Record]],
     answers: dict[Role, HostRecords | None],
     samples: tuple[ClockSample, ...],
 ) -> Trace:
-    workers = epoch.workers
     numbers = {step.step for step in steps}
 
     def traced(records: Iterable[Record]) -> tuple[Record, ...]:
         return tuple(record for record in records if record.step in numbers)
 
     processes = [TracedProcess(name="scheduler", pid=os.getpid(), records=traced(host))]
-    for role, worker in _attached(epoch).items():
+    for role, worker in workers.items():
         answer = answers[role]
         records = traced([*streams[role], *(() if answer is None else answer.records)])
         processes.append(TracedProcess(name=role.value, pid=worker.pid, model=worker.model, records=records))
     return Trace(
         epoch=epoch.number,
-        device=workers.verify.device,
+        device=epoch.verify.device,
         fence=epoch.fence_kind,
-        under_mps=workers.under_mps,
-        algorithm=workers.algorithm,
+        under_mps=epoch.under_mps,
+        algorithm=epoch.algorithm,
         run_ahead=epoch.sizes.batch.run_ahead,
         steps=tuple(steps),
         processes=tuple(processes),
@@ -116,17 +116,19 @@ def _merged(
     )
 
 
-def _ask_workers(epoch: Epoch, from_step: int) -> tuple[dict[Role, HostRecords | None], ClockSample]:
+def _ask_workers(
+    epoch: Epoch, workers: Iterable[Role], from_step: int
+) -> tuple[dict[Role, HostRecords | None], ClockSample]:
     """Returns the workers' records of steps from this one on, and a sample of the stamps' clock. Blocks.
 
     Prefers the workers' samples of the clock: outside MPS, the scheduler gets the GPU late.
     """
-    answers = {role: epoch.read_records(role, from_step) for role in _attached(epoch)}
+    answers = {role: epoch.read_records(role, from_step) for role in workers}
     clocks = [answer.clock for answer in answers.values() if answer is not None and answer.clock is not None]
     tightest = min(clocks, key=lambda clock: clock.uncertainty_ns) if clocks else epoch.sample_clock()
     return answers, tightest
 
 
 def _attached(epoch: Epoch) -> dict[Role, WorkerDescription]:
-    workers = epoch.workers
-    return {Role.VERIFY: workers.verify} | ({} if workers.draft is None else {Role.DRAFT: workers.draft})
+    draft = epoch.draft
+    return {Role.VERIFY: epoch.verify} | ({} if draft is None else {Role.DRAFT: draft})

@@ -28,16 +28,21 @@ from slipstream.common.worker.trace import MAX_STEPS, TracedStep
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from slipstream.common.device.interface import Arena, Device
     from slipstream.common.worker.access_log import AccessLog
-    from slipstream.common.worker.layout import FutureMapShape
+    from slipstream.common.worker.layout import EpochShape
     from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.results import Interval, Step
+    from slipstream.scheduler.workers.attachment import DraftAttachment
 
 
 VERIFY_TO_DRAFT = "verify_to_draft"
 DRAFT_TO_VERIFY = "draft_to_verify"
 VERIFY_TO_VERIFY = "verify_to_verify"
+_LONGEST_NS = 600 * 10**9
+"""No step takes longer."""
 EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
 
 
@@ -73,18 +78,33 @@ def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: 
     )
 
 
+class _Unread(NamedTuple):
+    """A step whose stamps were not taken in."""
+
+    step: Step
+    attachment: DraftAttachment | None
+    """The draft that has a command in it."""
+    is_first: bool
+    """True behind an idle time."""
+
+    @property
+    def draft(self) -> DraftAttachment | None:
+        """The draft whose stamps are to come: one that was lost leaves none."""
+        return None if self.attachment is None or self.attachment.is_released else self.attachment
+
+
 class StepTimings:
     """Takes in the stamps of each step, one step late.
 
-    As a rule they come with the next step's result. Where that does not imply that they are complete, they are read
-    once the fences are signalled.
+    As a rule they come with the next step's result. Draft's stamps of a prefill may come later: they are read from its
+    own memory once it has signalled.
     """
 
     def __init__(
         self,
         device: Device,
         arena: Arena,
-        shape: FutureMapShape,
+        shape: EpochShape,
         log: AccessLog,
         observe: Callable[[StepTiming], None],
         recorder: StepRecorder,
@@ -92,23 +112,20 @@ class StepTimings:
         """`observe` is called by `report`, once for each step, in order; `recorder` gets the stamps themselves."""
         self._device = device
         self._ring = shape.ring
-        self._has_draft = shape.num_draft_tokens > 0
         self._log = log
         self._observe = observe
         self._recorder = recorder
-        self._stash = arena.fence(FenceName.VERIFY_STASH)
-        self._done = arena.fence(FenceName.DRAFT_DONE)
-        names = [BufferName.VERIFY_STAMPS] + [BufferName.DRAFT_STAMPS] * self._has_draft
-        self._stamps = {name: arena.tensor(name) for name in names}
-        self._names = list(self._stamps)
-        self._unread: deque[tuple[Step, bool]] = deque()
+        self._verify_stamps = arena.tensor(BufferName.VERIFY_STAMPS)
+        self._unread: deque[_Unread] = deque()
         self._unreported: deque[StepTiming] = deque()
         self._is_idle = True
+        self._came = 0
+        """The last step whose result came: verify has stamped those before it."""
         self._before: Interval = (0, 0)
 
-    def sent(self, step: Step) -> None:
-        """Notes a step that was sent, whose stamps are to be read."""
-        self._unread.append((step, self._is_idle))
+    def sent(self, step: Step, attachment: DraftAttachment | None) -> None:
+        """Notes a step that was sent, whose stamps are to be read. `attachment`: the draft that has a command in it."""
+        self._unread.append(_Unread(step, attachment, self._is_idle))
         self._is_idle = False
 
     def idle(self) -> None:
@@ -116,21 +133,23 @@ class StepTimings:
         self._is_idle = True
 
     def came(self, step: Step, stamps_before: tuple[Interval, ...]) -> None:
-        """Takes in the stamps of the step before, which come with the result of `step`.
+        """Takes in the stamps of the step before, which come with the result of `step`: verify's and draft's.
 
-        Verify's are complete. Draft's are if verify waited in `step` for the draft's next tokens.
+        Verify's are complete. Draft's are if verify has waited for them by then: in that step or in this one.
         """
+        self._came = step.number
         self.collect(step.number - 2)
-        if not self._unread or self._unread[0][0].number != step.number - 1:
+        if not self._unread or self._unread[0].step.number != step.number - 1:
             return
-        before, _ = self._unread[0]
-        has_draft_part = self._has_draft_part(before)
-        if has_draft_part and step.kind is not StepKind.DECODE:
-            self.collect(before.number)
+        before = self._unread[0]
+        if before.draft is not None and StepKind.DECODE not in (before.step.kind, step.kind):
+            self.collect(before.step.number)
             return
-        names = self._names[: 1 + has_draft_part]
-        self._log_read(before, names)
-        self._take(list(stamps_before[: len(names)]))
+        self._log_read(before.step, BufferName.VERIFY_STAMPS)
+        verify, draft = stamps_before
+        if before.draft is not None:
+            self._log_read(before.step, BufferName.DRAFT_STAMPS)
+        self._take(verify, None if before.draft is None else draft)
 
     def report(self) -> None:
         """Calls `observe` for the steps whose stamps came in. Called when no worker waits for this thread."""
@@ -139,44 +158,55 @@ class StepTimings:
 
     def collect(self, up_to_step: int) -> None:
         """Reads the stamps of steps up to this one that are there by now."""
-        while self._unread and self._unread[0][0].number <= up_to_step and self._is_there(self._unread[0][0]):
-            self._take(self._read(self._unread[0][0]))
+        while self._unread and self._unread[0].step.number <= min(up_to_step, self._came - 1):
+            unread = self._unread[0]
+            if unread.draft is not None and not self._is_done(unread.step, unread.draft):
+                return
+            self._take(*self._read(unread.step, unread.draft))
 
-    def _take(self, stamps: list[Interval]) -> None:
-        """Takes in the first unread step. `stamps`: verify's, and draft's if the step has a command for it."""
-        step, is_first = self._unread.popleft()
-        verify, *drafts = stamps
-        draft = drafts[0] if drafts else None
+    def _take(self, verify: Interval, draft: Interval | None) -> None:
+        """Takes in the stamps of the first unread step."""
+        step, _, is_first = self._unread.popleft()
+        if draft is not None and not _is_plausible(step.kind, verify, draft):
+            draft = None
         self._recorder.stamped(step.number, verify, draft)
         self._unreported.append(time_step(step.kind, None if is_first else self._before, verify, draft))
         self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 
-    def _has_draft_part(self, step: Step) -> bool:
-        return self._has_draft and step.kind is not StepKind.PLAIN
-
-    def _is_there(self, step: Step) -> bool:
-        fences = [(FenceName.VERIFY_STASH, self._stash)]
-        if self._has_draft_part(step):
-            fences.append((FenceName.DRAFT_DONE, self._done))
-        if any(fence.poll() < step.number for _, fence in fences):
+    def _is_done(self, step: Step, draft: DraftAttachment) -> bool:
+        if draft.done.poll() < step.number:
             return False
         if self._log.is_enabled:
-            for name, _ in fences:
-                self._log.fence(LogOp.POLL, name, step.number, step=step.number)
+            self._log.fence(LogOp.POLL, FenceName.DRAFT_DONE, step.number, step=step.number, attachment=draft.number)
         return True
 
-    def _read(self, step: Step) -> list[Interval]:
-        """Reads verify's stamps, and draft's if the step has a command for it."""
+    def _read(self, step: Step, draft: DraftAttachment | None) -> tuple[Interval, Interval | None]:
+        """Reads verify's stamps from the results, and draft's from its own memory."""
         row = step.number % self._ring
-        names = self._names[: 1 + self._has_draft_part(step)]
-        self._log_read(step, names)
-        copies = self._device.to_host([self._stamps[name][row] for name in names])
-        return [(start, end) for start, end in (copy.tolist() for copy in copies)]
+        self._log_read(step, BufferName.VERIFY_STAMPS)
+        (verify,) = self._device.to_host([self._verify_stamps[row]])
+        if draft is None:
+            return _interval(verify), None
+        self._log_read(step, BufferName.DRAFT_STAMPS, draft.number)
+        (own,) = self._device.to_host([draft.stamps[row]])
+        return _interval(verify), _interval(own)
 
-    def _log_read(self, step: Step, names: list[BufferName]) -> None:
+    def _log_read(self, step: Step, name: BufferName, attachment: int = 0) -> None:
         if self._log.is_enabled:
-            for name in names:
-                self._log.access(name, [step.number % self._ring], is_write=False, step=step.number)
+            self._log.access(name, [step.number % self._ring], is_write=False, step=step.number, attachment=attachment)
+
+
+def _interval(stamps: torch.Tensor) -> Interval:
+    """[2] int64."""
+    start, end = stamps.tolist()
+    return start, end
+
+
+def _is_plausible(kind: StepKind, verify: Interval, draft: Interval) -> bool:
+    """False for stamps that no work left: a draft may write anything there."""
+    if kind is StepKind.DECODE and draft[1] > verify[0]:
+        return False
+    return draft[0] <= draft[1] and all(abs(stamp - verify[0]) < _LONGEST_NS for stamp in draft)
 
 
 _KEPT_STEPS = MAX_STEPS + 64

@@ -1,39 +1,47 @@
-"""An epoch: the workers attached to one arena, and the scheduler's state for it."""
+"""An epoch: verify attached to the memory of its results, and the scheduler's state for it. Drafts come and go."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.manifest import DTYPES, EVENT
+from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
-from slipstream.common.worker.contract import Attachment
-from slipstream.common.worker.layout import FutureMapShape
+from slipstream.common.worker.contract import Attachment, slot_pages
+from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.loop import LoopSettings, StepLoop
-from slipstream.scheduler.core.plan import DraftTraits
 from slipstream.scheduler.core.results import ResultReader
+from slipstream.scheduler.core.speculation import Speculation
+from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
+from slipstream.scheduler.workers.attachment import draft_sizes
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, ClockSample, Device
+    from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.trace import HostRecords
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import OutputSink
+    from slipstream.scheduler.core.speculation import SpeculationListener
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
+    from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
+    from slipstream.scheduler.workers.attachment import DraftAttachment
     from slipstream.scheduler.workers.link import Dispatch, Link
     from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
+DRAFT_ACKNOWLEDGES_S = 1.0
+"""A draft that has to acknowledge a step may take so long, beside four times what a step may wait for it."""
+
 
 class Epoch:
-    """One attachment of the workers. `open` it, run its `loop`, `close` it."""
+    """One attachment of verify. `open` it, run its `loop`, `close` it."""
 
     def __init__(
         self,
@@ -43,104 +51,162 @@ class Epoch:
         sizes: EpochSizes,
         *,
         device: Device,
-        links: dict[Role, Link],
+        link: Link,
         queue: WaitingQueue,
         metrics: StepMetrics,
+        listener: SpeculationListener,
         sink: OutputSink,
     ) -> None:
-        """`links`: connected, not attached."""
+        """`workers`: verify and the draft that is expected. `link`: verify's, connected, not attached."""
         self.number = number
         self.sizes = sizes
-        self.workers = workers
+        self.verify = workers.verify
+        self.link = link
+        """Verify's."""
         self.batch = Batch(sizes.batch)
         self.fence_kind = device.fence_kind
-        self.labels = metrics.labels
-        """Fence, MPS and algorithm, the labels of the step metrics."""
         self.recorder = StepRecorder()
         """Records of the last steps."""
+        self.decodes = DecodeRecord()
+        """How drafting did in the last steps."""
+        timeout_s = None if config.draft_timeout_ms is None else config.draft_timeout_ms / 1000
+        is_on_gpu = device.identity != "cpu"
+        self.speculation = Speculation(self.batch, self, timeout_s=timeout_s, is_on_gpu=is_on_gpu)
+        self.log = self._access_log(config, number)
+        self._expected = workers.draft
         self._config = config
         self._device = device
-        self._links = links
         self._queue = queue
         self._metrics = metrics
+        self._listener = listener
         self._sink = sink
-        self._shape = FutureMapShape(
+        self._shape = EpochShape(
             num_slots=sizes.batch.num_slots,
             run_ahead=config.run_ahead,
             num_draft_tokens=sizes.batch.num_draft_tokens,
             chunk_tokens=sizes.batch.chunk_tokens,
-            hidden_width=workers.hidden_width,
-            hidden_dtype=DTYPES[workers.verify.dtype],
         )
         self._held = ExitStack()
-        self._running: tuple[Arena, StepLoop, AccessLog] | None = None
+        self._held.callback(self.log.close)
+        self._running: tuple[Arena, StepLoop] | None = None
+        self._attachment: Attachment | None = None
+
+    @property
+    def draft(self) -> WorkerDescription | None:
+        """The draft that takes part in the steps."""
+        active = self.speculation.active
+        return None if active is None else active.description
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of that draft; 0 if there is none."""
+        active = self.speculation.active
+        return 0 if active is None else active.num_draft_tokens
+
+    @property
+    def algorithm(self) -> str:
+        """The draft's algorithm, "none" without a draft."""
+        draft = self.draft
+        return "none" if draft is None else draft.algorithm
+
+    @property
+    def under_mps(self) -> bool:
+        """True if all workers share the GPU under MPS."""
+        draft = self.draft
+        return self.verify.under_mps and (draft is None or draft.under_mps)
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """Fence, MPS and algorithm, the labels of the step metrics."""
+        return self._metrics.labels
+
+    @property
+    def attachment(self) -> Attachment:
+        """Verify's."""
+        assert self._attachment is not None, "the epoch is open"
+        return self._attachment
+
+    @property
+    def last_sent(self) -> int:
+        """The last step that was sent; 0 before the first."""
+        return 0 if self._running is None else self._running[1].last_sent
 
     def open(self) -> StepLoop:
-        """Lays out the arena and attaches the workers. Raises FailedPreconditionError (and its kinds), ConfigError."""
-        self._check_free()
-        verify, draft = self.workers.verify, self.workers.draft
-        arena = self._device.create_arena(self._shape.specs(), list(FenceName))
+        """Takes the memory and attaches verify. Raises FailedPreconditionError (and its kinds), ConfigError."""
+        if self.verify.has_scheduler:
+            # Checked before the memory is taken: what a worker may have mapped is not free again at once.
+            raise FailedPreconditionError("the verify service has another scheduler")
+        arena = self._device.create_arena(self._shape.specs(), RESULT_FENCES)
         self._held.callback(arena.close)
-        attachment = Attachment(
+        batch, expected = self.sizes.batch, self._expected
+        self._attachment = Attachment(
             epoch=self.number,
             manifest=arena.manifest,
             shape=self._shape,
-            page_tokens=self.sizes.batch.page_tokens,
-            num_pages=self.sizes.batch.num_pages,
+            page_tokens=batch.page_tokens,
+            num_pages=batch.num_pages,
+            slot_pages=slot_pages(self._shape, context_tokens=self.sizes.context_tokens, page_tokens=batch.page_tokens),
             context_tokens=self.sizes.context_tokens,
+            expected_draft=None if expected is None else draft_sizes(expected, batch.num_draft_tokens),
             is_debug=self._config.debug,
         )
-        peers = {Role.VERIFY: draft, Role.DRAFT: verify}
-        for role, link in self._links.items():
-            link.attach(replace(attachment, peer=peers[role]))
+        self.link.attach(self._attachment)
         # All processes that need the memory have mapped it by now.
         arena.seal()
         return self._loop(arena)
 
-    def _check_free(self) -> None:
-        """Checked before the arena is allocated: memory that a worker may have mapped is not free again at once."""
-        for worker in self.workers.all:
-            if worker.has_scheduler:
-                raise FailedPreconditionError(f"the {worker.role.value} service has another scheduler")
-
     def close(self, *, drain: bool) -> None:
-        """Ends the streams of commands and gives the memory back; with `drain` the workers finish what they have."""
+        """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""
         self.recorder.close()
-        if not drain:
-            self._release_workers()
-        for link in self._links.values():
-            link.detach(drain=drain)
+        if not drain and self._running is not None:
+            # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
+            self.speculation.release_all(self.last_sent)
+            arena, loop = self._running
+            arena.fence(FenceName.VERIFY_PUBLISH).release(loop.last_sent)
+            if self.log.is_enabled:
+                self.log.release(FenceName.VERIFY_PUBLISH, loop.last_sent, epoch=self.number)
+        self.link.detach(drain=drain)
+        self._running = None
         self._held.close()
+
+    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+        """See `SpeculationListener.joined`."""
+        self._measure()
+        self._listener.joined(attachment, catch_up_s)
+
+    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+        """See `SpeculationListener.left`."""
+        self._measure()
+        self._listener.left(attachment, cause, reason)
+
+    def let_go(self, attachment: DraftAttachment) -> None:
+        """See `SpeculationListener.let_go`."""
+        self._listener.let_go(attachment)
 
     def read_records(self, role: Role, from_step: int) -> HostRecords | None:
         """A worker's host records of steps from this one on; None if there are none. Called on any thread."""
-        found = self._links[role].read_records(from_step)
-        return found if found is not None and found.epoch == self.number else None
+        active = self.speculation.active
+        if role is Role.VERIFY:
+            link, number = self.link, self.number
+        elif active is not None:
+            link, number = active.link, active.number
+        else:
+            return None
+        found = link.read_records(from_step)
+        return found if found is not None and found.epoch == number else None
 
     def sample_clock(self) -> ClockSample:
         """Samples the clock of the stamps. Called on any thread. Raises DeadlineExceededError."""
         return self._device.sample_clock()
 
-    def _release_workers(self) -> None:
-        """Releases the workers' waits: the signal may never come.
-
-        The workers do it themselves too, but their thread may be blocked by the waiting stream: on a GPU, in an
-        allocation.
-        """
-        if self._running is None:
-            return
-        arena, loop, log = self._running
-        for name in FenceName:
-            arena.fence(name).release(loop.last_sent)
-            if log.is_enabled:
-                log.release(name, loop.last_sent, epoch=self.number)
+    def _measure(self) -> None:
+        self._metrics.measure(mps="on" if self.under_mps else "off", algorithm=self.algorithm)
 
     def _loop(self, arena: Arena) -> StepLoop:
-        config, log = self._config, self._access_log()
+        config, log = self._config, self.log
         settings = LoopSettings(
             epoch=self.number,
             run_ahead=config.run_ahead,
-            draft=DraftTraits(self.workers.draft is not None, reads_hidden=self._shape.hidden_width > 0),
             ring=self._shape.ring,
             step_timeout_s=config.step_timeout_s,
         )
@@ -150,28 +216,32 @@ class Epoch:
             settings,
             queue=self._queue,
             batch=self.batch,
-            links=self._links,
+            verify=self.link,
+            speculation=self.speculation,
             dispatch=self._dispatch(),
             results=results,
             timings=StepTimings(self._device, arena, self._shape, log, self._metrics.observe, self.recorder),
             metrics=self._metrics,
             recorder=self.recorder,
-            draft_done=arena.fence(FenceName.DRAFT_DONE),
+            decodes=self.decodes,
             log=log,
             sink=self._sink,
         )
-        self._running = (arena, loop, log)
+        self._running = (arena, loop)
         return loop
 
     def _dispatch(self) -> Dispatch:
         if self._config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT:
-            return DispatchAcknowledged(self._links, self._metrics, self._config.step_timeout_s)
+            speculation = self.speculation
+            return DispatchAcknowledged(
+                self._metrics,
+                self._config.step_timeout_s,
+                lambda: DRAFT_ACKNOWLEDGES_S + 4 * speculation.timeout_s,
+            )
         return DispatchTogether()
 
-    def _access_log(self) -> AccessLog:
-        directory = self._config.access_log_dir
+    def _access_log(self, config: SchedulerConfig, number: int) -> AccessLog:
+        directory = config.access_log_dir
         if directory is None:
             return AccessLog()
-        log = JsonLinesAccessLog(directory / f"scheduler-{self.number}-{time.time_ns()}.jsonl", StreamName.SCHEDULER)
-        self._held.callback(log.close)
-        return log
+        return JsonLinesAccessLog(directory / f"scheduler-{number}-{time.time_ns()}.jsonl", StreamName.SCHEDULER)

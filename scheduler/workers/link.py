@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from concurrent.futures import CancelledError as FutureCancelledError
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -22,16 +23,16 @@ from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.trace import HostRecords
-from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
+from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb, region_to_pb
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Mapping
 
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
 
@@ -46,7 +47,7 @@ RECORDS_TIMEOUT_S = 5.0
 
 
 class Link(Protocol):
-    """The interface to one worker. Called on the loop's thread."""
+    """The interface to one worker. `send` is called on the loop's thread, the rest on any; one call at a time."""
 
     @property
     def role(self) -> Role:
@@ -58,8 +59,21 @@ class Link(Protocol):
         """The reason why the worker is lost; set at any time."""
         ...
 
+    @property
+    def has_refused(self) -> bool:
+        """True if the failure is that the worker refused a command."""
+        ...
+
     def describe(self) -> WorkerDescription:
         """Asks the worker for its description. Raises UnavailableError if it is not there."""
+        ...
+
+    def attach_draft(self, region: DraftRegion) -> None:
+        """Has verify map the memory of a draft, between its steps. Raises FailedPreconditionError (and its kinds)."""
+        ...
+
+    def detach_draft(self, epoch: int, attachment: int) -> None:
+        """Has verify let go of a draft's memory; returns when it does not use it any more."""
         ...
 
     def attach(self, attachment: Attachment) -> None:
@@ -98,7 +112,9 @@ class LinkThread:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
         except grpc.RpcError as error:
-            raise _unavailable_if_cancelled(error_from_rpc(error)) from error
+            raise _unavailable_if_cancelled(error_from_rpc(error)) from None
+        except FutureCancelledError:
+            raise UnavailableError("the connection was closed") from None
 
     def post(self, take: Callable[[StepCommand], None], command: StepCommand) -> None:
         """Has `take` called there with a command, soon. What is posted together wakes the thread once."""
@@ -124,11 +140,15 @@ class LinkThread:
 class WorkerLink:
     """Implements `Link` for a worker service at an address."""
 
-    def __init__(self, role: Role, address: str, thread: LinkThread) -> None:
+    def __init__(self, role: Role, address: str, thread: LinkThread, *, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called on the links' thread when the worker is lost."""
         self.role = role
         self.address = address
         self.failure: SlipstreamError | None = None
         """See `Link.failure`."""
+        self.has_refused = False
+        """See `Link.has_refused`."""
+        self._on_failure = on_failure
         self._thread = thread
         self._epoch = 0
         self._acknowledged = 0
@@ -145,10 +165,18 @@ class WorkerLink:
         """See `Link.attach`."""
         self._thread.call(self._attach(attachment))
 
+    def attach_draft(self, region: DraftRegion) -> None:
+        """See `Link.attach_draft`."""
+        self._thread.call(self._attach_draft(region))
+
+    def detach_draft(self, epoch: int, attachment: int) -> None:
+        """See `Link.detach_draft`."""
+        self._thread.call(self._detach_draft(epoch, attachment))
+
     def send(self, command: StepCommand) -> None:
         """See `Link.send`."""
         if self.failure is not None:
-            raise self.failure
+            raise failure_of(self)
         self._thread.post(self._outbox.put_nowait, command)
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
@@ -156,7 +184,7 @@ class WorkerLink:
         with self._changed:
             arrived = self._changed.wait_for(lambda: self._acknowledged >= step or self.failure is not None, timeout_s)
         if self.failure is not None:
-            raise self.failure
+            raise failure_of(self)
         return arrived
 
     def read_records(self, from_step: int) -> HostRecords | None:
@@ -189,6 +217,15 @@ class WorkerLink:
         call = stub.Execute()
         await call.wait_for_connection()
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+
+    async def _attach_draft(self, region: DraftRegion) -> None:
+        stub = await self._connect()
+        await stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S)
+
+    async def _detach_draft(self, epoch: int, attachment: int) -> None:
+        if self._channel is not None:
+            stub = await self._connect()
+            await stub.DetachDraft(pb.DetachDraftRequest(epoch=epoch, attachment=attachment), timeout=CALL_TIMEOUT_S)
 
     async def _read_records(self, from_step: int) -> HostRecords | None:
         if self._channel is None:
@@ -230,12 +267,15 @@ class WorkerLink:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            if self.failure is None:
-                if isinstance(error, grpc.RpcError):
-                    error = error_from_rpc(error)
-                reason = str(error) or type(error).__name__
-                self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
-                self._changed.notify_all()
+            if self.failure is not None:
+                return
+            if isinstance(error, grpc.RpcError):
+                error = error_from_rpc(error)
+            self.has_refused = not isinstance(error, UnavailableError | CancelledError)
+            reason = str(error) or type(error).__name__
+            self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
+            self._changed.notify_all()
+        self._on_failure()
 
     async def _detach(self, *, drain: bool) -> None:
         if drain and self.failure is None and self._channel is not None:
@@ -258,6 +298,11 @@ class WorkerLink:
             logger.warning("the %s service did not drain: %s", self.role.value, error_from_rpc(error))
 
 
+def failure_of(link: Link) -> SlipstreamError:
+    """Returns the failure of a link as an error to raise: the link's own would keep the frames that it is raised in."""
+    return UnavailableError(str(link.failure))
+
+
 def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
     # No call is cancelled here: a service that cancels one is on its way down.
     return UnavailableError(str(error)) if isinstance(error, CancelledError) else error
@@ -273,18 +318,17 @@ _PRODUCERS = {
 class Dispatch(Protocol):
     """Sends the commands of a step."""
 
-    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
-        """Sends commands in this order. Raises the failure of a link."""
+    def send(self, link: Link, command: StepCommand, producers: Mapping[Role, Link]) -> None:
+        """Sends a command. `producers`: the links of the workers that it may wait for. Raises a link's failure."""
         ...
 
 
 class DispatchTogether:
     """Sends at once, for fences whose wait may be enqueued before their signal."""
 
-    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
+    def send(self, link: Link, command: StepCommand, producers: Mapping[Role, Link]) -> None:
         """See `Dispatch.send`."""
-        for link, command in commands:
-            link.send(command)
+        link.send(command)
 
 
 class DispatchAcknowledged:
@@ -293,20 +337,21 @@ class DispatchAcknowledged:
     With workers that acknowledge when the work is done, this is the policy "the host blocks on each call".
     """
 
-    def __init__(self, links: dict[Role, Link], metrics: StepMetrics, timeout_s: float) -> None:
-        self._links = links
+    def __init__(self, metrics: StepMetrics, timeout_s: float, draft_timeout_s: Callable[[], float]) -> None:
+        """`draft_timeout_s` returns the time that a draft may take now."""
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._draft_timeout_s = draft_timeout_s
 
-    def send(self, commands: Sequence[tuple[Link, StepCommand]]) -> None:
+    def send(self, link: Link, command: StepCommand, producers: Mapping[Role, Link]) -> None:
         """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
-        for link, command in commands:
-            for point in command.ops.waits:
-                self._wait(self._links[_PRODUCERS[point.fence]], point.value)
-            link.send(replace(command, wants_acknowledgement=True))
+        for point in command.ops.waits:
+            self._wait(producers[_PRODUCERS[point.fence]], point.value)
+        link.send(replace(command, wants_acknowledgement=True))
 
     def _wait(self, producer: Link, step: int) -> None:
         started = time.monotonic()
-        if not producer.wait_for_acknowledgement(step, self._timeout_s):
+        timeout_s = self._timeout_s if producer.role is Role.VERIFY else self._draft_timeout_s()
+        if not producer.wait_for_acknowledgement(step, timeout_s):
             raise DeadlineExceededError(f"the {producer.role.value} service did not acknowledge step {step} in time")
         self._metrics.host_stalled(ACKNOWLEDGEMENT, time.monotonic() - started)

@@ -1,12 +1,12 @@
-"""The thread that attaches the workers, runs the step loop, and starts over when a worker was lost."""
+"""The thread that attaches verify, runs the step loop, and starts over when verify was lost."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Protocol
 
-from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import (
     CheckpointError,
     ConfigError,
@@ -15,32 +15,36 @@ from slipstream.common.errors import (
     OutOfMemoryError,
     SlipstreamError,
 )
-from slipstream.common.host import STEP_LOOP, name_this_thread, pid_namespace, shm_device
+from slipstream.common.host import STEP_LOOP, name_this_thread
 from slipstream.common.worker.step import Role
+from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
+from slipstream.scheduler.workers.sharing import check_sharing
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
     from slipstream.scheduler.workers.link import Link
 
+    MakeLink = Callable[[Role, str], Link]
+
 logger = logging.getLogger(__name__)
 
 FINAL_ERRORS = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
-"""Errors that a retry cannot fix."""
-RETRY_S = 0.2
-"""Between two tries to reach the workers."""
+"""Errors of verify that a retry cannot fix. No error of a draft ends the scheduler."""
+RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
+"""Between two tries to open an epoch: the time doubles while verify is lost before a step was done."""
 
 
 class SessionListener(Protocol):
@@ -51,12 +55,26 @@ class SessionListener(Protocol):
         ...
 
     def detached(self, reason: str) -> None:
-        """Called when a worker was lost."""
+        """Called when verify was lost."""
         ...
 
     def failed(self, error: SlipstreamError) -> None:
-        """Called for an error that a retry cannot fix: the workers do not fit each other, or a setting is wrong."""
+        """Called for an error that a retry cannot fix: verify does not fit the scheduler, or a setting is wrong."""
         ...
+
+
+class EpochNumbers:
+    """Numbers of epochs and of attachments, which only grow. Called on any thread."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def above(self, seen: int) -> int:
+        """Returns a number above `seen` and above all that were returned."""
+        with self._lock:
+            self._last = max(self._last, seen) + 1
+            return self._last
 
 
 class WorkerSession:
@@ -71,9 +89,9 @@ class WorkerSession:
         registry: CollectorRegistry,
         listener: SessionListener,
         sink: OutputSink,
-        make_links: Callable[[], dict[Role, Link]] | None = None,
+        make_link: MakeLink | None = None,
     ) -> None:
-        """`make_links`: makes links to workers other than the services at the addresses of the configuration."""
+        """`make_link`: makes links to workers other than the services at the addresses of the configuration."""
         self._config = config
         self._device = device
         self._queue = queue
@@ -81,20 +99,32 @@ class WorkerSession:
         self._sink = sink
         self._metric_families = StepMetricFamilies(registry)
         self._links = LinkThread()
-        self._make_links = make_links or self._links_to_services
-        self._heartbeats = Heartbeats(registry, {} if make_links is not None else self._addresses(), self._links)
+        self._make_link = make_link or self._link_to_service
+        self._numbers = EpochNumbers()
+        self.drafts = DraftSession(
+            config,
+            device,
+            make_link=lambda address: self._make_link(Role.DRAFT, address),
+            next_number=self._numbers.above,
+            metrics=DraftMetrics(registry),
+            wake=queue.wake,
+        )
+        addresses = {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
+        self._heartbeats = Heartbeats(registry, {} if make_link is not None else addresses, self._links)
         self._thread = threading.Thread(target=self._run, name="loop")
-        self._last_epoch = 0
         self._last_cause = ""
+        self._retry_s = RETRY_S
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the threads."""
         self._heartbeats.start()
+        self.drafts.start()
         self._thread.start()
 
     def join(self) -> None:
-        """Waits for the end of the thread; stop the queue first."""
+        """Waits for the end of the threads; stop the queue first."""
         self._thread.join()
+        self.drafts.join()
         self._heartbeats.close()
         self._links.close()
 
@@ -102,30 +132,27 @@ class WorkerSession:
         name_this_thread(STEP_LOOP)
         try:
             while not self._queue.is_stopped:
-                self._run_once(self._make_links())
+                self._run_once()
         except SlipstreamError as error:
             logger.error("%s", error)
-            self._listener.failed(error)
+            self._listener.failed(error.with_traceback(None))
         except Exception as error:
             logger.exception("the loop failed")
             self._listener.failed(SlipstreamError(f"the loop failed: {error!r}"))
 
-    def _links_to_services(self) -> dict[Role, Link]:
-        return {role: WorkerLink(role, address, self._links) for role, address in self._addresses().items()}
+    def _link_to_service(self, role: Role, address: str) -> Link:
+        return WorkerLink(role, address, self._links, on_failure=self._queue.wake)
 
-    def _addresses(self) -> dict[Role, str]:
-        config = self._config
-        return {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
-
-    def _run_once(self, links: dict[Role, Link]) -> None:
-        """Runs one epoch if the workers are there. Raises errors that a retry cannot fix."""
+    def _run_once(self) -> None:
+        """Runs one epoch if verify is there. Raises errors that a retry cannot fix."""
+        link = self._make_link(Role.VERIFY, self._config.verify)
         try:
-            epoch = self._epoch_with(links)
+            epoch = self._epoch_with(link)
         except SlipstreamError as error:
-            _close(links)
+            link.detach(drain=False)
             if isinstance(error, FINAL_ERRORS):
                 raise
-            logger.debug("waiting for the workers: %s", error)
+            logger.debug("waiting for verify: %s", error)
             self._queue.wait_for_stop(RETRY_S)
             return
         reason = None
@@ -137,34 +164,44 @@ class WorkerSession:
         except SlipstreamError as error:
             reason = f"epoch {epoch.number} is over: {error}"
             self._lose(epoch, reason)
+            # The frames of the error's way hold the epoch with its memory.
+            clear_frames(error.__traceback__)
         finally:
             self._queue.close()
+            self.drafts.leave()
+            last_sent = epoch.last_sent
             epoch.close(drain=reason is None)
-        self._queue.wait_for_stop(RETRY_S)
+            self.drafts.detach_all(last_sent, drain=reason is None)
+        if reason is not None:
+            self._back_off(epoch)
 
-    def _epoch_with(self, links: dict[Role, Link]) -> Epoch:
-        verify = links[Role.VERIFY].describe()
-        workers = Workers(verify=verify, draft=links[Role.DRAFT].describe() if Role.DRAFT in links else None)
-        check_sharing(self._device, workers)
-        labels = {
-            "fence": self._device.fence_kind,
-            "mps": "on" if workers.under_mps else "off",
-            "algorithm": workers.algorithm,
-        }
+    def _back_off(self, epoch: Epoch) -> None:
+        """Waits longer each time that verify was lost before it had done a step."""
+        self._retry_s = RETRY_S if epoch.recorder.last_complete else min(2 * self._retry_s, LONGEST_RETRY_S)
+        self._queue.wait_for_stop(self._retry_s)
+
+    def _epoch_with(self, link: Link) -> Epoch:
+        verify = link.describe()
+        check_sharing(self._device, [verify])
+        workers = Workers(verify=verify, draft=self.drafts.describe())
+        labels = {"fence": self._device.fence_kind, "mps": "on" if verify.under_mps else "off", "algorithm": "none"}
         return Epoch(
-            self._next_epoch(workers),
+            self._numbers.above(verify.last_epoch),
             self._config,
             workers,
             EpochSizes.decide(self._config, workers),
             device=self._device,
-            links=links,
+            link=link,
             queue=self._queue,
             metrics=StepMetrics(self._metric_families, **labels),
+            listener=self.drafts,
             sink=self._sink,
         )
 
     def _run_epoch(self, epoch: Epoch) -> None:
         loop = epoch.open()
+        self.drafts.enter(epoch)
+        epoch.speculation.settle()
         self._queue.open(epoch.number)
         self._listener.attached(epoch)
         loop.run()
@@ -178,50 +215,3 @@ class WorkerSession:
         self._last_cause = cause
         self._queue.close()
         self._listener.detached(reason)
-
-    def _next_epoch(self, workers: Workers) -> int:
-        """A number above every epoch that the workers or this process have seen."""
-        seen = [worker.last_epoch for worker in (workers.verify, workers.draft) if worker is not None]
-        self._last_epoch = max(self._last_epoch, *seen) + 1
-        return self._last_epoch
-
-
-def _close(links: dict[Role, Link]) -> None:
-    for link in links.values():
-        link.detach(drain=False)
-
-
-def check_sharing(device: Device, workers: Workers) -> None:
-    """Checks that the workers can share the device's memory with this process, before anything is shared.
-
-    A handle that is opened in another PID namespace fails with an error that names another cause; an event in another
-    /dev/shm does not fail at all, its waiter waits for ever. Raises MismatchError naming each difference and a remedy.
-    """
-    differences = [text for worker in workers.all for text in _differences(device, worker)]
-    if differences:
-        raise MismatchError(differences)
-
-
-def _differences(device: Device, worker: WorkerDescription) -> Iterator[str]:
-    """Compares what both sides know."""
-    name = worker.role.value
-    if worker.device != device.identity:
-        is_one_on_cpu = "cpu" in (worker.device, device.identity)
-        remedy = "--device" if is_one_on_cpu else "CUDA_VISIBLE_DEVICES"
-        found = f"device: scheduler has {device.identity!r}, {name} has {worker.device!r}"
-        yield f"{found} (start all services with the same {remedy})"
-        return
-    if device.identity == "cpu":
-        return
-    own = pid_namespace()
-    if own and worker.pid_namespace not in ("", own):
-        yield (
-            f"PID namespace: scheduler has {own}, {name} has {worker.pid_namespace}: CUDA shares memory within one "
-            "(containers share one by `pid:` in compose, by shareProcessNamespace in Kubernetes)"
-        )
-    shm = shm_device()
-    if device.fence_kind == EVENT and shm and worker.shm_device not in (0, shm):
-        yield (
-            f"/dev/shm: scheduler has device {shm}, {name} has {worker.shm_device}: event fences lie there "
-            "(containers share it by `ipc:` in compose, by one volume in Kubernetes; --fence timeline needs none)"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
+from slipstream.common.errors import ConfigError, OutOfMemoryError
 from slipstream.scheduler.core.batch import BatchSizes
 
 if TYPE_CHECKING:
@@ -22,35 +22,16 @@ HOST_KV_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """The descriptions of the workers."""
+    """The descriptions of the workers that an epoch's sizes are decided for."""
 
     verify: WorkerDescription
     draft: WorkerDescription | None
+    """The draft that is expected: it may come and go."""
 
     @property
     def all(self) -> list[WorkerDescription]:
         """The workers that there are."""
         return [self.verify] if self.draft is None else [self.verify, self.draft]
-
-    @property
-    def under_mps(self) -> bool:
-        """True if all of them share the GPU under MPS."""
-        return all(worker.under_mps for worker in self.all)
-
-    @property
-    def algorithm(self) -> str:
-        """The draft's algorithm, "none" without a draft."""
-        return "none" if self.draft is None else self.draft.algorithm
-
-    @property
-    def hidden_width(self) -> int:
-        """Width of the hidden states that the draft reads. Raises MismatchError if verify has others."""
-        if self.draft is None or not self.draft.hidden_width:
-            return 0
-        if self.draft.hidden_width != self.verify.hidden_width:
-            widths = f"draft reads {self.draft.hidden_width}, verify writes {self.verify.hidden_width}"
-            raise MismatchError([f"width of the hidden states: {widths}"])
-        return self.draft.hidden_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +47,17 @@ class EpochSizes:
 
         Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
         """
-        longest = min(worker.max_context_tokens for worker in workers.all)
+        # A draft guesses at random beyond its own context.
+        longest = workers.verify.max_context_tokens
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
-            raise ConfigError("context_tokens", context, f"at most {longest}, what the models were made for")
+            raise ConfigError("context_tokens", context, f"at most {longest}, what the model was made for")
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=0,
             page_tokens=config.page_tokens,
             chunk_tokens=min(config.chunk_tokens, context),
-            num_draft_tokens=0 if workers.draft is None else config.num_draft_tokens,
+            num_draft_tokens=config.num_draft_tokens,
             run_ahead=config.run_ahead,
         )
         needed = sizes.pages_for(context) + 1
@@ -157,6 +139,16 @@ class MemoryPlan:
             f"graphs and steps {self.work / MIB:.0f} MiB, reserve {reserve / MIB:.0f} MiB; weights have taken "
             f"{weights}. Less is needed with a smaller context_tokens, slots, chunk_tokens or kv_memory_mib"
         )
+
+
+def check_draft_memory(draft: WorkerDescription, sizes: EpochSizes) -> None:
+    """Raises OutOfMemoryError if a draft that comes while an epoch is open does not fit beside it."""
+    batch = sizes.batch
+    choices = (batch.num_slots - 1) * (batch.num_draft_tokens + 1)
+    page_bytes = batch.page_tokens * draft.kv_bytes_per_token
+    if page_bytes:
+        plan = MemoryPlan([draft], page_bytes, max(batch.chunk_tokens, choices), choices, reserve_bytes=0)
+        plan.check(batch.num_pages)
 
 
 def _work(memory: DeviceMemory, num_tokens: int, num_choices: int) -> int:

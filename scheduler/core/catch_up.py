@@ -1,0 +1,116 @@
+"""How a draft that comes while sequences run gets their tokens: in commands of its own, beside the steps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from slipstream.common.worker.step import PrefillChunk, StepCommand, StepKind
+from slipstream.scheduler.core.plan import catch_up
+
+if TYPE_CHECKING:
+    from slipstream.common.worker.step import SlotUpdate
+    from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.workers.attachment import DraftAttachment
+
+_PATIENCE, _MOST_PATIENCE = 4, 8
+"""Commands without a gain, as tokens come as fast, after which draft joins with a larger last command; and after which
+verify waits for it."""
+
+
+class CatchUp:
+    """The tokens that one attachment was sent, and what is missing. Belongs to the loop's thread."""
+
+    def __init__(self, batch: Batch, attachment: DraftAttachment) -> None:
+        self.begun_at = time.monotonic()
+        self.sent_at = 0.0
+        """Time of the last command."""
+        self.number = 0
+        """Number of the last command."""
+        self._batch = batch
+        self._attachment = attachment
+        self._reads_tokens = not attachment.traits.reads_hidden
+        self._given: dict[int, tuple[int, int]] = {}
+        """By slot: the generation, and how many of its tokens draft was sent."""
+        self._least_missing: int | None = None
+        self._num_without_gain = 0
+
+    @property
+    def is_pending(self) -> bool:
+        """True until draft has done the last command."""
+        return self.number > 0 and self._attachment.done.poll() < self.number
+
+    @property
+    def is_too_slow(self) -> bool:
+        """True if draft catches up only while verify waits."""
+        return self._num_without_gain > _MOST_PATIENCE
+
+    def num_missing(self) -> int:
+        """Tokens that draft lacks, and one for each sequence that it does not know at all."""
+        missing = 0
+        for sequence, num_known in self._batch.begun():
+            num_given = self._num_given(sequence.lease.slot, sequence.lease.generation)
+            missing += num_given is None
+            missing += (num_known - (num_given or 0)) * self._reads_tokens
+        return missing
+
+    def is_close(self, missing: int, growth: int) -> bool:
+        """True if one more command brings what is missing, with the `growth` of the steps until then, and is short."""
+        chunk_tokens = self._batch.sizes.chunk_tokens
+        if missing + growth > chunk_tokens:
+            return False
+        return missing <= max(2 * growth, chunk_tokens // 8) or self._num_without_gain >= _PATIENCE
+
+    def take_measure(self, missing: int) -> None:
+        """Notes how many tokens are missing before a command that is not the last."""
+        is_gain = self._least_missing is None or missing < self._least_missing
+        self._num_without_gain = 0 if is_gain else self._num_without_gain + 1
+        if is_gain:
+            self._least_missing = missing
+
+    def bring(self, number: int, *, held_back: int = 0) -> bool:
+        """Sends draft what it lacks, as far as a command may have it. Returns False if there was nothing to send.
+
+        `held_back`: tokens at the end of each decoding sequence that come with a stash. Raises the link's failure.
+        """
+        chunks: list[PrefillChunk] = []
+        updates: list[SlotUpdate] = []
+        room = self._batch.sizes.chunk_tokens
+        for sequence, num_known in self._batch.begun():
+            slot, generation = sequence.lease.slot, sequence.lease.generation
+            end = num_known if sequence.is_prefilling else num_known - held_back
+            num_given = self._num_given(slot, generation)
+            if room == 0:
+                break
+            if num_given is None:
+                # A head's first entry pairs the state before the bonus token with it; of a prompt, what comes next.
+                first = end if sequence.is_prefilling else max(0, end - 1)
+                updates.append(sequence.update_of_running(history_from=0 if self._reads_tokens else first))
+                num_given = 0
+            num_new = min(end - num_given, room) if self._reads_tokens else 0
+            if num_new > 0:
+                tokens = self._batch.committed.read(slot, num_given, num_given + num_new)
+                chunks.append(PrefillChunk(slot=slot, start=num_given, tokens=tokens, is_last=False))
+                room -= num_new
+                num_given += num_new
+            self._given[slot] = generation, num_given
+        if not chunks and not updates:
+            return False
+        self.number, self.sent_at = number, time.monotonic()
+        self._attachment.send(
+            StepCommand(
+                epoch=self._attachment.number,
+                step=number,
+                kind=StepKind.CATCH_UP,
+                slots=tuple(chunk.slot for chunk in chunks),
+                ops=catch_up(number),
+                chunks=tuple(chunks),
+                updates=tuple(updates),
+            )
+        )
+        return True
+
+    def _num_given(self, slot: int, generation: int) -> int | None:
+        """Tokens that draft was sent of the sequence that has the slot; None if it does not know the sequence."""
+        known = self._given.get(slot)
+        return known[1] if known is not None and known[0] == generation else None

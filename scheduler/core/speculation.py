@@ -1,0 +1,354 @@
+"""Which draft takes part in the steps: it joins beside the running steps, and leaves without a trace in any output.
+
+A draft that comes while sequences run catches up first (`CatchUp`). Then it joins: step n-1 decodes plainly and stashes
+for it; when the results of all steps before n-1 are known, a last command brings the tokens before n-1's, and step n
+is drafted. A head that reads hidden states has no use for tokens: it begins with what n-1 stashes, and its attention
+masks the rest.
+
+The fence of a draft that is lost is released until no step under way refers to it: a late producer's write may set the
+word back. Those steps end with what was copied in, and the next one decodes plainly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
+from slipstream.scheduler.core.catch_up import CatchUp
+from slipstream.scheduler.telemetry.draft_metrics import LossCause
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.workers.attachment import DraftAttachment
+
+LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S = 0.25, 0.05
+"""Of the watchdog where it is not set: a CPU's threads are not always scheduled sooner."""
+CATCH_UP_TIMEOUT_S = 10.0
+"""A command that brings tokens may take so long: no step waits for it."""
+_SMOOTHING = 0.1
+
+
+class Part(NamedTuple):
+    """The part that drafts have in the next step."""
+
+    attachment: DraftAttachment | None = None
+    """The draft that the step stashes for and, if it is drafted, copies from."""
+    num_draft_tokens: int = 0
+    """Tokens to draft; 0 decodes plainly."""
+    decodes_first: bool = False
+    """True if the step must be one that decodes."""
+    is_empty: bool = False
+    """True for a step of no sequence."""
+
+
+class SpeculationListener(Protocol):
+    """Gets the fate of each attachment, on the loop's thread; must return at once."""
+
+    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+        """Called before the first step that it takes part in."""
+        ...
+
+    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+        """Called when it takes part in no further step."""
+        ...
+
+    def let_go(self, attachment: DraftAttachment) -> None:
+        """Called when no step that is under way refers to it any more."""
+        ...
+
+
+class _Drafting:
+    """The work that an attachment was given."""
+
+    __slots__ = ("attachment", "done", "is_lost", "last_step", "moved_at", "pending")
+
+    def __init__(self, attachment: DraftAttachment) -> None:
+        self.attachment = attachment
+        self.pending: deque[tuple[int, bool]] = deque()
+        """Commands that draft is not known to have done, and whether they bring tokens."""
+        self.done = 0
+        self.moved_at = time.monotonic()
+        """When `done` was seen to grow, or the first of `pending` was sent."""
+        self.last_step = 0
+        """The last step of verify that refers to it."""
+        self.is_lost = False
+
+    def add(self, number: int, *, brings_tokens: bool) -> None:
+        if not self.pending:
+            self.moved_at = time.monotonic()
+        self.pending.append((number, brings_tokens))
+
+    def look(self) -> None:
+        done = self.attachment.done.poll()
+        if done > self.done:
+            self.done, self.moved_at = done, time.monotonic()
+        while self.pending and self.pending[0][0] <= self.done:
+            self.pending.popleft()
+
+
+class _Joining:
+    """An attachment on its way into the steps."""
+
+    __slots__ = ("catch_up", "drafting", "is_stashed", "num_empty")
+
+    def __init__(self, batch: Batch, drafting: _Drafting) -> None:
+        self.drafting = drafting
+        self.catch_up = CatchUp(batch, drafting.attachment)
+        self.num_empty = 0
+        """Empty steps in a row: verify waits for a draft that does not catch up otherwise."""
+        self.is_stashed = False
+        """True once the step was decided on that stashes for it."""
+
+
+class Speculation:
+    """Belongs to the loop's thread, but for `offer` and `withdraw`."""
+
+    def __init__(
+        self, batch: Batch, listener: SpeculationListener, *, timeout_s: float | None = None, is_on_gpu: bool = False
+    ) -> None:
+        """`timeout_s`: the time that a step may wait for its draft; None is two steps, and at least LEAST_TIMEOUT_…."""
+        self._batch = batch
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._least_timeout_s = LEAST_TIMEOUT_GPU_S if is_on_gpu else LEAST_TIMEOUT_CPU_S
+        self._active: _Drafting | None = None
+        self._joining: _Joining | None = None
+        self._leaving: list[_Drafting] = []
+        self._consumed = 0
+        self._step_s = 0.0
+        """Time of a decode step, smoothed."""
+        self._tokens_s = 0.0
+        """Time of a command that brings tokens: of a prefill, or of one to catch up; the longest of late."""
+        self._messages: deque[tuple[DraftAttachment, LossCause | None]] = deque()
+
+    @property
+    def active(self) -> DraftAttachment | None:
+        """The attachment that drafts."""
+        return None if self._active is None else self._active.attachment
+
+    @property
+    def joining(self) -> DraftAttachment | None:
+        """The attachment that catches up."""
+        return None if self._joining is None else self._joining.drafting.attachment
+
+    @property
+    def has_attachment(self) -> bool:
+        """True if a step under way may refer to one."""
+        return self._active is not None or self._joining is not None or bool(self._leaving)
+
+    @property
+    def timeout_s(self) -> float:
+        """The time that a step may wait for its draft now."""
+        return max(2 * self._step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
+
+    def offer(self, attachment: DraftAttachment) -> None:
+        """Has an attachment join in place of the one that drafts. Any thread; wake the loop behind it."""
+        self._messages.append((attachment, None))
+
+    def withdraw(self, attachment: DraftAttachment, cause: LossCause) -> None:
+        """Has an attachment leave. Any thread; wake the loop behind it."""
+        self._messages.append((attachment, cause))
+
+    def settle(self) -> None:
+        """Has a draft that came before the first step take part in it."""
+        self.next_part(0, 0)
+
+    def next_part(self, last_step: int, num_in_flight: int) -> Part | None:
+        """Decides before the step behind `last_step`; None if a step that is under way is to be consumed first.
+
+        Raises UnavailableError if verify waits for a draft that is lost and cannot be released.
+        """
+        self.check()
+        if self._joining is not None:
+            try:
+                if (part := self._advance(self._joining, last_step, num_in_flight)) is not None:
+                    return part
+            except _ConsumeFirstError:
+                return None
+        active = self.active
+        return Part() if active is None else Part(active, active.num_draft_tokens)
+
+    def sending(self, step: int, attachment: DraftAttachment, *, has_command: bool, brings_tokens: bool) -> None:
+        """Notes a step that is about to be sent with an attachment; `has_command`: draft has a part in it."""
+        drafting = self._find(attachment)
+        assert drafting is not None, "the attachment was there when the step was decided"
+        drafting.last_step = step
+        if has_command:
+            drafting.add(step, brings_tokens=brings_tokens)
+
+    def consumed(self, step: int, seconds: float, *, is_decode: bool) -> None:
+        """Notes that a step was consumed, `seconds` after the one before or after it was sent."""
+        self._consumed = step
+        if is_decode:
+            self._step_s += (seconds - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
+        else:
+            self._tokens_s = max(seconds, self._tokens_s * (1 - _SMOOTHING))
+        if self._leaving:
+            gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
+            self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]
+            for drafting in gone:
+                self._listener.let_go(drafting.attachment)
+
+    def check(self) -> None:
+        """Takes in messages of other threads, and looks at the links. Raises UnavailableError, see `next_part`."""
+        while self._messages:
+            self._take(*self._messages.popleft())
+        for drafting in self._all():
+            failure = drafting.attachment.link.failure
+            if failure is not None and not drafting.is_lost:
+                self.lose(drafting.attachment, failure)
+
+    def watch(self, attachment: DraftAttachment | None, waits_for: int, since: float) -> None:
+        """Looks at the drafts while the loop waits for a step, which waits for `attachment` to have done `waits_for`.
+
+        `since`: when the step began to wait for nothing else. Raises UnavailableError, see `next_part`.
+        """
+        self.check()
+        drafting = None if attachment is None else self._find(attachment)
+        if drafting is not None and not drafting.is_lost:
+            drafting.look()
+            if drafting.done < waits_for:
+                brings_tokens = bool(drafting.pending) and drafting.pending[0][1]
+                waited_s = time.monotonic() - max(since, drafting.moved_at)
+                if waited_s > self.timeout_s + 2 * self._tokens_s * brings_tokens:
+                    reason = f"the draft service did not come to an end of its work within {waited_s:.3f} s"
+                    self._lose(drafting, LossCause.TIMEOUT, reason)
+        for lost in self._leaving:
+            if lost.is_lost:
+                lost.attachment.release(lost.last_step)
+
+    def release_all(self, step: int) -> None:
+        """Ends verify's waits for all drafts, up to `step`: the epoch is over."""
+        for drafting in self._all():
+            drafting.attachment.release(step)
+
+    def backlog(self) -> tuple[DraftAttachment, int] | None:
+        """The active draft, and the oldest step that it was sent and has not done."""
+        if self._active is None or not self._active.pending:
+            return None
+        self._active.look()
+        return (self._active.attachment, self._active.pending[0][0]) if self._active.pending else None
+
+    def lose(self, attachment: DraftAttachment, error: SlipstreamError) -> None:
+        """Its link has failed. Raises UnavailableError, see `next_part`."""
+        drafting = self._find(attachment)
+        if drafting is not None and not drafting.is_lost:
+            cause = LossCause.REFUSED if attachment.link.has_refused else LossCause.DIED
+            if isinstance(error, DeadlineExceededError):
+                cause = LossCause.TIMEOUT
+            self._lose(drafting, cause, str(error))
+
+    def _advance(self, joining: _Joining, last_step: int, num_in_flight: int) -> Part | None:
+        """One turn on a draft's way into the steps; None if the step goes on as without it. Raises _ConsumeFirstError."""
+        attachment, catch_up = joining.drafting.attachment, joining.catch_up
+        if joining.is_stashed:
+            if num_in_flight > 1:
+                raise _ConsumeFirstError
+            return self._join(joining, last_step, held_back=1 - num_in_flight)
+        if catch_up.is_pending:
+            waited_s = time.monotonic() - catch_up.sent_at
+            if waited_s > max(CATCH_UP_TIMEOUT_S, self.timeout_s):
+                reason = f"the draft service did not take in tokens within {waited_s:.1f} s"
+                self._lose(joining.drafting, LossCause.TIMEOUT, reason)
+                return None
+            return self._meanwhile(joining)
+        if catch_up.number and joining.drafting.pending:
+            joining.drafting.look()
+            self._tokens_s = max(self._tokens_s, time.monotonic() - catch_up.sent_at)
+        missing = catch_up.num_missing()
+        if missing and last_step == catch_up.number:
+            return self._meanwhile(joining)  # a command needs a number of its own
+        if catch_up.is_close(missing, self._growth(joining)):
+            if not self._batch.is_decoding():
+                # What was sent of prompts is known.
+                return self._join(joining, last_step)
+            joining.is_stashed = True
+            return Part(attachment, decodes_first=True)
+        catch_up.take_measure(missing)
+        self._bring(joining, last_step)
+        return self._meanwhile(joining)
+
+    def _meanwhile(self, joining: _Joining) -> Part | None:
+        if not joining.catch_up.is_too_slow or joining is not self._joining:
+            return None
+        joining.num_empty += 1
+        return Part(is_empty=True)
+
+    def _growth(self, joining: _Joining) -> int:
+        """The most tokens that come until the last command."""
+        num_steps = self._batch.sizes.run_ahead + 1
+        if joining.num_empty > num_steps:
+            return 0
+        active = self.active
+        return self._batch.num_running * num_steps * (1 if active is None else active.num_draft_tokens + 1)
+
+    def _join(self, joining: _Joining, last_step: int, *, held_back: int = 0) -> Part | None:
+        if not self._bring(joining, last_step, held_back=held_back):
+            return None
+        before, self._active, self._joining = self._active, joining.drafting, None
+        if before is not None:
+            self._leave(before, LossCause.SWAPPED, "another draft has taken over")
+        attachment = joining.drafting.attachment
+        self._listener.joined(attachment, time.monotonic() - joining.catch_up.begun_at)
+        return Part(attachment, attachment.num_draft_tokens, decodes_first=True)
+
+    def _bring(self, joining: _Joining, number: int, *, held_back: int = 0) -> bool:
+        """Sends the next tokens; False if the draft is lost."""
+        try:
+            if joining.catch_up.bring(number, held_back=held_back):
+                joining.drafting.add(number, brings_tokens=True)
+        except SlipstreamError as error:
+            self.lose(joining.drafting.attachment, error)
+            return False
+        return True
+
+    def _take(self, attachment: DraftAttachment, cause: LossCause | None) -> None:
+        if cause is not None:
+            drafting = self._find(attachment)
+            if drafting is not None and drafting not in self._leaving:
+                self._leave(drafting, cause, "it was taken away")
+            return
+        if self._joining is not None:
+            self._leave(self._joining.drafting, LossCause.SWAPPED, "another draft has come")
+        self._joining = _Joining(self._batch, _Drafting(attachment))
+
+    def _lose(self, drafting: _Drafting, cause: LossCause, reason: str) -> None:
+        """Ends the waits for a draft. `watch` does it again until the steps that wait are consumed."""
+        drafting.is_lost = True
+        done = drafting.attachment.done
+        if not done.is_releasable and drafting.pending and done.poll() < drafting.last_step:
+            raise UnavailableError(f"{reason}; verify waits for it and cannot be released")
+        drafting.attachment.release(drafting.last_step)
+        drafting.pending.clear()
+        if drafting not in self._leaving:
+            self._leave(drafting, cause, reason)
+
+    def _leave(self, drafting: _Drafting, cause: LossCause, reason: str) -> None:
+        joining = self._joining
+        if drafting is self._active:
+            self._active = None
+        elif joining is not None and drafting is joining.drafting:
+            self._joining = None
+            if joining.is_stashed and self._active is not None:
+                # The one that drafts was left out of a step: it has to catch up, too.
+                self._joining, self._active = _Joining(self._batch, self._active), None
+        self._listener.left(drafting.attachment, cause, reason)
+        if drafting.last_step > self._consumed:
+            self._leaving.append(drafting)
+        else:
+            self._listener.let_go(drafting.attachment)
+
+    def _all(self) -> list[_Drafting]:
+        found = [] if self._active is None else [self._active]
+        if self._joining is not None:
+            found.append(self._joining.drafting)
+        return found + self._leaving if self._leaving else found
+
+    def _find(self, attachment: DraftAttachment) -> _Drafting | None:
+        return next((drafting for drafting in self._all() if drafting.attachment is attachment), None)
+
+
+class _ConsumeFirstError(Exception):
+    """The next step cannot be decided before a step that is under way is consumed."""

@@ -1,0 +1,208 @@
+"""An attachment of a draft: its link, and the memory between it and verify."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.common.device.manifest import DTYPES
+from slipstream.common.errors import SlipstreamError
+from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
+from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
+from slipstream.common.worker.step import FenceName, Role
+from slipstream.scheduler.core.plan import DraftTraits
+
+if TYPE_CHECKING:
+    from slipstream.common.device.interface import Arena, Device, Fence
+    from slipstream.common.worker.access_log import AccessLog
+    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.layout import EpochShape
+    from slipstream.common.worker.step import StepCommand
+    from slipstream.scheduler.telemetry.draft_metrics import LossCause
+    from slipstream.scheduler.workers.link import Link
+
+
+class DraftAttachment:
+    """One draft service attached beside an epoch, with a number and memory of its own."""
+
+    def __init__(
+        self,
+        number: int,
+        link: Link,
+        description: WorkerDescription,
+        shape: DraftShape,
+        device: Device,
+        *,
+        epoch: int,
+        log: AccessLog,
+    ) -> None:
+        """Takes the memory. `number`: above every epoch and attachment that draft and verify have seen."""
+        self.number = number
+        self.link = link
+        self.description = description
+        self.shape = shape
+        self.num_draft_tokens = shape.num_draft_tokens
+        """K."""
+        self.traits = DraftTraits(is_present=True, reads_hidden=shape.hidden_width > 0)
+        self.is_released = False
+        """True once steps may have gone on without the tokens that they waited for."""
+        self._epoch = epoch
+        self._log = log
+        self._own: Arena = device.create_arena(shape.own_specs(), OWN_FENCES)
+        try:
+            self._given: Arena = device.create_arena(shape.given_specs(), GIVEN_FENCES)
+        except BaseException:
+            self._own.close()
+            raise
+        self.done: Fence = self._own.fence(FenceName.DRAFT_DONE)
+        self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)
+        """[ring, 2] int64, as draft wrote them: any numbers."""
+        self._process = ProcessId.of(description.pid)
+        self.is_superseded = False
+        """True once its process was attached anew, and so has let this attachment go."""
+        self._is_attached = self._is_known_to_verify = self._has_drained = False
+
+    def attach(self, common: Attachment, verify: Link, described_verify: WorkerDescription) -> None:
+        """Attaches draft, then verify, which is at its steps meanwhile. `common`: verify's own attachment.
+
+        Raises FailedPreconditionError (and its kinds) and UnavailableError.
+        """
+        own, given = self._own.manifest, self._given.manifest
+        self._is_attached = True
+        self.link.attach(
+            replace(
+                common,
+                epoch=self.number,
+                manifest=own,
+                given=given,
+                shape=self.shape,
+                peer=described_verify,
+                expected_draft=None,
+            )
+        )
+        sizes = draft_sizes(self.description, self.num_draft_tokens)
+        self._is_known_to_verify = True
+        verify.attach_draft(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
+        # All processes that need the memory have mapped it by now.
+        self._own.seal()
+        self._given.seal()
+
+    def send(self, command: StepCommand) -> None:
+        """Sends draft a command that waits for nothing. Raises the link's failure."""
+        if self._log.is_enabled:
+            self._log.send(Role.DRAFT, epoch=self.number, step=command.step)
+        self.link.send(command)
+
+    def release(self, step: int) -> None:
+        """Ends verify's waits for draft, up to `step`. Draft's late writes may set the fence back."""
+        self.is_released = True
+        if step:
+            self.done.release(step)
+            if self._log.is_enabled:
+                self._log.release(FenceName.DRAFT_DONE, step, epoch=self._epoch, attachment=self.number)
+
+    def release_draft(self, step: int) -> None:
+        """Ends draft's waits for verify, up to `step`."""
+        self._given.fence(FenceName.VERIFY_STASH).release(step)
+        if self._log.is_enabled:
+            self._log.release(FenceName.VERIFY_STASH, step, epoch=self._epoch, attachment=self.number)
+
+    def detach(self, verify: Link | None, *, drain: bool) -> None:
+        """Ends the attachment on both sides; with `drain` draft finishes what it has. No step may refer to it.
+
+        `verify`: None if its epoch is over.
+        """
+        if verify is not None and self._is_known_to_verify:
+            # A verify service that is lost has let it go as well.
+            with suppress(SlipstreamError):
+                verify.detach_draft(self._epoch, self.number)
+        self._is_known_to_verify = False
+        drained = drain and self.link.failure is None
+        self.link.detach(drain=drain)
+        self._has_drained = drained and self.link.failure is None
+
+    @property
+    def is_gone(self) -> bool:
+        """True if draft is proven to write no more into the memory, after `detach`."""
+        return not self._is_attached or self._has_drained or self.is_superseded or self._process.is_gone
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._own.close()
+        self._given.close()
+
+
+class DraftTarget(NamedTuple):
+    """The draft that is wanted."""
+
+    address: str
+    num_draft_tokens: int
+
+
+class Held:
+    """An attachment and its fate so far. Belongs to the session's lock."""
+
+    def __init__(self, attachment: DraftAttachment, target: DraftTarget) -> None:
+        self.attachment = attachment
+        self.target = target
+        self.has_joined = False
+        self.position = 0
+        """Decode steps that there were when it joined."""
+        self.cause: LossCause | None = None
+        """Set when it takes part in no further step."""
+        self.reason = ""
+        self.is_let_go = False
+        """True once no step refers to it any more."""
+        self.is_detached = False
+
+
+def draft_sizes(draft: WorkerDescription, num_draft_tokens: int) -> DraftSizes:
+    """Returns the properties of a draft that verify's work depends on."""
+    return DraftSizes(
+        num_draft_tokens=num_draft_tokens, hidden_width=draft.hidden_width, hidden_layers=draft.hidden_layers
+    )
+
+
+def draft_shape(
+    shape: EpochShape | DraftShape, draft: WorkerDescription, num_draft_tokens: int, dtype: str
+) -> DraftShape:
+    """Returns the sizes of the memory between a draft and verify. `shape`: verify's; `dtype`: of its hidden states."""
+    return DraftShape(
+        num_slots=shape.num_slots,
+        run_ahead=shape.run_ahead,
+        num_draft_tokens=num_draft_tokens,
+        chunk_tokens=shape.chunk_tokens,
+        hidden_width=draft.hidden_width,
+        hidden_dtype=DTYPES[dtype],
+    )
+
+
+class ProcessId:
+    """A process of this host, told apart from a later one with the same number."""
+
+    def __init__(self, pid: int, started: str | None) -> None:
+        """Use `of`."""
+        self._pid = pid
+        self._started = started
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """The process that has this number now."""
+        return cls(pid, _started(pid))
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it has ended; a number that was no process of this host has."""
+        return self._started is None or _started(self._pid) != self._started
+
+
+def _started(pid: int) -> str | None:
+    """The time at which a process was started, in ticks; None if there is none, or if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    state, started = fields[0], fields[19]
+    return None if state in "ZX" else started

@@ -1,0 +1,424 @@
+"""The thread that attaches a draft beside the running steps, again after each loss, and that swaps it for another.
+
+No error of a draft ends the scheduler: it serves on without, and tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MismatchError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.common.host import name_this_thread
+from slipstream.scheduler.telemetry.draft_metrics import LossCause, SwapResult
+from slipstream.scheduler.workers.attachment import DraftAttachment, DraftTarget, Held, draft_shape
+from slipstream.scheduler.workers.sharing import check_fits
+from slipstream.scheduler.workers.sizing import check_draft_memory
+from slipstream.scheduler.workers.swap import Swap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome
+    from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics
+    from slipstream.scheduler.workers.epoch import Epoch
+    from slipstream.scheduler.workers.link import Link
+
+logger = logging.getLogger(__name__)
+
+RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
+"""Between two tries to attach a draft: the time doubles while they fail."""
+FIRST_TRY_S = 60.0
+"""An epoch waits so long for a draft that answers when the epoch is opened."""
+MOST_RETIRED = 2
+"""Attachments whose process is not proven gone, and whose memory is kept for that."""
+
+
+class DraftStatus(NamedTuple):
+    """What drafts now, for people."""
+
+    state: str
+    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
+    since: float
+    """On time.monotonic's clock."""
+    problem: str
+    """While it is missing: why the last one left or was refused."""
+
+
+class DraftSession:
+    """Implements `SpeculationListener`."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        device: Device,
+        *,
+        make_link: Callable[[str], Link],
+        next_number: Callable[[int], int],
+        metrics: DraftMetrics,
+        wake: Callable[[], None],
+    ) -> None:
+        """`make_link` makes a link to the draft at an address. `wake` has the step loop look around.
+
+        `next_number` returns the number of a new attachment, above the one that it is given.
+        """
+        self.last_known: WorkerDescription | None = None
+        """The last draft that answered."""
+        self._config = config
+        self._device = device
+        self._make_link = make_link
+        self._next_number = next_number
+        self._metrics = metrics
+        self.wake = wake
+        """Has the step loop look around."""
+        self._changed = threading.Condition()
+        self._target = None if config.draft is None else DraftTarget(config.draft, config.num_draft_tokens)
+        self._epoch: Epoch | None = None
+        self._held: dict[int, Held] = {}
+        self._retired: list[DraftAttachment] = []
+        self._swap: tuple[DraftSwap, Future[SwapOutcome]] | None = None
+        self._link_in_use: Link | None = None
+        self._is_busy = self._is_stopped = self._has_tried = False
+        self._next_try = 0.0
+        self._retry_s = RETRY_S
+        self._misfit: tuple[str, int, MismatchError] | None = None
+        """Address, process id, and why it does not fit."""
+        self._last_problem = ""
+        self.status = DraftStatus("", time.monotonic(), "")
+        self._thread = threading.Thread(target=self._run, name="drafts")
+
+    @property
+    def address(self) -> str:
+        """Address of the draft that is wanted; empty for none."""
+        target = self._target
+        return "" if target is None else target.address
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K of the draft that is wanted; 0 for none."""
+        target = self._target
+        return 0 if target is None else target.num_draft_tokens
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Ends the thread; the last epoch must be over."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        self._thread.join()
+        for attachment in self._retired:
+            attachment.close()
+
+    def describe(self) -> WorkerDescription | None:
+        """Asks the wanted draft for its description, before an epoch is opened; if none answers, it is the last known."""
+        target = self._target
+        if target is not None:
+            link = self._make_link(target.address)
+            try:
+                self.last_known = link.describe()
+            except SlipstreamError as error:
+                logger.debug("no draft yet: %s", error)
+            finally:
+                link.detach(drain=False)
+        return self.last_known
+
+    def enter(self, epoch: Epoch) -> None:
+        """Attaches drafts to an epoch that is open from now on. Returns when the first try is over."""
+        with self._changed:
+            self._epoch, self._has_tried, self._next_try, self._retry_s = epoch, False, 0.0, RETRY_S
+            self._changed.notify_all()
+            if self._target is not None:
+                self._changed.wait_for(lambda: self._has_tried, FIRST_TRY_S)
+            self._update_status()
+
+    def leave(self) -> None:
+        """Attaches no further draft to the epoch, and breaks off what is under way. Its loop has ended."""
+        with self._changed:
+            self._epoch = None
+            link = self._link_in_use
+            self._changed.notify_all()
+        if link is not None:
+            link.detach(drain=False)
+
+    def detach_all(self, last_sent: int, *, drain: bool) -> None:
+        """Ends all attachments after `leave`; verify has let them go. `last_sent`: the last step that was sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy)
+            held, self._held = list(self._held.values()), {}
+            self._update_status()
+        for one in held:
+            if not drain or one.cause is not None:
+                one.attachment.release_draft(last_sent)
+            self._detach(one.attachment, None, drain=drain and one.cause is None)
+
+    def swap(self, request: DraftSwap) -> SwapOutcome:
+        """Puts another draft in the place of the one that drafts, or takes it away; blocks until it is judged.
+
+        Raises InvalidArgumentError, FailedPreconditionError (and its kinds) and UnavailableError.
+        """
+        most = self._config.num_draft_tokens
+        if (request.terms.num_draft_tokens or 0) > most:
+            accepted = f"1 to {most}, the scheduler's --num-draft-tokens"
+            raise InvalidArgumentError("num_draft_tokens", request.terms.num_draft_tokens, accepted)
+        with self._changed:
+            if self._epoch is None or self._is_stopped:
+                raise UnavailableError("there is no verify service")
+            if self._swap is not None:
+                raise FailedPreconditionError("another swap of the draft is under way")
+            result: Future[SwapOutcome] = Future()
+            self._swap = request, result
+            self._changed.notify_all()
+        return result.result()
+
+    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+        """See `SpeculationListener.joined`."""
+        with self._changed:
+            held = self._held[attachment.number]
+            held.has_joined, self._retry_s = True, RETRY_S
+            if self._epoch is not None:
+                held.position = self._epoch.decodes.position
+            self._metrics.joined(catch_up_s)
+            self._update_status()
+        logger.info("draft %s takes part, after %.3f s of catching up", attachment.description.model, catch_up_s)
+
+    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+        """See `SpeculationListener.left`."""
+        with self._changed:
+            held = self._held[attachment.number]
+            held.cause, held.reason = cause, reason
+            if held.has_joined:
+                self._metrics.lost(cause, has_other=self._drafting() is not None)
+            self._next_try = time.monotonic() + self._retry_s
+            self._update_status(reason)
+        if cause in (LossCause.DIED, LossCause.TIMEOUT, LossCause.REFUSED):
+            logger.warning("steps go on without a draft: %s", reason)
+
+    def let_go(self, attachment: DraftAttachment) -> None:
+        """See `SpeculationListener.let_go`."""
+        with self._changed:
+            self._held[attachment.number].is_let_go = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        name_this_thread("drafts")
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_work, self._idle_s())
+                if self._is_stopped:
+                    return
+                epoch, swap, self._is_busy = self._epoch, self._swap, True
+            try:
+                self._work(epoch, swap)
+            except Exception:
+                logger.exception("the draft's session failed")
+                self._fail_try("the draft's session failed")
+
+    def _work(self, epoch: Epoch | None, swap: tuple[DraftSwap, Future[SwapOutcome]] | None) -> None:
+        self.detach_let_go()
+        if swap is not None:
+            self._answer(epoch, *swap)
+        elif epoch is not None and self._is_due():
+            self._try(epoch)
+
+    def _has_work(self) -> bool:
+        return self._is_stopped or self._swap is not None or self._is_due() or bool(self._let_go())
+
+    def _is_due(self) -> bool:
+        return self._epoch is not None and self._is_missing() and time.monotonic() >= self._next_try
+
+    def _is_missing(self) -> bool:
+        return self._target is not None and all(held.cause is not None for held in self._held.values())
+
+    def _idle_s(self) -> float | None:
+        if self._epoch is None or not self._is_missing():
+            return None
+        return max(0.0, self._next_try - time.monotonic())
+
+    def _try(self, epoch: Epoch) -> None:
+        target = self._target
+        assert target is not None, "a draft is wanted"
+        try:
+            self.attach(epoch, target)
+        except SlipstreamError as error:
+            self._fail_try(str(error))
+        else:
+            with self._changed:
+                self._has_tried, self._last_problem = True, ""
+
+    def _fail_try(self, problem: str) -> None:
+        with self._changed:
+            self._has_tried = True
+            self._next_try = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            is_new = problem != self._last_problem and self._epoch is not None
+            self._last_problem = problem
+            self._update_status(problem)
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "serving without a draft: %s", problem)
+
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+        """Attaches a draft to verify and has it join. Raises FailedPreconditionError (and its kinds) and others."""
+        link = self._make_link(target.address)
+        with self._changed:
+            self._link_in_use = link
+        try:
+            attachment = self._attached(epoch, target, link)
+        except SlipstreamError:
+            link.detach(drain=False)
+            raise
+        finally:
+            self._link_in_use = None
+        held = Held(attachment, target)
+        with self._changed:
+            is_over = self._epoch is not epoch
+            self._held[attachment.number] = held
+            if is_over:
+                raise UnavailableError("verify was lost meanwhile")
+            epoch.speculation.offer(attachment)
+            self._update_status()
+        self.wake()
+        return held
+
+    def _attached(self, epoch: Epoch, target: DraftTarget, link: Link) -> DraftAttachment:
+        description = link.describe()
+        self._check(epoch, description, target)
+        number = self._next_number(description.last_epoch)
+        shape = draft_shape(epoch.attachment.shape, description, target.num_draft_tokens, epoch.verify.dtype)
+        attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
+        try:
+            attachment.attach(epoch.attachment, epoch.link, epoch.verify)
+        except SlipstreamError as error:
+            if isinstance(error, MismatchError):
+                self._misfit = target.address, description.pid, error
+            self._detach(attachment, epoch.link, drain=False)
+            raise
+        for earlier in self._retired:
+            if earlier.description.pid == description.pid:
+                # It lets go of one attachment before it takes another.
+                earlier.is_superseded = True
+        self.last_known = description
+        return attachment
+
+    def _check(self, epoch: Epoch, draft: WorkerDescription, target: DraftTarget) -> None:
+        if self._misfit is not None and self._misfit[:2] == (target.address, draft.pid):
+            raise MismatchError(list(self._misfit[2].differences))
+        if draft.has_scheduler:
+            raise FailedPreconditionError("the draft service has another scheduler")
+        self._close_retired()
+        if len(self._retired) >= MOST_RETIRED:
+            raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
+        try:
+            check_fits(self._device, epoch.verify, draft)
+        except MismatchError as error:
+            self._misfit = target.address, draft.pid, error
+            raise
+        check_draft_memory(draft, epoch.sizes)
+
+    def detach_let_go(self) -> None:
+        """Ends the attachments that no step refers to any more."""
+        with self._changed:
+            gone, epoch = self._let_go(), self._epoch
+        for held in gone:
+            is_well = held.cause in (LossCause.SWAPPED, LossCause.LEFT)
+            self._detach(held.attachment, None if epoch is None else epoch.link, drain=is_well)
+            with self._changed:
+                held.is_detached = True
+                self._held.pop(held.attachment.number, None)
+        self._close_retired()
+
+    def _let_go(self) -> list[Held]:
+        return [held for held in self._held.values() if held.is_let_go]
+
+    def _detach(self, attachment: DraftAttachment, verify: Link | None, *, drain: bool) -> None:
+        attachment.detach(verify, drain=drain)
+        self._retired.append(attachment)
+        self._close_retired()
+
+    def _close_retired(self) -> None:
+        """Gives back the memory of attachments that draft is proven to write to no more."""
+        for attachment in [one for one in self._retired if one.is_gone]:
+            self._retired.remove(attachment)
+            attachment.close()
+
+    def _answer(self, epoch: Epoch | None, request: DraftSwap, result: Future[SwapOutcome]) -> None:
+        before = self._target
+        try:
+            if epoch is None:
+                raise UnavailableError("there is no verify service")
+            terms = request.terms
+            target = DraftTarget(request.address, terms.num_draft_tokens or self._config.num_draft_tokens)
+            outcome = Swap(self, epoch, request, self._drafting()).run(before, target if request.address else None)
+        except Exception as error:
+            with self._changed:
+                self._target, self._swap = before, None
+            self._metrics.swapped(SwapResult.FAILED)
+            result.set_exception(error.with_traceback(None))
+        else:
+            with self._changed:
+                self._swap = None
+            self._metrics.swapped(SwapResult.ROLLED_BACK if outcome.rolled_back else SwapResult.SWAPPED)
+            result.set_result(outcome)
+
+    def want(self, target: DraftTarget | None) -> None:
+        """Changes the draft that is wanted."""
+        with self._changed:
+            self._target = target
+            self._update_status()
+
+    def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Waits on the session's own thread until something holds that the loop decides; False if the time is over.
+
+        Raises UnavailableError if the epoch is over first.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                left = None if until is None else until - time.monotonic()
+                self._changed.wait_for(
+                    lambda: is_so() or self._epoch is not epoch or bool(self._let_go()),
+                    left,
+                )
+                if self._epoch is not epoch:
+                    raise UnavailableError("verify was lost meanwhile")
+                has_let_go = bool(self._let_go())
+            if has_let_go:
+                self.detach_let_go()
+            if is_so():
+                return True
+            if until is not None and time.monotonic() >= until:
+                return False
+
+    def _drafting(self) -> Held | None:
+        """The attachment that drafts."""
+        return next((held for held in self._held.values() if held.has_joined and held.cause is None), None)
+
+    def _update_status(self, problem: str | None = None) -> None:
+        """Called under the lock, after each change."""
+        self._changed.notify_all()
+        is_expected = self._target is not None
+        if self._drafting() is not None:
+            state = "attached"
+        elif any(held.cause is None for held in self._held.values()):
+            state = "catching up"
+        else:
+            state = "missing" if is_expected else ""
+        self._metrics.is_missing(is_missing=is_expected and self._epoch is not None and state != "attached")
+        since = self.status.since if state == self.status.state else time.monotonic()
+        told = self.status.problem if problem is None else problem
+        self.status = DraftStatus(state, since, told if state == "missing" else "")
