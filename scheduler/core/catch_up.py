@@ -27,6 +27,8 @@ class CatchUp:
         """Time of the last command."""
         self.number = 0
         """Number of the last command."""
+        self.is_too_slow = False
+        """True once it is known that draft catches up only while verify waits."""
         self._batch = batch
         self._attachment = attachment
         self._reads_tokens = not attachment.traits.reads_hidden
@@ -40,22 +42,20 @@ class CatchUp:
         """True until draft has done the last command."""
         return self.number > 0 and self._attachment.done.poll() < self.number
 
-    @property
-    def is_too_slow(self) -> bool:
-        """True if draft catches up only while verify waits."""
-        return self._num_without_gain > _MOST_PATIENCE
-
     def num_missing(self) -> int:
-        """Tokens that draft lacks, and one for each sequence that it does not know at all."""
+        """Tokens that draft lacks, and one for each sequence that it does not know at all. A head lacks none."""
+        if not self._reads_tokens:
+            return 0
         missing = 0
         for sequence, num_known in self._batch.begun():
             num_given = self._num_given(sequence.lease.slot, sequence.lease.generation)
-            missing += num_given is None
-            missing += (num_known - (num_given or 0)) * self._reads_tokens
+            missing += num_known - (num_given or 0) + (num_given is None)
         return missing
 
     def is_close(self, missing: int, growth: int) -> bool:
         """True if one more command brings what is missing, with the `growth` of the steps until then, and is short."""
+        if not self._reads_tokens:
+            return True
         chunk_tokens = self._batch.sizes.chunk_tokens
         if missing + growth > chunk_tokens:
             return False
@@ -67,6 +67,7 @@ class CatchUp:
         self._num_without_gain = 0 if is_gain else self._num_without_gain + 1
         if is_gain:
             self._least_missing = missing
+        self.is_too_slow |= self._num_without_gain > _MOST_PATIENCE
 
     def bring(self, number: int, *, held_back: int = 0) -> bool:
         """Sends draft what it lacks, as far as a command may have it. Returns False if there was nothing to send.

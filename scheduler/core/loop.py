@@ -136,9 +136,8 @@ class StepLoop:
         if part is None:
             return None, None
         if part.is_empty:
-            return self._batch.empty_step(), None
-        step = self._batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first)
-        return step, part.attachment
+            return self._batch.empty_step(), part.attachment
+        return self._batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first), part.attachment
 
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise."""

@@ -241,7 +241,7 @@ class Speculation:
             self._lose(drafting, cause, str(error))
 
     def _advance(self, joining: _Joining, last_step: int, num_in_flight: int) -> Part | None:
-        """One turn on a draft's way into the steps; None if the step goes on as without it. Raises _ConsumeFirstError."""
+        """One turn on a draft's way into the steps; None if they go on as without it. Raises _ConsumeFirstError."""
         attachment, catch_up = joining.drafting.attachment, joining.catch_up
         if joining.is_stashed:
             if num_in_flight > 1:
@@ -274,15 +274,17 @@ class Speculation:
         if not joining.catch_up.is_too_slow or joining is not self._joining:
             return None
         joining.num_empty += 1
-        return Part(is_empty=True)
+        return Part(self.active, is_empty=True)
 
     def _growth(self, joining: _Joining) -> int:
         """The most tokens that come until the last command."""
         num_steps = self._batch.sizes.run_ahead + 1
         if joining.num_empty > num_steps:
             return 0
-        active = self.active
-        return self._batch.num_running * num_steps * (1 if active is None else active.num_draft_tokens + 1)
+        # Steps of a draft that has left may be under way.
+        drafts = [drafting for drafting in self._all() if drafting is not joining.drafting]
+        most = max((drafting.attachment.num_draft_tokens for drafting in drafts), default=0)
+        return self._batch.num_running * num_steps * (most + 1)
 
     def _join(self, joining: _Joining, last_step: int, *, held_back: int = 0) -> Part | None:
         if not self._bring(joining, last_step, held_back=held_back):
@@ -310,7 +312,7 @@ class Speculation:
             if drafting is not None and drafting not in self._leaving:
                 self._leave(drafting, cause, "it was taken away")
             return
-        if self._joining is not None:
+        while self._joining is not None:
             self._leave(self._joining.drafting, LossCause.SWAPPED, "another draft has come")
         self._joining = _Joining(self._batch, _Drafting(attachment))
 

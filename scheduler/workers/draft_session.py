@@ -125,7 +125,7 @@ class DraftSession:
             attachment.close()
 
     def describe(self) -> WorkerDescription | None:
-        """Asks the wanted draft for its description, before an epoch is opened; if none answers, it is the last known."""
+        """Asks the wanted draft for its description, before an epoch is opened; else it is the last known."""
         target = self._target
         if target is not None:
             link = self._make_link(target.address)

@@ -98,10 +98,10 @@ class Device:
             self._prefill(step)
             accepted = [0] * len(step.yielding.slots)
         else:
-            most = self.sizes.num_draft_tokens if step.kind is StepKind.DECODE else 0
+            most = step.num_draft_tokens
             for slot in step.members.slots:
                 self._check_room(self.slots[slot], most)
-            bounds = [self._most_accepted(slot) for slot in step.yielding.slots]
+            bounds = [self._most_accepted(slot, most) for slot in step.yielding.slots]
             assert any(bounds) == (step.kind is StepKind.DECODE), "a step drafts for somebody, or it is plain"
             accepted = [self.random.randint(0, min(most, bound)) for bound in bounds]
         outputs = [self._output(slot, a + 1) for slot, a in zip(step.yielding.slots, accepted, strict=True)]
@@ -125,9 +125,9 @@ class Device:
         slot.num_output += count
         return tokens
 
-    def _most_accepted(self, slot_number: int) -> int:
+    def _most_accepted(self, slot_number: int, num_draft_tokens: int) -> int:
         most = self.slots[slot_number].max_draft_tokens
-        return self.sizes.num_draft_tokens if most is None else min(most, self.sizes.num_draft_tokens)
+        return num_draft_tokens if most is None else min(most, num_draft_tokens)
 
     def _check_room(self, slot: Slot, most_accepted: int) -> None:
         # As the workers do it: a length past the limit is clamped to it.
@@ -160,7 +160,7 @@ class Run:
         self.batch.cancel(self.queue.take_cancelled())
         self.batch.admit(self.queue)
         self._check_pages()
-        step = self.batch.next_step()
+        step = self.batch.next_step(self.batch.sizes.num_draft_tokens)
         if step is not None:
             running = set(self.batch._running)
             assert {update.slot for update in step.updates} <= running, "nothing is told of requests that are over"

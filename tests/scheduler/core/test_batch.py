@@ -240,7 +240,7 @@ def test_logprobs_end_where_the_output_does() -> None:
     other = make_job("other", (2,), 5)
     run.jobs.add(other, asked)
     run.batch.admit(run.queue)
-    while (step := run.batch.next_step()) is not None:
+    while (step := run.batch.next_step(run.batch.sizes.num_draft_tokens)) is not None:
         assert step.most_top_logprobs == 2
         assert step.top_logprobs == {step.yielding.slots.index(2): 2}
         result = run.device.run(step)
@@ -253,7 +253,7 @@ def test_logprobs_end_where_the_output_does() -> None:
     plain = make_job("plain", (3,), 1)
     run.jobs.add(plain)
     run.batch.admit(run.queue)
-    step = run.batch.next_step()
+    step = run.batch.next_step(run.batch.sizes.num_draft_tokens)
     assert step is not None
     assert (step.top_logprobs, step.most_top_logprobs) == ({}, None)
 
@@ -292,7 +292,7 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
         job.stream = stream
     run.jobs.add(*jobs)
     run.batch.admit(run.queue)
-    step = run.batch.next_step()
+    step = run.batch.next_step(run.batch.sizes.num_draft_tokens)
     assert step is not None
     run.batch.apply(step, run.device.run(step), published_ns=77)
     one, other = run.batch.outbox.take().deliveries()
@@ -337,7 +337,7 @@ def test_too_many_tokens_for_one_request_end_no_other() -> None:
     short, bounded = make_job("short", (1,), 1 + 1), make_job("bounded", (2,), 9, max_draft_tokens=1)
     run.jobs.add(short, bounded)
     run.batch.admit(run.queue)
-    while (step := run.batch.next_step()) is not None and step.kind is StepKind.PREFILL:
+    while (step := run.batch.next_step(run.batch.sizes.num_draft_tokens)) is not None and step.kind is StepKind.PREFILL:
         run.apply(step, run.device.run(step))
     assert step is not None
     with pytest.raises(PendingLengthError, match="added 3 tokens to slot"):
@@ -351,7 +351,7 @@ def test_a_result_that_no_step_was_to_bring_is_an_error() -> None:
     run = _run()
     run.jobs.add(make_job("job", (1,), 5))
     run.batch.admit(run.queue)
-    step = run.batch.next_step()
+    step = run.batch.next_step(run.batch.sizes.num_draft_tokens)
     assert step is not None
     run.apply(step, run.device.run(step))
     with pytest.raises(PendingLengthError, match="no step was to change"):

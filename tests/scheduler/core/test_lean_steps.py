@@ -66,11 +66,12 @@ def operations_of_a_step(num_rows: int, streams: int) -> int:
     def turn() -> None:
         run.batch.cancel(run.queue.take_cancelled())
         run.batch.admit(run.queue)
-        step = run.batch.next_step()
+        step = run.batch.next_step(3)
         assert step is not None
         kinds.append(step.kind)
         ordered = OrderedStep(1, step.kind, step.members.mask)
-        plan_step(initial_state(DraftTraits(is_present=True), run_ahead=1), ordered)
+        state = initial_state(DraftTraits(is_present=True), run_ahead=1)
+        plan_step(state._replace(stashed=ordered.rows), ordered)
         run.batch.outbox.take().deliveries()
         run.batch.apply(before, result_before)
         run.batch.outbox.take().deliveries()

@@ -1,0 +1,120 @@
+"""Drafts without a model for tests of the scheduler: they keep what they are told, and miss nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.scheduler.core.plan import DraftTraits
+
+if TYPE_CHECKING:
+    from slipstream.common.worker.step import StepCommand
+
+
+class FakeFence:
+    """A counter in this process."""
+
+    def __init__(self, *, is_releasable: bool = True) -> None:
+        self.is_releasable = is_releasable
+        self.value = 0
+        self.releases: list[int] = []
+
+    def poll(self) -> int:
+        """See `Fence.poll`."""
+        return self.value
+
+    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+        """See `Fence.wait_on_host`; does not wait."""
+        return self.value >= value
+
+    def release(self, value: int) -> None:
+        """See `Fence.release`."""
+        self.releases.append(value)
+        self.value = max(self.value, value)
+
+
+@dataclass
+class DraftedSlot:
+    """What a draft keeps of a slot."""
+
+    generation: int
+    history_from: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Taken in, from position 0 on."""
+
+
+class FakeDraft:
+    """An attachment, its link, and the draft behind it, which does what it was sent when `work` is called."""
+
+    role = Role.DRAFT
+
+    def __init__(self, number: int, num_draft_tokens: int, *, reads_hidden: bool = False) -> None:
+        self.number = number
+        self.num_draft_tokens = num_draft_tokens
+        self.traits = DraftTraits(is_present=True, reads_hidden=reads_hidden)
+        self.link = self
+        self.failure: SlipstreamError | None = None
+        self.has_refused = False
+        self.done = FakeFence()
+        self.is_released = False
+        self.slots: dict[int, DraftedSlot] = {}
+        self.stash: dict[int, tuple[int, list[int]]] = {}
+        """By slot, as verify wrote it: position of the bonus token, and the tokens of the last step."""
+        self.kinds: list[StepKind] = []
+        self._last_number = 0
+        self._queue: deque[StepCommand] = deque()
+
+    def fail(self) -> None:
+        """The process dies."""
+        self.failure = UnavailableError("the draft service is lost: it was killed")
+        self._queue.clear()
+
+    def release(self, step: int) -> None:
+        """See `DraftAttachment.release`."""
+        self.is_released = True
+        self.done.release(step)
+
+    def send(self, command: StepCommand) -> None:
+        """See `Link.send`."""
+        if self.failure is not None:
+            raise self.failure
+        assert command.epoch == self.number
+        assert command.step > self._last_number, "numbers grow"
+        self._last_number = command.step
+        self._queue.append(command)
+
+    def work(self, up_to: int | None = None) -> None:
+        """Does the next command, or all up to a step."""
+        while self._queue and (up_to is None or self._queue[0].step <= up_to):
+            command = self._queue.popleft()
+            self.kinds.append(command.kind)
+            self._do(command)
+            assert [point.fence for point in command.ops.signals] == [FenceName.DRAFT_DONE]
+            self.done.value = command.ops.signals[0].value
+            if up_to is None:
+                return
+
+    def _do(self, command: StepCommand) -> None:
+        for update in command.updates:
+            self.slots[update.slot] = DraftedSlot(update.generation, update.history_from)
+        for chunk in command.chunks:
+            slot = self.slots[chunk.slot]
+            if self.traits.reads_hidden and not slot.tokens:
+                slot.tokens = [-1] * slot.history_from
+            assert chunk.start == len(slot.tokens), "chunks follow each other, from the first token on"
+            slot.tokens += chunk.tokens
+        if command.kind is StepKind.DECODE:
+            for row in command.slots:
+                self._take_in_stash(self.slots[row], *self.stash[row])
+
+    def _take_in_stash(self, slot: DraftedSlot, position: int, last_tokens: list[int]) -> None:
+        first = position + 1 - len(last_tokens)
+        if self.traits.reads_hidden and not slot.tokens:
+            assert slot.history_from == first - 1, "the first entry pairs the state before the new token with it"
+            slot.tokens = [-1] * first
+        # A language model has drafted the tokens that were accepted.
+        assert len(slot.tokens) >= first, f"tokens {len(slot.tokens)} to {first - 1} were never taken in"
+        slot.tokens[first:] = last_tokens
