@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from slipstream.common.device.interface import Device
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
+    from slipstream.common.worker.step import Role, StepCommand
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import Engine
@@ -65,6 +65,7 @@ class LocalLink:
         self._device_thread = device_thread
         self._failures = failures
         self._epoch = 0
+        self.has_refused = False
 
     @property
     def failure(self) -> SlipstreamError | None:
@@ -76,6 +77,12 @@ class LocalLink:
     def attach(self, attachment: Attachment) -> None:
         self._device_thread.submit(self._engine.attach, attachment).result()
         self._epoch = attachment.epoch
+
+    def attach_draft(self, region: DraftRegion) -> None:
+        self._device_thread.submit(lambda: list(self._engine.attach_draft(region))).result()
+
+    def detach_draft(self, epoch: int, attachment: int) -> None:
+        self._device_thread.submit(lambda: list(self._engine.detach_draft(epoch, attachment))).result()
 
     def send(self, command: StepCommand) -> None:
         if self.failure is not None:
@@ -129,18 +136,18 @@ async def run_in_process(config: InProcessSettings, listener: Listener, metrics_
         held.callback(stream.close)
         thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
         engines = await asyncio.get_running_loop().run_in_executor(thread, partial(_engines, config, device, stream))
-        for engine in engines:
+        for engine in engines.values():
             held.callback(lambda close: thread.submit(close).result(), engine.close)
         return await run_scheduler(
             config.scheduler,
             listener,
             metrics_port,
             device=device,
-            make_links=lambda: {engine.description.role: LocalLink(engine, thread, failures) for engine in engines},
+            make_link=lambda role, _: LocalLink(engines[role], thread, failures),
         )
 
 
-def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Engine]:
+def _engines(config: InProcessSettings, device: Device, stream: Any) -> dict[Role, Engine]:
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.services.worker.engine import Engine
     from slipstream.services.worker.factory import make_draft, make_verify
@@ -150,7 +157,7 @@ def _engines(config: InProcessSettings, device: Device, stream: Any) -> list[Eng
     if config.draft is not None:
         roles.append(make_draft(config.draft, device, 0))
     make_engine = partial(Engine, refuses_waits=config.verify.debug_sync, on_stuck=end_at_once)
-    return [make_engine(role, device, stream, AccessLog()) for role in roles]
+    return {role.description.role: make_engine(role, device, stream, AccessLog()) for role in roles}
 
 
 def main(arguments: list[str] | None = None) -> None:

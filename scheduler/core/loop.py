@@ -248,11 +248,12 @@ class StepLoop:
 
     def _bound_draft(self, step: int) -> None:
         """Keeps draft from falling a whole ring behind: prompts can be sent faster than it takes them in."""
-        started, bound = time.monotonic(), step - self._settings.ring
+        bound = step - self._settings.ring
         while (backlog := self._speculation.backlog()) is not None and backlog[1] <= bound:
             self._hand_out()
             attachment, oldest = backlog
-            if not attachment.done.wait_on_host(oldest, WATCH_S):
+            started = time.monotonic()
+            while not attachment.is_released and not attachment.done.wait_on_host(oldest, WATCH_S):
                 self._check_verify()
                 self._speculation.watch(attachment, oldest, started)
             self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)

@@ -13,6 +13,7 @@ from slipstream.common.worker.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
+from slipstream.scheduler.workers.attachment import DraftAttachment, draft_shape
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 from tests.harness.counted_jobs import JobBook
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.core.loop import StepLoop
     from slipstream.scheduler.core.outbox import Outgoing
+    from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.telemetry.timings import StepTiming
-    from slipstream.scheduler.workers.link import WorkerLink
+    from slipstream.scheduler.workers.link import Link
     from slipstream.services.worker.engine import RoleEngine
     from tests.harness.counted_jobs import Job, OutputRow
 
@@ -54,15 +56,20 @@ class LocalEpoch:
         self, number: int, config: SchedulerConfig, workers: abc.Sequence[LocalWorker], *, device: Device | None = None
     ) -> None:
         """`device`: the workers'; None is the CPU."""
-        links = {worker.role: worker for worker in workers}
-        draft = links.get(Role.DRAFT)
-        described = Workers(verify=links[Role.VERIFY].describe(), draft=None if draft is None else draft.describe())
+        self._links = {worker.role: cast("Link", worker) for worker in workers}
+        draft = self._links.get(Role.DRAFT)
+        verify = self._links[Role.VERIFY].describe()
+        described = Workers(verify=verify, draft=None if draft is None else draft.describe())
+        self._device = device or HostDevice()
+        self.attachments: list[DraftAttachment] = []
         self.registry = CollectorRegistry()
         self.metrics = RecordingMetrics(self.registry)
         self.queue = WaitingQueue(config.max_sequences)
         self.queue.open(number)
         self.jobs = JobBook(self.queue)
         self.outputs = self.jobs.outputs
+        self.events: list[tuple[str, int]] = []
+        """What became of attachments, by their numbers."""
         self._to_come: list[abc.Sequence[Job]] = []
         self.on_progress: Callable[[Job, OutputRow], None] = lambda job, row: None
         """Called on the loop's thread."""
@@ -71,11 +78,11 @@ class LocalEpoch:
             config,
             described,
             EpochSizes.decide(config, described),
-            device=device or HostDevice(),
-            # All of a link that an epoch uses.
-            links=cast("dict[Role, WorkerLink]", links),
+            device=self._device,
+            link=self._links[Role.VERIFY],
             queue=self.queue,
             metrics=self.metrics,
+            listener=self,
             sink=self,
         )
 
@@ -83,9 +90,50 @@ class LocalEpoch:
     def loop(self) -> Iterator[StepLoop]:
         """The open epoch's loop."""
         try:
-            yield self.epoch.open()
+            yield self.open()
         finally:
-            self.epoch.close(drain=True)
+            self.close(drain=True)
+
+    def open(self) -> StepLoop:
+        """Opens the epoch, and has the draft, if there is one, take part from the first step on."""
+        loop = self.epoch.open()
+        if Role.DRAFT in self._links:
+            self.epoch.speculation.offer(self.attach(self._links[Role.DRAFT]))
+            self.epoch.speculation.settle()
+        return loop
+
+    def attach(self, link: Link, num_draft_tokens: int | None = None) -> DraftAttachment:
+        """Attaches a draft beside the running steps; to be offered then."""
+        epoch, description = self.epoch, link.describe()
+        most = epoch.sizes.batch.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        number = max(epoch.number, description.last_epoch, *(one.number for one in self.attachments), 0) + 1
+        shape = draft_shape(epoch.attachment.shape, description, most, epoch.verify.dtype)
+        attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
+        attachment.attach(epoch.attachment, epoch.link, epoch.verify)
+        self.attachments.append(attachment)
+        return attachment
+
+    def close(self, *, drain: bool) -> None:
+        """Ends the epoch and all attachments."""
+        last_sent = self.epoch.last_sent
+        self.epoch.close(drain=drain)
+        for attachment in self.attachments:
+            if not drain:
+                attachment.release_draft(last_sent)
+            attachment.detach(None, drain=drain)
+            attachment.close()
+
+    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+        """See `SpeculationListener.joined`."""
+        self.events.append(("joined", attachment.number))
+
+    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+        """See `SpeculationListener.left`."""
+        self.events.append((cause.value, attachment.number))
+
+    def let_go(self, attachment: DraftAttachment) -> None:
+        """See `SpeculationListener.let_go`."""
+        self.events.append(("let go", attachment.number))
 
     def run(self, *waves: abc.Sequence[Job]) -> dict[Job, list[int]]:
         """Runs each wave of jobs when the last one is over; returns the tokens of each."""

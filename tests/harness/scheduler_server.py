@@ -52,10 +52,12 @@ class ServedScheduler:
 @asynccontextmanager
 async def served_scheduler(folder: Path, *roles: RoleEngine, **settings: Any) -> AsyncIterator[ServedScheduler]:
     """Serves `roles`, verify first. `settings`: of `SchedulerConfig`."""
-    config = SchedulerConfig(verify="unix:/none", **{"context_tokens": 96, "slots": 4, "page_tokens": 4, **settings})
+    draft = {"draft": "unix:/none"} if len(roles) > 1 else {}
+    sizes = {"context_tokens": 96, "slots": 4, "page_tokens": 4}
+    config = SchedulerConfig(verify="unix:/none", **{**sizes, **draft, **settings})
     with Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener, local_workers(*roles) as workers:
         links = cast("dict[Role, Link]", {worker.role: worker for worker in workers})
-        serving = run_scheduler(config, listener, 0, device=HostDevice(), make_links=lambda: links)
+        serving = run_scheduler(config, listener, 0, device=HostDevice(), make_link=lambda role, _: links[role])
         task = asyncio.create_task(serving)
         served = ServedScheduler(listener.address, workers, task)
         with suppress(grpc.RpcError):

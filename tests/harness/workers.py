@@ -78,6 +78,7 @@ class LocalWorker:
         """
         self.role = role_engine.description.role
         self.failure: SlipstreamError | None = None
+        self.has_refused = False
         self.failures: list[BaseException] = []
         """The errors that broke the stream."""
         device = device or HostDevice()

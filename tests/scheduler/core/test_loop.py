@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
+from slipstream.common.worker.step import Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
@@ -70,53 +71,63 @@ def metric(epoch: LocalEpoch, line_start: str) -> float:
     return value
 
 
-def test_a_worker_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> None:
+def test_a_verify_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> None:
     go_on = threading.Event()
     with workers() as both:
         epoch = make_epoch(both, step_timeout_s=0.3)
         job = make_job()
         epoch.jobs.add(job)
         both[0].stream.enqueue(lambda: go_on.wait() and None)
-        loop = epoch.epoch.open()
-        with pytest.raises(DeadlineExceededError, match=r"step 1 did not end within 0\.3 s: a worker hangs"):
+        loop = epoch.open()
+        with pytest.raises(DeadlineExceededError, match=r"step 1 did not end within 0\.3 s: the verify service hangs"):
             loop.run()
         go_on.set()
         assert epoch.epoch.batch.num_running == 1
-        epoch.epoch.close(drain=False)
+        epoch.close(drain=False)
 
 
 def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread may be held up by the very stream that waits."""
     go_on = threading.Event()
     with workers() as both:
-        epoch = make_epoch(both, step_timeout_s=0.3)
+        epoch = make_epoch(both, step_timeout_s=0.3, draft_timeout_ms=60_000.0)
         job = make_job()
         epoch.jobs.add(job)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
-        loop = epoch.epoch.open()
+        loop = epoch.open()
         with pytest.raises(DeadlineExceededError):
             loop.run()
         with pytest.raises(DeadlineExceededError, match="verify"):
             both[0].stream.synchronize(0.05)
         monkeypatch.setattr(both[0], "detach", lambda drain: None)
         monkeypatch.setattr(both[1], "detach", lambda drain: None)
-        epoch.epoch.close(drain=False)
+        epoch.close(drain=False)
         both[0].stream.synchronize(5.0)
         go_on.set()
 
 
-def test_a_draft_that_hangs_in_a_prefill_is_noticed_before_its_rows_are_used_again() -> None:
-    """Verify needs nothing of draft for a prompt: only the bound on draft's backlog stops the loop."""
+@pytest.mark.parametrize("prompt_tokens", [4, 100], ids=["in a decode step", "in a prefill"])
+def test_a_draft_that_hangs_costs_no_more_than_the_watchdogs_time(prompt_tokens: int) -> None:
+    """Verify needs nothing of draft for a prompt: there the bound on draft's backlog stops the loop."""
     go_on = threading.Event()
     with workers() as both:
-        epoch = make_epoch(both, step_timeout_s=0.3, chunk_tokens=2)
-        epoch.jobs.add(make_job(prompt_tokens=100))
+        expected = make_epoch(both).run([make_job(prompt_tokens)])
+        for worker in both:
+            worker.engine.last_epoch = 0
+        epoch = make_epoch(both, chunk_tokens=2, draft_timeout_ms=100.0)
+        job = make_job(prompt_tokens)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
-        loop = epoch.epoch.open()
-        with pytest.raises(DeadlineExceededError, match="step 1 did not end"):
-            loop.run()
+        epoch.jobs.add(job)
+        epoch.on_progress = lambda job, row: epoch.queue.stop() if job in epoch.jobs.ends else None
+        loop = epoch.open()
+        started = time.monotonic()
+        loop.run()
+        loop.finish()
+        assert 0.1 <= time.monotonic() - started < 5.0
+        assert list(expected.values()) == [epoch.outputs[job]]
+        assert [event for event, _ in epoch.events] == ["joined", "timeout", "let go"]
         go_on.set()
-        epoch.epoch.close(drain=False)
+        epoch.close(drain=True)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
@@ -127,15 +138,13 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
 
     def look(command: StepCommand) -> StepCommand:
         if command.kind is StepKind.PREFILL:
-            draft = both[1].engine._open
-            assert draft is not None
-            behind.append(command.step - draft._fences[FenceName.DRAFT_DONE].poll())
+            behind.append(command.step - epoch.attachments[0].done.poll())
             if behind[-1] >= ring_rows(run_ahead):
-                go_on.set()
+                threading.Timer(0.05, go_on.set).start()
         return command
 
     with workers(before_draft=look) as both:
-        epoch = make_epoch(both, chunk_tokens=2, run_ahead=run_ahead)
+        epoch = make_epoch(both, chunk_tokens=2, run_ahead=run_ahead, draft_timeout_ms=20_000.0)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.run([make_job(prompt_tokens=60)])
         assert max(behind) == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"
@@ -150,24 +159,63 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_a_lost_worker_ends_the_loop(is_idle: bool) -> None:
+def test_a_lost_verify_ends_the_loop(is_idle: bool) -> None:
     with workers() as both:
         epoch = make_epoch(both)
-        failure = UnavailableError("the draft service is lost")
+        failure = UnavailableError("the verify service is lost")
 
         def lose(*_: object) -> None:
-            both[1].failure = failure
+            both[0].failure = failure
 
-        loop = epoch.epoch.open()
+        loop = epoch.open()
         if is_idle:
             lose()
         else:
             epoch.on_progress = lose
             job = make_job(max_new_tokens=100)
             epoch.jobs.add(job)
-        with pytest.raises(UnavailableError, match="draft service is lost"):
+        with pytest.raises(UnavailableError, match="verify service is lost") as raised:
             loop.run()
-        epoch.epoch.close(drain=False)
+        assert raised.value is not failure, "an error that is kept must not keep the loop's frames"
+        assert failure.__traceback__ is None
+        epoch.close(drain=False)
+
+
+def test_a_lost_draft_ends_no_sequence() -> None:
+    with workers() as both:
+        expected = make_epoch(both).run([make_job(max_new_tokens=100)], [make_job()])
+        for worker in both:
+            worker.engine.last_epoch = 0
+        epoch = make_epoch(both)
+
+        def lose(job: Job, _: object) -> None:
+            if len(epoch.outputs[job]) > 20:
+                both[1].failure = UnavailableError("the draft service is lost")
+
+        epoch.on_progress = lose
+        assert list(epoch.run([make_job(max_new_tokens=100)], [make_job()]).values()) == list(expected.values())
+        assert [event for event, _ in epoch.events] == ["joined", "died", "let go"]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_a_draft_that_comes_while_sequences_run_catches_up_and_drafts(run_ahead: int) -> None:
+    """The dummies guess right where they know what was before, so that acceptance says whether they do."""
+    with workers() as both:
+        whole = make_epoch(both, run_ahead=run_ahead)
+        expected = whole.run([make_job(prompt_tokens=90, max_new_tokens=120) for _ in range(3)])
+        for worker in both:
+            worker.engine.last_epoch = 0
+        epoch = make_epoch(both[:1], run_ahead=run_ahead)  # type: ignore[arg-type]
+
+        def come(job: Job, _: object) -> None:
+            if len(epoch.outputs[job]) > 20 and not epoch.attachments:
+                epoch.epoch.speculation.offer(epoch.attach(both[1]))  # type: ignore[arg-type]
+
+        epoch.on_progress = come
+        outputs = epoch.run([make_job(prompt_tokens=90, max_new_tokens=120) for _ in range(3)])
+        assert list(outputs.values()) == list(expected.values())
+        assert [event for event, _ in epoch.events] == ["joined"]
+        assert metric(epoch, 'slipstream_drafts_total{algorithm="standalone"}') > 20
 
 
 def test_stops_while_it_is_busy_and_takes_in_what_is_under_way() -> None:

@@ -12,8 +12,8 @@ from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import BufferName, FutureMapShape
-from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.common.worker.layout import RESULT_FENCES, BufferName, EpochShape
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import ResultReader, Step, StepResult, StepSlots
 from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyResult
@@ -21,7 +21,7 @@ from slipstream.services.worker.future_map import FutureMap, Logprobs, VerifyRes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SHAPE = FutureMapShape(num_slots=5, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+SHAPE = EpochShape(num_slots=5, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
 
 
 class Shared:
@@ -29,8 +29,8 @@ class Shared:
 
     def __init__(self) -> None:
         device = HostDevice()
-        self.arena = device.create_arena(SHAPE.specs(), list(FenceName))
-        self.verify = FutureMap(SHAPE, self.arena, Role.VERIFY, 100, AccessLog(), is_debug=True)
+        self.arena = device.create_arena(SHAPE.specs(), RESULT_FENCES)
+        self.verify = FutureMap(SHAPE, self.arena, vocab_size=100, log=AccessLog(), is_debug=True)
         self.reader = ResultReader(device, self.arena, SHAPE, AccessLog())
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:
@@ -56,7 +56,8 @@ def shared() -> Iterator[Shared]:
 def step_of(number: int, *slots: int, kind: StepKind = StepKind.DECODE) -> Step:
     """A step that yields tokens for these slots."""
     members = StepSlots.of([SlotLease(slot, 1) for slot in slots])
-    return Step(number=number, kind=kind, members=members, yielding=members)
+    num_draft_tokens = SHAPE.num_draft_tokens if kind is StepKind.DECODE else 0
+    return Step(number=number, kind=kind, members=members, yielding=members, num_draft_tokens=num_draft_tokens)
 
 
 def tokens_of(result: StepResult) -> list[list[int]]:

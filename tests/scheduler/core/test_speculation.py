@@ -338,7 +338,7 @@ def test_another_draft_takes_over_from_one_step_to_the_next() -> None:
     second = FakeDraft(3, 2)
     run.offer(second)
     run.finish()
-    assert run.listener.events[1:] == [("left", 2), ("joined", 3), ("let go", 2)]
+    assert run.listener.events[1:] == [("left", 2), ("let go", 2), ("joined", 3)]
     assert run.listener.causes == [LossCause.SWAPPED]
     assert run.kinds.count(StepKind.PLAIN) == 1
     check(run, [job])
