@@ -27,6 +27,7 @@ from slipstream.common.worker.wire import (
     region_from_pb,
     region_to_pb,
 )
+from slipstream.scheduler.workers.link import failure_of
 from slipstream.services.worker.engine import Engine
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class LocalWorker:
     def send(self, command: StepCommand) -> None:
         """See `WorkerLink.send`. The command is enqueued when this returns."""
         if self.failure is not None:
-            raise self.failure
+            raise failure_of(self)
         if self._before_send is not None:
             command = self._before_send(command)
         self.engine.enqueue(command_from_pb(command_to_pb(command)))
