@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prometheus_client import CollectorRegistry
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
+from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
@@ -22,14 +23,17 @@ from slipstream.scheduler.telemetry.timeline import SERVICE_NAME, TimelineServic
 from slipstream.scheduler.workers.session import WorkerSession
 from tests.harness.counted_jobs import JobBook
 from tests.harness.grpc_server import running_server
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
+    from slipstream.common.api.draft_swap import SwapOutcome
     from slipstream.common.device.interface import Device
     from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.core.outbox import Outgoing
+    from slipstream.scheduler.workers.draft_session import DraftSession
     from slipstream.scheduler.workers.epoch import Epoch
     from tests.harness.counted_jobs import Job
 
@@ -99,6 +103,9 @@ class Client:
         self.errors: list[SlipstreamError] = []
         """Why there will be no other."""
         self.epoch: Epoch | None = None
+        self.drafts: DraftSession | None = None
+        self.registry = CollectorRegistry()
+        """Metrics of the session."""
         self.jobs = JobBook(self.queue)
         self._ends: dict[Job, asyncio.Future[None]] = {}
         self._loop = asyncio.get_running_loop()
@@ -117,6 +124,29 @@ class Client:
         ends = [self._ends.setdefault(job, self._loop.create_future()) for job in jobs]
         await asyncio.gather(*ends)
         return [self.jobs.outputs[job] for job in jobs]
+
+    async def served(self, *, with_draft: bool = True) -> None:
+        """Returns when sequences can run and, if it is expected, a draft takes part."""
+        await self.attached.wait()
+        if with_draft:
+            await until(lambda: self.draft_state == "attached")
+
+    @property
+    def draft_state(self) -> str:
+        """See `DraftStatus`."""
+        assert self.drafts is not None, "the session has begun"
+        return self.drafts.status.state
+
+    async def swap(self, address: str, **terms: Any) -> SwapOutcome:
+        """Swaps the draft for the one at an address; none for an empty one."""
+        assert self.drafts is not None, "the session has begun"
+        return await asyncio.to_thread(self.drafts.swap, DraftSwap(address=address, terms=SwapTerms(**terms)))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric."""
+        value = self.registry.get_sample_value(name, labels)
+        assert value is not None, f"there is no {name} with {labels}"
+        return value
 
     def lose(self, reason: str) -> None:
         """The epoch is over, and so are its jobs."""
@@ -176,10 +206,11 @@ def running_session(
         config,
         device or HostDevice(),
         client.queue,
-        registry=CollectorRegistry(),
+        registry=client.registry,
         listener=client.listener(),
         sink=client,
     )
+    client.drafts = session.drafts
     session.start()
     try:
         yield client

@@ -30,7 +30,8 @@ class Shared:
     def __init__(self) -> None:
         device = HostDevice()
         self.arena = device.create_arena(SHAPE.specs(), RESULT_FENCES)
-        self.verify = FutureMap(SHAPE, self.arena, vocab_size=100, log=AccessLog(), is_debug=True)
+        buffers = {BufferName(spec.name): self.arena.tensor(spec.name) for spec in SHAPE.specs()}
+        self.verify = FutureMap(SHAPE, buffers, vocab_size=100, log=AccessLog(), is_debug=True)
         self.reader = ResultReader(device, self.arena, SHAPE, AccessLog())
 
     def publish(self, number: int, rows: list[int], accepted: list[int], logprobs: Logprobs | None = None) -> None:

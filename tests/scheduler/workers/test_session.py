@@ -86,7 +86,7 @@ async def serve(
 ) -> list[list[int]]:
     """The tokens of jobs, by a session of their own that gives everything back."""
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
-        await client.attached.wait()
+        await client.served(with_draft=has_draft)
         outputs = await client.run(*jobs)
         assert client.epoch is not None
         batch = client.epoch.batch
