@@ -162,7 +162,8 @@ class VerifyGraphs:
 
     def _warm_up(self, draft: DraftSizes) -> None:
         """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
-        attachment, rows = self._state.attachment, self._graphed.slots[:1]
+        # Not the slots of the last step: its numbers would be indices here.
+        attachment, rows = self._state.attachment, self._graphed.slots.new_zeros(1)
         shape = DraftShape(
             num_slots=self._num_slots,
             run_ahead=attachment.shape.run_ahead,
