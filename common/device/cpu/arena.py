@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import math
 import mmap
@@ -12,9 +13,10 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence
 from slipstream.common.device.manifest import HOST, Manifest, lay_out
 from slipstream.common.errors import ManifestError
 
@@ -36,14 +38,16 @@ class HostArena:
     The process that made the file locks it for as long as it maps it: a file without a lock was left behind.
     """
 
-    def __init__(self, manifest: Manifest, memory: mmap.mmap, *, is_owner: bool) -> None:
+    def __init__(
+        self, manifest: Manifest, memory: mmap.mmap, *, is_owner: bool = False, read_only: bool = False
+    ) -> None:
         """Use `create` or `open`."""
         self.manifest = manifest
-        self._memory = memory
+        self._memory = _without_its_flag(memory) if read_only else memory
         self._is_owner = is_owner
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
-        view = memoryview(memory)
-        self._fences = {word.fence: HostFence(view, word.offset) for word in manifest.fences}
+        view, fence = memoryview(self._memory), ReadOnlyFence if read_only else HostFence
+        self._fences = {word.fence: fence(view, word.offset) for word in manifest.fences}
 
     @classmethod
     def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
@@ -68,8 +72,11 @@ class HostArena:
             os.close(descriptor)
 
     @classmethod
-    def open(cls, manifest: Manifest) -> HostArena:
-        """Maps another process's file. Raises ManifestError if it is not what the manifest says."""
+    def open(cls, manifest: Manifest, *, read_only: bool = False) -> HostArena:
+        """Maps another process's file. Raises ManifestError if it is not what the manifest says.
+
+        `read_only`: the kernel lets this process write nothing through the mapping; what does is killed by SIGSEGV.
+        """
         if manifest.kind != KIND:
             raise ManifestError(f"arena kind {manifest.kind!r}: this worker opens {KIND!r}")
         for word in manifest.fences:
@@ -80,14 +87,16 @@ class HostArena:
         if path.parent != DIRECTORY or not path.name.startswith(PREFIX):
             raise ManifestError(f"arena path {manifest.path!r} is not {DIRECTORY}/{PREFIX}…")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            access, protection = (os.O_RDONLY, 0) if read_only else (os.O_RDWR, mmap.PROT_WRITE)
+            descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise ManifestError(f"arena {manifest.path!r}: {error}") from error
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size != manifest.size:
                 raise ManifestError(f"arena {manifest.path}: not a file of this user with {manifest.size} bytes")
-            return cls(manifest, mmap.mmap(descriptor, manifest.size), is_owner=False)
+            memory = mmap.mmap(descriptor, manifest.size, prot=mmap.PROT_READ | protection)
+            return cls(manifest, memory, read_only=read_only)
         finally:
             os.close(descriptor)
 
@@ -114,6 +123,17 @@ class HostArena:
         if self._is_owner:
             self.seal()
         self._fences.clear()
+
+
+def _without_its_flag(memory: mmap.mmap) -> ctypes.Array[ctypes.c_char]:
+    """Returns a buffer of the same memory that does not say that it cannot be written.
+
+    PyTorch and ctypes know no tensors and words that are only read: PyTorch warns of them, ctypes refuses.
+    """
+    view = np.frombuffer(memory, np.uint8)
+    array = (ctypes.c_char * len(view)).from_address(view.ctypes.data)
+    array.mapped = view  # type: ignore[attr-defined]  # keeps the memory mapped for as long as the array lives
+    return array
 
 
 def _create_locked(path: Path) -> int:

@@ -116,13 +116,16 @@ def _short(path: Path, target: str) -> None:
     path.write_bytes(bytes(64))
 
 
+@pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("make", [_link, _directory, _pipe, _short])
-def test_what_is_not_the_file_is_refused(arena: HostArena, make: Callable[[Path, str], None]) -> None:
+def test_what_is_not_the_file_is_refused(
+    arena: HostArena, make: Callable[[Path, str], None], *, read_only: bool
+) -> None:
     path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
     make(path, arena.manifest.path)
     try:
         with pytest.raises(ManifestError):
-            HostArena.open(replace(arena.manifest, path=str(path)))
+            HostArena.open(replace(arena.manifest, path=str(path)), read_only=read_only)
     finally:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
