@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
-from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
@@ -49,7 +49,7 @@ def serve(
     """Claims the address, then calls `run` with settings of `kind`, and exits with the status that it returns.
 
     `values` has the settings and the options. A service whose settings are no `AccessSettings` is internal, and listens
-    on a Unix socket only. An error of ours is one line, and status 2 if the settings are wrong.
+    on a Unix socket only. An error of ours is one line, and status 2 if the settings or the model are wrong.
     """
     try:
         options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
@@ -65,8 +65,13 @@ def serve(
         with take(options.listen, field="listen") as listener:
             sys.exit(run(config, listener, options))
     except SlipstreamError as error:
-        print(f"slipstream-{name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(report(name, error))
+
+
+def report(name: str, error: SlipstreamError) -> int:
+    """Prints the error that ends a service. Returns the exit status: 2 if the settings or the model are wrong."""
+    print(f"slipstream-{name}: {error}", file=sys.stderr)
+    return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
 
 
 def _configure_logging(name: str, options: ServiceOptions) -> None:

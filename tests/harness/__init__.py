@@ -36,6 +36,7 @@ Checks and inputs
     leaks                    asserts that a block leaves no thread, descriptor, shared file or mapping behind
     guarded_arena            shared memory that notices writes outside of what is allowed
     hostile_messages         protobuf messages that no honest peer sends
+    mutations                files of checkpoints with changes drawn from a seed
     sampling                 which part of a slow property `make test` runs
     sampling_cases           inputs of the token samplers
     trace_format             checks a trace file against the format of Perfetto
