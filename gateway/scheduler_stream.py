@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
 
@@ -33,12 +34,13 @@ class SchedulerStream:
         self._received: list[scheduler_pb2.RunResponse | SchedulerGoneError] = []
         self._requests: SimpleQueue[scheduler_pb2.RunRequest | None] = SimpleQueue()
         self._call = stub.Run(iter(self._requests.get, None))
+        self._submit = failing_before("gateway.before_submit", self._requests.put)
         self._thread = threading.Thread(target=self._read, name="scheduler link", daemon=True)
         self._thread.start()
 
     def send(self, request: scheduler_pb2.RunRequest) -> None:
         """Sends a message and returns at once."""
-        self._requests.put(request)
+        self._submit(request)
 
     async def receive(self) -> list[scheduler_pb2.RunResponse]:
         """Waits for messages and returns all that there are. Raises SchedulerGoneError."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import typer
 
 from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError
+from slipstream.common.fail_points import check_fail_points
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
@@ -52,6 +53,7 @@ def serve(
     on a Unix socket only. An error of ours is one line, and status 2 if the settings or the model are wrong.
     """
     try:
+        check_fail_points()
         options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
         _configure_logging(name, options)
         config = shared(kind, values)

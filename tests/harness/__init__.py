@@ -21,7 +21,9 @@ Processes
     worker_processes         draft and verify as processes, and a `WorkerSession` in this one
     running                  `slipstream` commands and `slipstream up` as a user runs them
     eagle3_serving           the bundled EAGLE-3 head behind `slipstream up`, on either device
-    other_process            a program on the same memory, told line by line; it runs `fence_user` or `gpu_user`
+    other_process            a program on the same memory, told line by line; it runs `fence_user`, `arena_reader` or
+                             `gpu_user`
+    planted_faults           points at which processes that a test starts die, hang or stop
     fake_service             a service that does what its options say; `up_on_fakes` supervises several
     fake_mps_control         a fake of NVIDIA's MPS control program
     stuck_worker             a worker whose stream waits for ever
