@@ -32,7 +32,7 @@ Processes
 Servers
     grpc_server              any servicer on a free port
     generation_server        a server of jobs: the real gateway, with a fake scheduler loop behind it
-    breaking_proxy           a TCP proxy that breaks connections
+    breaking_proxy           a proxy that breaks connections, delays or loses what passes
 
 Checks and inputs
     leaks                    asserts that a block leaves no thread, descriptor, shared file or mapping behind

@@ -86,6 +86,12 @@ class GatewayProcesses:
             process.send_signal(signal.SIGTERM)
         return [process.wait(TIMEOUT_S) for process in self._processes.values()]
 
+    def close(self) -> None:
+        """Kills all that run."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
     def job_of(self, index: int, name: str = "job") -> str:
         """A job's id whose home is this gateway."""
         return next(
