@@ -14,7 +14,8 @@ import typer
 
 from slipstream.cli.connection_options import ConnectionOptions
 from slipstream.cli.model_choice import ModelOptions
-from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig
+from slipstream.cli.swap_draft import SwapOptions, run_swap
+from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
 from slipstream.common.settings import Settings, checked, setting, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
@@ -103,7 +104,7 @@ def main() -> None:
 def up(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
 ) -> None:
-    """Start all four services here, and stop them on Ctrl-C. A gateway or a scheduler that dies is started again.
+    """Start all four services here, and stop them on Ctrl-C. One that dies or hangs is started again.
 
     Ctrl-C lets running requests finish; a second one does not wait for them.
     """
@@ -174,6 +175,23 @@ def status(
     else:
         found.print()
     raise typer.Exit(0 if found.is_healthy else 1)
+
+
+@app.command()
+@with_options(SwapOptions)
+def swap_draft(
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the `up` that is meant.  [default: as of `up`]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **values: Any,
+) -> None:
+    """Put another draft in the place of the one that drafts now, while requests run. Fails when it is rolled back.
+
+    A new draft service is started beside the old one, catches up, takes over, and is judged; the other one is ended.
+    """
+    options = shared(SwapOptions, values)
+    _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
 
 
 @app.command()

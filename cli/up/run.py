@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ from slipstream.cli.up.config import (
     server_address,
     worker_command,
 )
+from slipstream.cli.up.control import control_server
 from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
+from slipstream.cli.up.draft_swaps import DraftSwaps
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
@@ -35,12 +38,16 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from slipstream.cli.status import ServerStatus
     from slipstream.cli.up.config import UpConfig
     from slipstream.cli.up.process import ServiceCommand
-    from slipstream.cli.up.supervisor import ServiceState
+    from slipstream.cli.up.service import ServiceState
 
 _LOCK = "up.lock"
 _SERVER = "server"
+_DRAFT_TIMEOUT_S = 5.0
+"""The others serve without a draft, but a benchmark or a test that begins when they are ready expects one."""
+_DRAFT_POLL_S = 0.1
 
 
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
@@ -69,6 +76,7 @@ async def supervising(
         Supervisor(
             ready_timeout_s=config.ready_timeout_s,
             drain_timeout_s=config.drain_timeout_s,
+            restarts=config,
             on_change=on_change,
             place=lambda command: placed(command, config.mps_dir, mps),
             before_kill=None if mps is None else mps.let_go,
@@ -90,6 +98,7 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
         async with (
             LogFollower(sys.stderr.buffer) as follower,
             supervising(config, display.on_change, hurry) as supervisor,
+            control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor)),
         ):
             with display:
                 # SMG ends after the gateways, whose last requests came through it.
@@ -99,12 +108,23 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
                 if is_verbose:
                     follower.start(command.log_path for command in chain(*batches))
                 await supervisor.wait_ready()
-            status = await supervisor.while_alive(fetch_status(server))
+                status = await supervisor.while_alive(_with_draft(server, supervisor))
             status.print()
             for command in openai:
                 print(f"OpenAI's interface: {command.address}/v1", flush=True)
             announce(server)
             await supervisor.watch()
+
+
+async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
+    """Returns the status once a draft takes part. One that ended meanwhile, or takes long, is not waited for."""
+    end = time.monotonic() + _DRAFT_TIMEOUT_S
+    while True:
+        status = await fetch_status(server)
+        has_failed = any(one.command.is_optional and one.last_end for one in supervisor.services())
+        if status.state.draft_state in ("", "attached") or has_failed or time.monotonic() > end:
+            return status
+        await asyncio.sleep(_DRAFT_POLL_S)
 
 
 def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:

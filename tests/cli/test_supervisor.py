@@ -18,8 +18,10 @@ import pytest
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import check
-from slipstream.cli.up import supervisor as supervisor_module
-from slipstream.cli.up.supervisor import ServiceState, Supervisor
+from slipstream.cli.up import restarts as restarts_module
+from slipstream.cli.up.restarts import RestartSettings
+from slipstream.cli.up.service import ServiceState
+from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.waiting import until
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from tests.cli.conftest import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
+
+MAX_DEATHS = RestartSettings.max_restarts + 1
 
 
 async def until_health(health: str, address: str) -> None:
@@ -168,24 +172,24 @@ async def test_a_death_starts_the_whole_group_again(
 async def test_the_deaths_of_a_group_are_counted_together(
     fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
     changes: list[tuple[str, ServiceState]] = []
     async with _supervisor(on_change=lambda name, state: changes.append((name, state))) as supervisor:
         names = ("verify", "draft")
         supervisor.start(*(replace(fake_service(name), restarts=True, group="workers") for name in names))
         await supervisor.wait_ready()
         watching = asyncio.ensure_future(supervisor.watch())
-        for number in range(supervisor_module.MAX_DEATHS):
+        for number in range(MAX_DEATHS):
             await until(lambda: all(changes.count((name, ServiceState.READY)) == number + 1 for name in names))  # noqa: B023
             os.kill(supervisor.pid(names[number % 2]), signal.SIGKILL)
-        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL, the last of 5 ends within 60 s; "):
+        with pytest.raises(UnavailableError, match="draft was killed by SIGKILL, the last of 6 ends within 300 s; "):
             await watching
 
 
 async def test_a_service_that_dies_too_often_is_not_started_again(
     fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
     command = fake_service("gateway")
     dying = replace(command, argv=(*command.argv, "--die-when", str(tmp_path / "broken")), restarts=True)
     changes: list[ServiceState] = []
@@ -193,10 +197,10 @@ async def test_a_service_that_dies_too_often_is_not_started_again(
         supervisor.start(dying)
         await supervisor.wait_ready()
         (tmp_path / "broken").touch()
-        with pytest.raises(UnavailableError, match="before it was ready, the last of 5 ends within 60 s; ") as caught:
+        with pytest.raises(UnavailableError, match="before it was ready, the last of 6 ends within 300 s; ") as caught:
             await supervisor.watch()
     assert "fake service cannot load its model" in str(caught.value)
-    assert changes.count(ServiceState.LOADING) == changes.count(ServiceState.DIED) == supervisor_module.MAX_DEATHS
+    assert changes.count(ServiceState.LOADING) == changes.count(ServiceState.DIED) == MAX_DEATHS
 
 
 async def test_a_service_that_was_never_ready_is_not_started_again(fake_service: MakeCommand) -> None:
@@ -209,8 +213,8 @@ async def test_a_service_that_was_never_ready_is_not_started_again(fake_service:
 async def test_a_death_during_a_wait_to_start_again_is_noticed_at_once(
     fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 60.0)
-    monkeypatch.setattr(supervisor_module, "_MAX_BACKOFF_S", 60.0)
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(restarts_module, "_MAX_PAUSE_S", 60.0)
     dying = fake_service("gateway", "--die-when", str(tmp_path / "broken"))
     deaths: list[str] = []
 
