@@ -41,8 +41,6 @@ LONGEST_PAUSE_S = 2.0
 UNDER_WAY_S = 0.1
 """Messages that a client gets so soon after a kill were under way before it; no service starts as quickly."""
 
-_UP = "from slipstream.cli.up import supervisor; from slipstream.cli.main import main; supervisor.DEATHS_WITHIN_S = 0.0"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -176,7 +174,8 @@ async def serving(slots: int, device: str) -> AsyncIterator[tuple[str, psutil.Pr
         options = ("up", "--device", device, *dtype, "--listen", address, "--state-dir", directory)
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", f"{_UP}; main()", *options, "--slots", str(slots), "--metrics-port", "0"),
+                *(sys.executable, "-m", "slipstream.cli.main", *options, "--slots", str(slots), "--metrics-port", "0"),
+                *("--restart-window-s", "0.001"),
                 stdout=output,
                 stderr=output,
             )

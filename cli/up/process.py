@@ -97,9 +97,10 @@ class ServiceProcess:
             self._process.send_signal(number)
 
     @property
-    def ended_by_itself(self) -> bool:
-        """True if it has ended with an exit status, and not by a signal."""
-        return self._process.returncode is not None and self._process.returncode >= 0
+    def exit_status(self) -> int | None:
+        """Its exit status; None while it runs, and if a signal ended it."""
+        status = self._process.returncode
+        return None if status is None or status < 0 else status
 
     def describe_end(self) -> str:
         """Says how it ended: "was killed by SIGKILL", "ended with exit status 1"."""

@@ -87,6 +87,16 @@ class Service:
         """True if its process has not ended."""
         return not self.process.ended.is_set()
 
+    @property
+    def ended_at_work(self) -> bool:
+        """True if its process ended in the midst of its work, which breaks its group.
+
+        One that hangs is let go of before it is killed, and one that ends by itself before it is ready has no work.
+        """
+        process = self.process
+        is_orderly = process.exit_status == 0 or (process.exit_status is not None and not self.is_ready)
+        return not process.fault and not is_orderly
+
     def report(self) -> ServiceReport:
         """What it is now."""
         return ServiceReport(

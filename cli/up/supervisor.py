@@ -217,15 +217,13 @@ class Supervisor:
         lost.process.fault = self._fault_of(lost)
         lost.last_end = lost.process.describe_end()
         self._set(lost, ServiceState.DIED)
-        # What is killed here is let go of before; and what ends before it was ready, by itself, was not at work.
-        breaks = not lost.process.fault and (lost.is_ready or not lost.process.ended_by_itself)
         affected = [lost] if lost.is_kept else []
-        if breaks:
+        if lost.ended_at_work:
             affected += [one for one in self._watched() if one is not lost and one.is_kept and one.group == lost.group]
         if not lost.is_kept:
             lost.due = math.inf
         if affected:
-            self._schedule(lost, affected, self._records[lost.group if breaks else lost.name])
+            self._schedule(lost, affected, self._records[lost.group if lost.ended_at_work else lost.name])
 
     def _fault_of(self, lost: Service) -> str:
         try:
@@ -241,16 +239,12 @@ class Supervisor:
 
     def _schedule(self, lost: Service, affected: list[Service], record: RestartRecord) -> None:
         now = time.monotonic()
-        num_deaths = len(record.recent(now)) + 1
         end = f"{lost.name} {lost.last_end}{'' if lost.is_ready else ' before it was ready'}"
-        often = (
-            f", the last of {num_deaths} ends within {self._settings.restart_window_s:g} s" if num_deaths > 1 else ""
-        )
         optional = [one for one in affected if one.command.is_optional]
         needed = [one for one in affected if not one.command.is_optional]
-        can_restart = lost.command.restarts and (lost.was_ever_ready or lost.command.is_optional)
+        is_wrong = lost in needed and not lost.was_ever_ready
         is_used_up = record.is_used_up(now)
-        if not can_restart or (is_used_up and not optional):
+        if is_wrong or not all(one.command.restarts for one in affected) or (is_used_up and not optional):
             before, window_s = len(record.recent(now)), self._settings.restart_window_s
             often = f", the last of {before + 1} ends within {window_s:g} s" if before else ""
             raise UnavailableError(f"{end}{often}; {_log_of(lost.process)}")
