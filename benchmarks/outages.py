@@ -13,7 +13,7 @@ Measured are the longest gap between two tokens of a stream around the fault, th
 is back, and the time until then. Status 1 if a client saw an error, a gap or a repetition in its tokens, or other
 tokens than those of a run without faults.
 
-    python benchmarks/outages.py --services draft --faults kill,stop --times 20 --json benchmarks/results/outages_cpu.json
+    python benchmarks/outages.py --services draft --faults kill,stop --json benchmarks/results/outages_cpu.json
 
 The file keeps the runs with other services, faults, models or devices that it has.
 """
@@ -28,9 +28,8 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -42,6 +41,9 @@ from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
 from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, up_server
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FAULTS = (*STOP_SIGNALS, "pause")
 PAUSE_S = 2.0
@@ -153,9 +155,7 @@ class Outages:
                 await self._outage(service, fault, at)
                 key, now = (service, fault), time.monotonic()
                 around.setdefault(key, []).extend(self.streams.longest_gaps(at, at + AROUND_S))
-                later.setdefault(key, []).extend(
-                    self.streams.longest_gaps(at, now, begun_after=at + AROUND_S)
-                )
+                later.setdefault(key, []).extend(self.streams.longest_gaps(at, now, begun_after=at + AROUND_S))
                 back.setdefault(key, []).append(now - at)
                 worst = 1e3 * max(around[key], default=0.0)
                 print(f"{service} {fault} {number + 1}: worst gap {worst:.0f} ms, back {now - at:.2f} s", flush=True)
@@ -260,7 +260,8 @@ def main(
     run = asyncio.run(measure(plan))
     print(f"{run['host']}; {model}, {clients} clients, seed {seed}, MPS {mps}")
     print(f"undisturbed: {run['undisturbed']}, watchdog {run['watchdog_ms']:.0f} ms")
-    print("| service | fault | times | gap p50, ms | worst | later | back p50, s | worst |\n|---|---|---|---|---|---|---|---|")
+    print("| service | fault | times | gap p50, ms | worst | later | back p50, s | worst |")
+    print("|" + "---|" * 8)
     for row in run["outages"]:
         print(f"| {' | '.join(map(str, row.values()))} |")
     print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")

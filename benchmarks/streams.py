@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from slipstream.client.requests import RequestOptions
 
 FLOW_S = 0.1
 """Messages that a client gets so soon after a fault were under way before it."""
-POLL_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +26,21 @@ class Message:
 
     at: float
     """By the monotonic clock."""
-    num_tokens: int
-    num_drafted: int
-    """Accepted draft tokens among them; the others are one for each step."""
+    is_draft: tuple[bool, ...]
+    """For each of its tokens, whether it was an accepted draft token; the others are one for each step."""
 
 
 @dataclass(slots=True)
 class JobLog:
     """The messages of a job."""
 
-    asked_at: float
     messages: list[Message] = field(default_factory=list)
     is_over: bool = False
+
+    @property
+    def is_draft(self) -> list[bool]:
+        """`Message.is_draft` of all its tokens."""
+        return [flag for message in self.messages for flag in message.is_draft]
 
 
 @dataclass(slots=True)
@@ -85,6 +87,7 @@ class Streams:
         self._max_new_tokens = max_new_tokens
         self._compares = compares
         self._is_over = False
+        self._news = asyncio.Event()
         self.streams = [Stream(index) for index in range(num_clients)]
 
     @property
@@ -117,11 +120,16 @@ class Streams:
             finally:
                 self._is_over = True
 
-    async def flow(self, since: float, *, timeout_s: float) -> None:
-        """Waits until each client has a token that came after `since`, or an error. Raises TimeoutError."""
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
+        """Waits until the clients' logs meet a condition, or a client has seen an error. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while any(s.last_token_at <= since + FLOW_S and not s.errors for s in self.streams):
-                await asyncio.sleep(POLL_S)
+            while not condition() and not self.errors:
+                self._news.clear()
+                await self._news.wait()
+
+    async def flow(self, since: float, *, timeout_s: float) -> None:
+        """Waits as `until` does, until each client has a token that came after `since`."""
+        await self.until(lambda: all(s.last_token_at > since + FLOW_S for s in self.streams), timeout_s=timeout_s)
 
     def longest_gaps(self, start: float, end: float, *, begun_after: float = 0.0) -> list[float]:
         """Returns `Stream.longest_gap` of the clients that have one."""
@@ -136,8 +144,8 @@ class Streams:
     def accept_length(self, start: float, end: float) -> float:
         """Returns the tokens of a step, over all messages in [start, end]; 1.0 without any."""
         found = [m for s in self.streams for job in s.jobs for m in job.messages[1:] if start <= m.at <= end]
-        num_steps = sum(m.num_tokens - m.num_drafted for m in found)
-        return sum(m.num_tokens for m in found) / num_steps if num_steps else 1.0
+        num_tokens, num_drafted = (sum(count(m.is_draft) for m in found) for count in (len, sum))
+        return num_tokens / (num_tokens - num_drafted) if num_tokens else 1.0
 
     async def _follow(self, stream: Stream) -> None:
         async with AsyncClient(self._address) as client:
@@ -147,14 +155,16 @@ class Streams:
                     tokens = await self._tokens(client, stream, name)
                 except Exception as error:
                     stream.errors.append(f"{name}: {error!r}")
+                    self._news.set()
                     continue
                 if self._compares and tokens != stream.expected:
                     stream.errors.append(f"{name}: other tokens than without a fault")
                 stream.num_jobs += not stream.errors
+                self._news.set()
 
     async def _tokens(self, client: AsyncClient, stream: Stream, job_id: str) -> tuple[int, ...]:
         prompt, temperature = f"Chapter {stream.index}. In the beginning", 0.8 * (stream.index % 2)
-        log = JobLog(time.monotonic())
+        log = JobLog()
         stream.jobs.append(log)
         options: RequestOptions = {
             "max_new_tokens": self._max_new_tokens,
@@ -170,7 +180,8 @@ class Streams:
         tokens: list[int] = []
         async for chunk in chunks:
             if chunk.token_ids:
-                log.messages.append(Message(time.monotonic(), len(chunk.token_ids), sum(chunk.is_draft)))
+                log.messages.append(Message(time.monotonic(), chunk.is_draft))
+                self._news.set()
                 tokens += chunk.token_ids
         log.is_over = True
         return tuple(tokens)
