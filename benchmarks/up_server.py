@@ -30,9 +30,8 @@ RESTORE_TIMEOUT_S = 120.0
 POLL_S = 0.05
 STOP_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 """The signals of a service's faults, by name."""
-
-# A benchmark kills more often than a server's bound on deaths allows.
-_UP = "from slipstream.cli.up import supervisor; from slipstream.cli.main import main; supervisor.DEATHS_WITHIN_S = 0.0"
+ANY_DEATHS = ("--restart-window-s", "0.001")
+"""A benchmark kills more often than a server's bound on restarts allows."""
 
 
 class UpServer:
@@ -97,7 +96,9 @@ async def up_server(*options: str) -> AsyncIterator[UpServer]:
         private = ("--listen", address, "--state-dir", directory, "--metrics-port", "0")
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", f"{_UP}; main()", "up", *private, *options), stdout=output, stderr=output
+                *(sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options),
+                stdout=output,
+                stderr=output,
             )
         server = UpServer(address, Path(directory), psutil.Process(process.pid))
         try:
