@@ -95,7 +95,7 @@ def main() -> None:
         app()
     except (ConfigError, InvalidArgumentError) as error:
         _fail(error, 2)
-    except SlipstreamError as error:
+    except (SlipstreamError, OSError) as error:
         _fail(error, 1)
 
 
@@ -131,6 +131,8 @@ def generate(
     if options.logprobs is not None and not as_json:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not _is_utf8(text):
+        raise ConfigError("PROMPT", text, "text in UTF-8")
     access = shared(ConnectionOptions, values).access()
     _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **access))
 
@@ -260,11 +262,19 @@ def demo(**values: Any) -> None:
     _exit_with(run_demo(**values))
 
 
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _exit_with(work: Coroutine[object, object, int]) -> None:
     raise typer.Exit(asyncio.run(work))
 
 
-def _fail(error: SlipstreamError, status: int) -> None:
+def _fail(error: Exception, status: int) -> None:
     message = str(error)
     if isinstance(error, ConfigError):
         is_argument = error.field.isupper()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,8 @@ _SERVER = "server"
 _DRAFT_TIMEOUT_S = 5.0
 """The others serve without a draft, but a benchmark or a test that begins when they are ready expects one."""
 _DRAFT_POLL_S = 0.1
+_ROOM_BYTES = 32 * 2**20
+"""Of the journal and its log, 24 MiB, and of what the services log at their start."""
 
 
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
@@ -143,7 +145,7 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
     """Makes the directory if need be, and holds it until the context ends or the process does.
 
     The context's value leaves the server's address for `server_of` to find. Raises AddressInUseError when another
-    process holds the directory, ConfigError when it cannot be made or is not this user's alone.
+    process holds the directory, ConfigError when it cannot be made, is not this user's alone or has no room.
     """
     server = path / _SERVER
     make_private_directory(path, field="state_dir", given=str(path))
@@ -156,21 +158,43 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
 
     def announce(address: str) -> None:
         new = server.with_suffix(".new")
-        with os.fdopen(open_new(new), "w", encoding="utf-8") as file:
-            file.write(address)
-        new.replace(server)
+        try:
+            with os.fdopen(open_new(new), "w", encoding="utf-8") as file:
+                file.write(address)
+            new.replace(server)
+        except OSError as error:
+            raise _no_room(path, error) from error
 
     try:
         server.unlink(missing_ok=True)  # of an owner that was killed
+        _check_room(path)
         yield announce
     finally:
         server.unlink(missing_ok=True)
         os.close(descriptor)
 
 
+def _check_room(path: Path) -> None:
+    """Raises ConfigError unless there is room: without it, no log says why a service ends."""
+    room = path / "room"
+    try:
+        with os.fdopen(open_new(room), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+    except OSError as error:
+        raise _no_room(path, error) from error
+    finally:
+        with suppress(OSError):
+            room.unlink()
+
+
+def _no_room(path: Path, error: OSError) -> ConfigError:
+    accepted = f"a directory on a disk with {_ROOM_BYTES // 2**20} MiB free for logs and the journal ({error.strerror})"
+    return ConfigError("state_dir", str(path), accepted)
+
+
 def server_of(path: Path) -> str:
     """Address of the server that was started in this state directory. Raises UnavailableError when none is ready."""
     try:
-        return (path / _SERVER).read_text(encoding="utf-8")
+        return (path / _SERVER).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         raise UnavailableError(f"no `slipstream up` is ready in {path}") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +54,7 @@ def serve(
     """Claims the address, then calls `run` with settings of `kind`, and exits with the status that it returns.
 
     `values` has the settings and the options. A service whose settings are no `AccessSettings` is internal, and listens
-    on a Unix socket only. An error of ours is one line, and status 2 if the settings or the model are wrong.
+    on a Unix socket only. An error of ours, or of the operating system, is one line; the status is then as `report` says.
     """
     try:
         check_fail_points()
@@ -68,11 +72,15 @@ def serve(
             sys.exit(run(config, listener, options))
     except SlipstreamError as error:
         sys.exit(report(name, error))
+    except OSError as error:
+        logger.debug("ended by an error of the operating system", exc_info=True)
+        sys.exit(report(name, error))
 
 
-def report(name: str, error: SlipstreamError) -> int:
+def report(name: str, error: Exception) -> int:
     """Prints the error that ends a service. Returns the exit status: 2 if the settings or the model are wrong."""
-    print(f"slipstream-{name}: {error}", file=sys.stderr)
+    with suppress(OSError):  # the disk that the log is on may be full
+        print(f"slipstream-{name}: {error}", file=sys.stderr)
     return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import math
 import mmap
 import os
 import secrets
+import shutil
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ import torch
 
 from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence
 from slipstream.common.device.manifest import HOST, Manifest, lay_out
-from slipstream.common.errors import ManifestError
+from slipstream.common.errors import DeviceError, FailedPreconditionError, ManifestError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 KIND = "file"
 FENCE_KIND = HOST
 DIRECTORY = Path("/dev/shm")
+MIB = 2**20
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG})
 PREFIX = "slipstream-"
 
 
@@ -53,23 +57,18 @@ class HostArena:
     def create(cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
         """Makes a file, all zero, that only this user can open.
 
-        Removes files of processes that were killed before they could seal them.
+        Removes files of processes that were killed before they could seal them. Raises OutOfMemoryError if there is no
+        room for it, DeviceError if it cannot be made for another reason.
         """
         buffers, words, size = lay_out(specs, fences, FENCE_KIND)
         path = DIRECTORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         manifest = Manifest(KIND, str(path), size, buffers, words)
         manifest.check()
         _remove_leftovers()
-        descriptor = _create_locked(path)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm shows here, not as SIGBUS later
-            # The mapping keeps a duplicate of the descriptor, and with it the lock.
-            return cls(manifest, mmap.mmap(descriptor, size), is_owner=True)
-        except BaseException:
-            path.unlink()
-            raise
-        finally:
-            os.close(descriptor)
+            return cls(manifest, _create_mapped(path, size), is_owner=True)
+        except OSError as error:
+            raise _explained(error, size) from error
 
     @classmethod
     def open(cls, manifest: Manifest, *, read_only: bool = False) -> HostArena:
@@ -134,6 +133,30 @@ def _without_its_flag(memory: mmap.mmap) -> ctypes.Array[ctypes.c_char]:
     array = (ctypes.c_char * len(view)).from_address(view.ctypes.data)
     array.mapped = view  # type: ignore[attr-defined]  # keeps the memory mapped for as long as the array lives
     return array
+
+
+def _create_mapped(path: Path, size: int) -> mmap.mmap:
+    descriptor = _create_locked(path)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm shows here, not as SIGBUS later
+        # The mapping keeps a duplicate of the descriptor, and with it the lock.
+        return mmap.mmap(descriptor, size)
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _explained(error: OSError, size: int) -> FailedPreconditionError:
+    if error.errno not in _NO_ROOM:
+        return DeviceError(f"shared memory cannot be made in {DIRECTORY}: {error.strerror}")
+    total, _, free = shutil.disk_usage(DIRECTORY)
+    return OutOfMemoryError(
+        f"{DIRECTORY} has no room for {-(-size // MIB)} MiB of shared memory ({error.strerror}): {free // MIB} of "
+        f"{total // MIB} MiB are free. Remove what else lies there, make it larger (containers: shm_size), or take a "
+        "smaller slots, num_draft_tokens or chunk_tokens"
+    )
 
 
 def _create_locked(path: Path) -> int:
