@@ -54,7 +54,7 @@ def serve(
     """Claims the address, then calls `run` with settings of `kind`, and exits with the status that it returns.
 
     `values` has the settings and the options. A service whose settings are no `AccessSettings` is internal, and listens
-    on a Unix socket only. An error of ours, or of the operating system, is one line; the status is then as `report` says.
+    on a Unix socket only. An error of ours, or of the operating system, is one line, with the status of `report`.
     """
     try:
         check_fail_points()
