@@ -196,8 +196,6 @@ class CallLimit(_ServerInterceptor):
 class Decoder(_ServerInterceptor):
     """Decodes a call's request; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
 
-    Responses may be bytes, of messages that are encoded already.
-
     gRPC itself would log a traceback for each, and answer UNKNOWN.
     """
 
@@ -226,7 +224,7 @@ class Decoder(_ServerInterceptor):
 
             return call
 
-        return replaced(handler, make, is_raw=True, passes_bytes=True)
+        return replaced(handler, make, is_raw=True)
 
 
 def is_health_check(handler_call_details: Any) -> bool:
