@@ -14,7 +14,8 @@ import typer
 
 from slipstream.cli.connection_options import ConnectionOptions
 from slipstream.cli.model_choice import ModelOptions
-from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig
+from slipstream.cli.swap_draft import SwapOptions, run_swap
+from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
 from slipstream.common.settings import Settings, checked, setting, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
@@ -94,7 +95,7 @@ def main() -> None:
         app()
     except (ConfigError, InvalidArgumentError) as error:
         _fail(error, 2)
-    except SlipstreamError as error:
+    except (SlipstreamError, OSError) as error:
         _fail(error, 1)
 
 
@@ -103,7 +104,7 @@ def main() -> None:
 def up(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
 ) -> None:
-    """Start all four services here, and stop them on Ctrl-C. A gateway or a scheduler that dies is started again.
+    """Start all four services here, and stop them on Ctrl-C. One that dies or hangs is started again.
 
     Ctrl-C lets running requests finish; a second one does not wait for them.
     """
@@ -130,6 +131,8 @@ def generate(
     if options.logprobs is not None and not as_json:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not _is_utf8(text):
+        raise ConfigError("PROMPT", text, "text in UTF-8")
     access = shared(ConnectionOptions, values).access()
     _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **access))
 
@@ -174,6 +177,23 @@ def status(
     else:
         found.print()
     raise typer.Exit(0 if found.is_healthy else 1)
+
+
+@app.command()
+@with_options(SwapOptions)
+def swap_draft(
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the `up` that is meant.  [default: as of `up`]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **values: Any,
+) -> None:
+    """Put another draft in the place of the one that drafts now, while requests run. Fails when it is rolled back.
+
+    A new draft service is started beside the old one, catches up, takes over, and is judged; the other one is ended.
+    """
+    options = shared(SwapOptions, values)
+    _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
 
 
 @app.command()
@@ -242,11 +262,19 @@ def demo(**values: Any) -> None:
     _exit_with(run_demo(**values))
 
 
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _exit_with(work: Coroutine[object, object, int]) -> None:
     raise typer.Exit(asyncio.run(work))
 
 
-def _fail(error: SlipstreamError, status: int) -> None:
+def _fail(error: Exception, status: int) -> None:
     message = str(error)
     if isinstance(error, ConfigError):
         is_argument = error.field.isupper()

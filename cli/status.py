@@ -32,21 +32,21 @@ _CHECK_TIMEOUT_S = 2.0
 _TIMEOUT_S = 5.0
 _UNFOLDED_WIDTH = 240
 # Health is asked on this host, where a proxy has no business and a retry costs nothing.
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 )
-_WHOLE_SERVER = health_pb2.HealthCheckRequest(service="")
+WHOLE_SERVER = health_pb2.HealthCheckRequest(service="")
 
 
 async def wait_until_serving(address: str) -> None:
     """Returns when the server at `address` says SERVING. Tries for ever: bound it, and watch its process."""
-    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
-                async for response in stub.Watch(_WHOLE_SERVER):
+                async for response in stub.Watch(WHOLE_SERVER):
                     if response.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError:
@@ -59,10 +59,10 @@ async def check(address: str, **access: Unpack[AccessOptions]) -> str:
 
     Raises UnavailableError when no server answers there.
     """
-    async with open_async_channel(address, _CHANNEL_OPTIONS, access) as channel:
+    async with open_async_channel(address, CHANNEL_OPTIONS, access) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            response = await stub.Check(_WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
+            response = await stub.Check(WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"{address} does not answer: {error.details()}") from error
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)

@@ -1,26 +1,21 @@
-"""A client's job, its samples, and the readers that follow it."""
+"""A client's job and its samples."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.job_info import JobInfo, JobState
 from slipstream.common.api.output_chunk import FinishReason, Usage
-from slipstream.common.errors import DeadlineExceededError, InvalidArgumentError
 from slipstream.gateway.request_metrics import FAILED
 from slipstream.gateway.sample import Sample
-from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS, SampleOutput
+from slipstream.gateway.sample_output import SampleOutput
 from slipstream.gateway.validation import MAX_SAMPLES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+    import asyncio
+    from collections.abc import Callable, Iterable
 
-    from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.errors import SlipstreamError
     from slipstream.common.rpc.loop_turns import LoopTurns
     from slipstream.gateway.detokenizer import Detokenizer
@@ -230,149 +225,6 @@ class Job:
         )
 
 
-class JobReader:
-    """Reads every sample of a job from a token on, up to its end. Belongs to the event loop."""
-
-    def __init__(
-        self,
-        job: Job,
-        from_tokens: Sequence[int],
-        metrics: RequestMetrics,
-        turns: LoopTurns,
-        *,
-        field: str = "from_token",
-        interval_s: float = 0.0,
-    ) -> None:
-        """`from_tokens`: an offset for each sample, 0 for samples without one; `field` is its name on the wire.
-
-        `interval_s`: least time between two chunks, first tokens and ends excepted. Raises InvalidArgumentError for an
-        offset beyond the output, and for a sample that does not exist.
-        """
-        samples = job.samples
-        if len(from_tokens) > len(samples):
-            raise InvalidArgumentError(field, f"{len(from_tokens)} numbers", f"at most {len(samples)}, one a sample")
-        for index, (offset, sample) in enumerate(zip(from_tokens, samples, strict=False)):
-            if offset > sample.output.num_tokens:
-                name = field if len(from_tokens) == 1 else f"{field}[{index}]"
-                accepted = f"0 to {sample.output.num_tokens}, the tokens that there are"
-                raise InvalidArgumentError(name, offset, accepted)
-        self._job = job
-        self._metrics = metrics
-        self._turns = turns
-        self._interval_s = interval_s
-        self._offsets = [*from_tokens, *(0 for _ in samples[len(from_tokens) :])]
-        self._steps = [0 for _ in samples]
-        """For each sample, the steps whose output was read."""
-        self._unfinished = list(range(len(samples)))
-        self._loop = asyncio.get_running_loop()
-        self._wake: asyncio.Future[None] | None = None
-        self._is_late = False
-        self._is_live = False
-        """True once all that there was is read."""
-        self._sent_at = 0.0
-
-    async def chunks(self, *, timeout_s: float | None = None) -> AsyncGenerator[OutputChunk, None]:
-        """Yields the output as it comes.
-
-        Raises DeadlineExceededError when `timeout_s` is over, and the error that ends the job.
-        """
-        with self._deadline(timeout_s):
-            await self._spell_what_is_known()
-            while self._unfinished:
-                has_read = False
-                for index in tuple(self._unfinished):
-                    # A reader that has sent all there is goes to wait at once, without a turn for it.
-                    if not self._job.samples[index].output.can_read(self._offsets[index]):
-                        continue
-                    await self._turns.begin()
-                    chunk = self._read(index)
-                    if chunk is not None:
-                        has_read = True
-                        yield chunk
-                if not has_read:
-                    await self._wait()
-                elif self._interval_s and self._unfinished and not self._has_end():
-                    await self._wait_for_turn()
-
-    def _read(self, index: int) -> OutputChunk | None:
-        """The next chunk of a sample, if it has one."""
-        output = self._job.samples[index].output
-        chunk = output.read(self._offsets[index])
-        if chunk is None:
-            return None
-        if chunk.token_ids:
-            if self._is_live:
-                self._measure(output, index)
-            self._steps[index] = output.num_steps
-            self._offsets[index] += len(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            self._unfinished.remove(index)
-            if not self._unfinished:
-                return replace(chunk, job_usage=self._job.usage)
-        return chunk
-
-    def _measure(self, output: SampleOutput, index: int) -> None:
-        """Measures a chunk that is sent while the job runs."""
-        now = time.monotonic()
-        self._metrics.sent(now - output.published_ns / 1e9)
-        is_behind = output.published_before_ns / 1e9 >= self._sent_at + self._interval_s
-        if output.num_steps - self._steps[index] > 1 and (is_behind or not self._interval_s):
-            self._metrics.coalesced()
-        self._sent_at = now
-
-    async def _spell_what_is_known(self) -> None:
-        """Spells the text before the offsets bit by bit, so that the event loop serves other calls in between."""
-        for sample, offset in zip(self._job.samples, self._offsets, strict=True):
-            output = sample.output
-            while output.num_spelled < offset:
-                output.spell(min(offset, output.num_spelled + MAX_CHUNK_TOKENS))
-                await asyncio.sleep(0)
-
-    async def _wait(self) -> None:
-        job = self._job
-        if job.error is not None:
-            # The same error may end other calls, too.
-            raise job.error.with_traceback(None)
-        if self._is_late:
-            raise DeadlineExceededError(f"job {job.job_id!r} had {job.num_tokens} tokens at the call's deadline")
-        self._is_live = True
-        self._wake = self._loop.create_future()
-        await job.wait_for_change(self._wake)
-
-    def _has_end(self) -> bool:
-        """True if the end of a sample is there to be read."""
-        return any(self._job.samples[index].usage is not None for index in self._unfinished)
-
-    async def _wait_for_turn(self) -> None:
-        """Waits until the next chunk may be sent."""
-        self._wake = self._loop.create_future()
-        timer = self._loop.call_later(self._interval_s, _set, self._wake)
-        try:
-            await self._job.wait_for_change(self._wake, is_urgent=False)
-        finally:
-            timer.cancel()
-
-    @contextmanager
-    def _deadline(self, timeout_s: float | None) -> Iterator[None]:
-        """One timer for all waits of the reader."""
-        timer = None if timeout_s is None else self._loop.call_later(timeout_s, self._be_late)
-        try:
-            yield
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _be_late(self) -> None:
-        self._is_late = True
-        if self._wake is not None:
-            _set(self._wake)
-
-
 def _key(number: int, index: int) -> int:
     """Names a sample in the journal."""
     return number * MAX_SAMPLES + index
-
-
-def _set(wake: asyncio.Future[None]) -> None:
-    if not wake.done():
-        wake.set_result(None)

@@ -34,8 +34,11 @@ def gateway(**values: Any) -> None:
 def _run(config: GatewayConfig, listener: Listener, options: ServiceOptions) -> int:
     import uvloop
 
+    from slipstream.common.host import yield_to_streams
     from slipstream.gateway.server import run_gateway
 
+    # Where the workers' streams are threads of this host's CPU, clients can wait for them.
+    yield_to_streams()
     return uvloop.run(run_gateway(config, listener, options.metrics_port))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,15 +19,16 @@ from slipstream.common.errors import (
 )
 from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.gateway.home import ALONE, Home
-from slipstream.gateway.job import Job, JobReader
+from slipstream.gateway.job import Job
 from slipstream.gateway.job_journal import JobJournal
+from slipstream.gateway.job_reader import BROKEN_OUTPUT, JobReader
 from slipstream.gateway.keys import TokenQuota, current_owner
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+    from slipstream.common.api.output_chunk import FinishReason
     from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.api.step_output import StepOutput
     from slipstream.gateway.job_store import JobStore
@@ -43,7 +44,6 @@ DEADLINE_SLACK_S = 0.05
 RETURN_S = 30.0
 """After a restart, callers of Generate may take so long to come back before their jobs are cancelled."""
 RETRY_AFTER_MS = 200
-_BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
 logger = logging.getLogger(__name__)
 
 
@@ -240,25 +240,25 @@ class JobManager:
             job.is_detached = True
             self.journal.accept(job)
 
-    def watch(
-        self,
-        job: Job,
-        from_tokens: Sequence[int] = (),
-        *,
-        field: str = "from_token",
-        attempt: int = 0,
-        timeout_s: float | None = None,
-    ) -> AsyncGenerator[OutputChunk, None]:
-        """Yields a job's output from a token of each sample on, up to its end. See `JobReader`.
+    def reader(
+        self, job: Job, from_tokens: Sequence[int] = (), *, field: str = "from_token", attempt: int = 0
+    ) -> JobReader:
+        """Returns a reader of a job's output from a token of each sample on. See `JobReader`.
 
         Raises FailedPreconditionError if the tokens before that are of another `attempt`; 0 is any.
         """
         if attempt not in (0, job.attempt):
             message = f"attempt: got {attempt}, but job {job.job_id!r} began anew, as attempt {job.attempt}"
             raise FailedPreconditionError(message)
-        interval_s = self._stream_interval_s()
-        reader = JobReader(job, from_tokens, self._metrics, self.turns, field=field, interval_s=interval_s)
-        return self._read(job, reader.chunks(timeout_s=timeout_s))
+        return JobReader(
+            job,
+            from_tokens,
+            self._metrics,
+            self.turns,
+            on_broken=partial(self._break, job),
+            field=field,
+            interval_s=self._stream_interval_s(),
+        )
 
     def enter(self, job: Job) -> None:
         """Called when a Generate call begins."""
@@ -334,7 +334,7 @@ class JobManager:
                 except Exception:
                     # Output that cannot be turned into text fails its own job, no other.
                     logger.exception("the output of a step cannot be taken in", extra={"job": job.job_id})
-                    sample.end(None, InternalError(_BROKEN_OUTPUT))
+                    sample.end(None, InternalError(BROKEN_OUTPUT))
                     self._cancel_sequences(job)
                 if sample.usage is not None:
                     del alive[sequence]
@@ -354,20 +354,12 @@ class JobManager:
         if not self._alive:
             self._is_idle.set()
 
-    async def _read(self, job: Job, chunks: AsyncGenerator[OutputChunk, None]) -> AsyncGenerator[OutputChunk, None]:
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-        except SlipstreamError:
-            raise
-        except Exception as error:
-            # Without stop strings, a text is spelled by its first reader.
-            if job.error is None:
-                logger.exception("the output cannot be read", extra={"job": job.job_id})
-                job.fail(InternalError(_BROKEN_OUTPUT))
-                self._cancel_sequences(job)
-            raise InternalError(_BROKEN_OUTPUT) from error
+    def _break(self, job: Job, error: Exception) -> None:
+        """Fails a job whose output cannot be read."""
+        if job.error is None:
+            logger.error("the output cannot be read", exc_info=error, extra={"job": job.job_id})
+            job.fail(InternalError(BROKEN_OUTPUT))
+            self._cancel_sequences(job)
 
     def _check_complete(self) -> None:
         if not self._is_complete:

@@ -10,6 +10,7 @@ from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs
+from slipstream.gateway.plain_chunk import PlainChunkEncoder
 from slipstream.gateway.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ class SampleOutput:
         self._usage: Usage | None = None
         self._ends_with_token = False
         self._last_read: OutputChunk | None = None
+        self._encoder: PlainChunkEncoder | None = None
+        if not request.stop and num_top is None:
+            self._encoder = PlainChunkEncoder(request.job_id, sample_index, attempt)
+        self._last_encoded = (0, 0, b"")
+        """The part that `read_encoded` returned last, as its first token and the one behind it, and its bytes."""
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +152,7 @@ class SampleOutput:
         self._text = io.StringIO()
         self._text_ends = array("I")
         self._last_read = None
+        self._last_encoded = (0, 0, b"")
         self._tail = self._finish_reason = self._usage = None
         self._ends_with_token = False
         if self._stop:
@@ -217,6 +224,27 @@ class SampleOutput:
         )
         self._last_read = chunk if end - offset <= MAX_SHARED_TOKENS else None
         return chunk
+
+    def read_encoded(self, offset: int) -> bytes | None:
+        """The message of all tokens from `offset` on, encoded; None where only `read` can say what comes next.
+
+        That is so for a sample with stop strings or logprobs, at its end, and for a reader that is far behind.
+        """
+        end = len(self.token_ids)
+        if self._encoder is None or self._finish_reason is not None or end - offset > MAX_SHARED_TOKENS:
+            return None
+        if offset == end:
+            return None
+        if self._last_encoded[0] == offset and self._last_encoded[1] == end:
+            return self._last_encoded[2]
+        if len(self._text_ends) != offset:
+            return None
+        token_ids = self.token_ids[offset:]
+        text, lengths = self._detokenizer.push_all(token_ids)
+        encoded = self._encoder.encode(offset, token_ids, text, self._is_draft[offset:], lengths, self.published_ns)
+        self._append(text, lengths)
+        self._last_encoded = (offset, end, encoded)
+        return encoded
 
     def spell(self, end: int) -> None:
         """Turns the tokens before `end` into text."""

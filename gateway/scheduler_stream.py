@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
+from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
@@ -86,12 +87,13 @@ class SchedulerStream:
         self._received: list[scheduler_pb2.RunResponse | SchedulerGoneError] = []
         self._requests: SimpleQueue[scheduler_pb2.RunRequest | None] = SimpleQueue()
         self._call = stub.Run(iter(self._requests.get, None))
+        self._submit = failing_before("gateway.before_submit", self._requests.put)
         self._thread = threading.Thread(target=self._read, name="scheduler link", daemon=True)
         self._thread.start()
 
     def send(self, request: scheduler_pb2.RunRequest) -> None:
         """See `RunStream.send`."""
-        self._requests.put(request)
+        self._submit(request)
 
     async def receive(self) -> list[scheduler_pb2.RunResponse]:
         """See `RunStream.receive`."""

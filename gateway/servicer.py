@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.keys import client_of
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
@@ -19,7 +20,7 @@ from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from google.protobuf.message import Message
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.common.api.server_state import ServerState
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
+    from slipstream.gateway.job_reader import JobReader
     from slipstream.gateway.manager import JobManager
     from slipstream.gateway.peers import Peers
     from slipstream.gateway.served_model import ServedModel
@@ -72,7 +74,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         """See generation.proto."""
         from_tokens, attempt = _take_resume(request)
         job = await self.admit(request, client_of(context), attempt=attempt)
-        await self.follow(job, context, self._messages, from_tokens, attempt=attempt)
+        await self.follow(job, context, from_tokens, attempt=attempt)
 
     async def CreateJob(
         self, request: generation_pb2.CreateJobRequest, context: Any
@@ -92,9 +94,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         field, offsets = "from_token", [request.from_token]
         if request.from_tokens:
             field, offsets = "from_tokens", list(request.from_tokens)
-        timeout_s = context.time_remaining()
-        chunks = self._jobs.watch(job, offsets, field=field, attempt=request.attempt, timeout_s=timeout_s)
-        await self._send(context, chunks, self._messages)
+        await self._send(self._jobs.reader(job, offsets, field=field, attempt=request.attempt), context)
 
     async def GetJob(self, request: generation_pb2.GetJobRequest, context: Any) -> generation_pb2.GetJobResponse:
         """See generation.proto."""
@@ -159,14 +159,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 return self._jobs.create(checked, model)
 
     async def follow(
-        self, job: Job, context: Any, encode: Encode, from_tokens: Sequence[int] = (), *, attempt: int = 0
+        self,
+        job: Job,
+        context: Any,
+        from_tokens: Sequence[int] = (),
+        *,
+        attempt: int = 0,
+        encode: Encode | None = None,
     ) -> None:
-        """Sends a job's output to a caller that it lives for, each chunk as the messages that `encode` makes of it."""
-        field, timeout_s = "resume.from_tokens", context.time_remaining()
+        """Sends a job's output to a caller that it lives for: each chunk as a message, or as those of `encode`."""
         self._jobs.enter(job)
         try:
-            chunks = self._jobs.watch(job, from_tokens, field=field, attempt=attempt, timeout_s=timeout_s)
-            await self._send(context, chunks, encode)
+            reader = self._jobs.reader(job, from_tokens, field="resume.from_tokens", attempt=attempt)
+            await self._send(reader, context, encode)
         finally:
             self._jobs.leave(job, context.time_remaining())
 
@@ -193,16 +198,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             return parse()
         return await self._turns.run(client, request.ByteSize(), parse)
 
-    async def _send(self, context: Any, chunks: AsyncGenerator[OutputChunk, None], encode: Encode) -> None:
-        async with watching_writes(self._read_timeout_s, self._jobs.cut_off) as watch, aclosing(chunks):
-            async for chunk in chunks:
-                for message in encode(chunk):
+    async def _send(self, reader: JobReader, context: Any, encode: Encode | None = None) -> None:
+        timeout_s = context.time_remaining()
+        write_message = failing_before("gateway.before_write", context.write)
+        async with watching_writes(self._read_timeout_s, self._jobs.cut_off) as watch:
+
+            async def write(chunk: OutputChunk | bytes) -> None:
+                for message in self._messages(chunk) if isinstance(chunk, bytes) or encode is None else encode(chunk):
                     watch.begin()
-                    await context.write(message)
+                    await write_message(message)
                     watch.end()
 
-    def _messages(self, chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
+            await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)
+
+    def _messages(self, chunk: OutputChunk | bytes) -> tuple[generation_pb2.GenerateResponse | bytes]:
         """Encodes a chunk once for readers of a job that are at the same place."""
+        if isinstance(chunk, bytes):
+            return (chunk,)
         if self._encoded is None or self._encoded[0] is not chunk:
             self._encoded = chunk, chunk.to_pb()
         return (self._encoded[1],)

@@ -66,7 +66,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 check_most(len(request.tokenized.input_ids), self._model().limits.context_tokens, "input_ids.ids")
             job = await self._generation.admit(request_from_vllm(request), client_of(context), fills_context=True)
         answer = VllmAnswer(prompt_tokens=job.num_prompt_tokens, is_stream=request.stream)
-        await self._generation.follow(job, context, answer.messages)
+        await self._generation.follow(job, context, encode=answer.messages)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Any) -> vllm_engine_pb2.AbortResponse:
         """Cancels requests. No effect on those that are over, or that never were: gateways abort these, too."""

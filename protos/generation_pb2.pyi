@@ -316,7 +316,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "vocab_size", "context_tokens", "algorithm", "num_draft_tokens", "run_ahead", "num_slots", "page_tokens", "num_pages", "num_free_pages", "queue_capacity", "num_waiting", "num_running", "epoch", "services", "fence", "under_mps")
+    __slots__ = ("version", "model", "vocab_size", "context_tokens", "algorithm", "num_draft_tokens", "run_ahead", "num_slots", "page_tokens", "num_pages", "num_free_pages", "queue_capacity", "num_waiting", "num_running", "epoch", "services", "fence", "under_mps", "draft_state", "draft_state_seconds", "draft_problem")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +335,9 @@ class GetServerInfoResponse(_message.Message):
     SERVICES_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     UNDER_MPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STATE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     vocab_size: int
@@ -353,7 +356,10 @@ class GetServerInfoResponse(_message.Message):
     services: _containers.RepeatedCompositeFieldContainer[ServiceInfo]
     fence: str
     under_mps: bool
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., num_slots: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., epoch: _Optional[int] = ..., services: _Optional[_Iterable[_Union[ServiceInfo, _Mapping]]] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ...) -> None: ...
+    draft_state: str
+    draft_state_seconds: float
+    draft_problem: str
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., num_slots: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., epoch: _Optional[int] = ..., services: _Optional[_Iterable[_Union[ServiceInfo, _Mapping]]] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ..., draft_state: _Optional[str] = ..., draft_state_seconds: _Optional[float] = ..., draft_problem: _Optional[str] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("name", "address", "pid", "metrics_port", "model", "device")

@@ -123,3 +123,45 @@ class Refusal(_message.Message):
     code: int
     message: str
     def __init__(self, sequence: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class SwapDraftRequest(_message.Message):
+    __slots__ = ("address", "num_draft_tokens", "judge_steps", "rollback_below")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    JUDGE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_BELOW_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    num_draft_tokens: int
+    judge_steps: int
+    rollback_below: float
+    def __init__(self, address: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., judge_steps: _Optional[int] = ..., rollback_below: _Optional[float] = ...) -> None: ...
+
+class SwapDraftResponse(_message.Message):
+    __slots__ = ("before", "after", "rolled_back", "reason", "longest_pause_ms")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_BACK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    before: DraftFigures
+    after: DraftFigures
+    rolled_back: bool
+    reason: str
+    longest_pause_ms: float
+    def __init__(self, before: _Optional[_Union[DraftFigures, _Mapping]] = ..., after: _Optional[_Union[DraftFigures, _Mapping]] = ..., rolled_back: _Optional[bool] = ..., reason: _Optional[str] = ..., longest_pause_ms: _Optional[float] = ...) -> None: ...
+
+class DraftFigures(_message.Message):
+    __slots__ = ("algorithm", "num_draft_tokens", "num_steps", "accept_length", "tokens_per_second", "step_ms")
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    algorithm: str
+    num_draft_tokens: int
+    num_steps: int
+    accept_length: float
+    tokens_per_second: float
+    step_ms: float
+    def __init__(self, algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., accept_length: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., step_ms: _Optional[float] = ...) -> None: ...

@@ -44,6 +44,11 @@ class SchedulerStub:
                 request_serializer=slipstream_dot_protos_dot_scheduler__pb2.RunRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_scheduler__pb2.RunResponse.FromString,
                 _registered_method=True)
+        self.SwapDraft = channel.unary_unary(
+                '/slipstream.v1.Scheduler/SwapDraft',
+                request_serializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -65,6 +70,17 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwapDraft(self, request, context):
+        """Puts another draft in the place of the one that drafts now, while sequences run: it attaches, catches up, takes
+        over between two steps, is judged, and gives way to the one before if it is worse. One that was taken off is let go
+        when this returns. INVALID_ARGUMENT for a field that cannot be honoured; FAILED_PRECONDITION while another swap is
+        under way, and for a draft that does not fit, with what differs; UNAVAILABLE if no draft answers at the address, if
+        it is lost before it was judged, or if there is no verify service. After an error the draft before goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +93,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=slipstream_dot_protos_dot_scheduler__pb2.RunRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_scheduler__pb2.RunResponse.SerializeToString,
+            ),
+            'SwapDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapDraft,
+                    request_deserializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_scheduler__pb2.SwapDraftResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +154,33 @@ class Scheduler:
             '/slipstream.v1.Scheduler/Run',
             slipstream_dot_protos_dot_scheduler__pb2.RunRequest.SerializeToString,
             slipstream_dot_protos_dot_scheduler__pb2.RunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Scheduler/SwapDraft',
+            slipstream_dot_protos_dot_scheduler__pb2.SwapDraftRequest.SerializeToString,
+            slipstream_dot_protos_dot_scheduler__pb2.SwapDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,12 @@ class ServerState:
     """ "host" on a CPU; "timeline" or "event" on a GPU."""
     under_mps: bool = False
     """True if the workers share the GPU under NVIDIA MPS."""
+    draft_state: str = ""
+    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
+    draft_state_seconds: float = 0.0
+    """Since it began."""
+    draft_problem: str = ""
+    """While it is missing: why the last one left or was refused."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)

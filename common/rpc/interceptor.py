@@ -196,6 +196,8 @@ class CallLimit(_ServerInterceptor):
 class Decoder(_ServerInterceptor):
     """Decodes a call's request; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
 
+    Responses may be bytes, of messages that are encoded already.
+
     gRPC itself would log a traceback for each, and answer UNKNOWN.
     """
 
@@ -224,7 +226,7 @@ class Decoder(_ServerInterceptor):
 
             return call
 
-        return replaced(handler, make, is_raw=True)
+        return replaced(handler, make, is_raw=True, passes_bytes=True)
 
 
 def is_health_check(handler_call_details: Any) -> bool:

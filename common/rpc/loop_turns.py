@@ -37,12 +37,14 @@ class LoopTurns:
                 self._waiting[future] = None
         self._count()
 
+    def has_time(self) -> bool:
+        """True if this turn has time left for a piece of work, which counts from now on."""
+        self._count()
+        return time.monotonic() < self._ends_at
+
     async def begin(self) -> None:
         """Returns when there is time left for a piece of work."""
-        while True:
-            self._count()
-            if time.monotonic() < self._ends_at:
-                return
+        while not self.has_time():
             future = asyncio.get_running_loop().create_future()
             self._waiting[future] = None
             try:

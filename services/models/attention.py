@@ -30,6 +30,11 @@ class ForwardBatch:
     """[B, P] int64 page numbers: the KV of position p is in page `page_table[b, p // page_size]`."""
     limits: torch.Tensor
     """[B] int64: positions from here on are not kept; their queries see only the positions before it."""
+    starts: torch.Tensor | None = None
+    """[B] int64: the first position that has a key; those before it are neither read nor seen. None is 0 for all rows.
+
+    A query before its row's first position gets numbers that mean nothing.
+    """
     max_kv_len: int | None = None
     """Bounds the positions that any valid query sees, where the host knows it; None is the whole page table."""
 
@@ -59,7 +64,7 @@ class TorchAttention:
     """Attention of one forward: gathers each row's pages and calls PyTorch's; for CPUs and as the reference.
 
     Everything that indexes is clamped. A key that a row must not see is replaced by the row's own first
-    one before the mask hides it: not even a NaN in another request's pages reaches a valid query.
+    visible one before the mask hides it: not even a NaN in another request's pages reaches a valid query.
     """
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV) -> None:
@@ -81,7 +86,11 @@ class TorchAttention:
         if batch.max_kv_len is not None:
             assert bool((row_last < num_keys).all()), f"a query sees past max_kv_len = {batch.max_kv_len}"
         keys = offsets[:num_keys]
-        self._read_rows = torch.where(keys <= row_last, table[:, :num_keys], table[:, :1]).flatten()
+        is_read, first_row = keys <= row_last, table[:, :1]
+        if batch.starts is not None:
+            row_first = torch.minimum(batch.starts.clamp_min(0)[:, None], row_last)
+            is_read, first_row = is_read & (keys >= row_first), table.gather(1, row_first)
+        self._read_rows = torch.where(is_read, table[:, :num_keys], first_row).flatten()
 
         # The queries of all heads that share a key head are stacked, so that it is read once.
         (num_rows, width), group = batch.tokens.shape, config.num_heads // config.num_kv_heads
@@ -92,7 +101,7 @@ class TorchAttention:
         self._q_size, self._window_of, self._cache = config.q_size, config.sliding_window, cache
         last_seen = last_seen.clamp_max(num_keys - 1)[..., None]  # so that a window leaves padding queries a key, too
         self._masks = {
-            window: _mask(keys, last_seen, window, cache.rows[0].dtype).repeat(1, group, 1)[:, None]
+            window: _mask(keys, last_seen, window, batch.starts, cache.rows[0].dtype).repeat(1, group, 1)[:, None]
             for window in set(config.sliding_windows) or {None}
         }
         # One buffer for all layers: fresh memory of this size costs a CPU as much as filling it.
@@ -113,9 +122,13 @@ class TorchAttention:
         return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
 
 
-def _mask(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _mask(
+    keys: torch.Tensor, last_seen: torch.Tensor, window: int | None, starts: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
     """The mask that is added to the scores: [B, W, num_keys]."""
     is_hidden = keys > last_seen
+    if starts is not None:
+        is_hidden |= keys < torch.minimum(starts[:, None, None], last_seen)
     if window is not None:
         is_hidden |= keys <= last_seen - window
     return torch.zeros(1, dtype=dtype, device=keys.device).masked_fill(is_hidden, float("-inf"))

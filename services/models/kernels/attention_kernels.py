@@ -29,6 +29,7 @@ def attend_blocks(
     best: tl.tensor,  # [BLOCK_M] float32: the greatest score to the base 2 so far
     total: tl.tensor,  # [BLOCK_M] float32: the sum of weights so far, relative to it
     accumulated: tl.tensor,  # [BLOCK_M, BLOCK_D] float32
+    lowest: tl.tensor,  # the first key that may be read, if HAS_FIRST
     first_seen: tl.tensor,
     last_seen: tl.tensor,
     num_pages: tl.tensor,
@@ -38,7 +39,7 @@ def attend_blocks(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Adds the keys from `begin` to `stop`; if not IS_MASKED, these are whole blocks that every query sees."""
@@ -48,6 +49,8 @@ def attend_blocks(
     for block_begin in range(begin, stop, BLOCK_N):
         key = block_begin + n
         is_key = key < stop
+        if HAS_FIRST:
+            is_key = is_key & (key >= lowest)
         at = rows * (2 * KV_SIZE)
         # Looked up a block ahead, so that keys need not wait for page numbers.
         rows = key_rows(page_table, key + BLOCK_N, last, num_pages, PAGE_SIZE)
@@ -62,7 +65,7 @@ def attend_blocks(
         scores = tl.dot(query, keys, input_precision="ieee") * score_scale
         if IS_MASKED:
             is_visible = key[None, :] <= last_seen[:, None]
-            if HAS_WINDOW:
+            if HAS_FIRST:
                 is_visible = is_visible & (key[None, :] >= first_seen[:, None])
             scores = tl.where(is_visible & is_key[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
@@ -92,6 +95,7 @@ def attend_kernel(
     positions: tl.tensor,  # [B, width] int64
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
+    starts: tl.tensor,  # [B] int64, read if HAS_STARTS
     output: tl.tensor,  # [B * width, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
     partial_output: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
     partial_lse: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits] float32: log2 of the sum of weights
@@ -110,6 +114,7 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     SPARES_MASKS: tl.constexpr,  # whole blocks that all queries see get a loop of their own
     IS_SPLIT: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -135,11 +140,18 @@ def attend_kernel(
     last_seen = tl.maximum(tl.minimum(position, end - 1), 0).to(tl.int32)
     first_seen = last_seen - window + 1
     num_seen = tl.max(tl.where(is_seeing, last_seen, -1), axis=0) + 1
+    has_first: tl.constexpr = HAS_WINDOW or HAS_STARTS
+    lowest = 0
     first = 0
+    if HAS_STARTS:
+        lowest = tl.minimum(tl.maximum(tl.load(starts + row), 0), tl.maximum(num_seen - 1, 0)).to(tl.int32)
+        own_first = tl.maximum(first_seen, lowest) if HAS_WINDOW else lowest
+        first_seen = tl.minimum(own_first, last_seen)
     if HAS_WINDOW:
-        first = tl.maximum(tl.min(tl.where(is_seeing, first_seen, num_seen), axis=0), 0)
+        lowest = tl.maximum(tl.min(tl.where(is_seeing, first_seen, num_seen), axis=0), lowest)
+    if has_first:
         # A query's keys come in the same blocks, wherever the windows of those beside it begin.
-        first = first // BLOCK_N * BLOCK_N
+        first = lowest // BLOCK_N * BLOCK_N
 
     # Splits are even to 16 keys, not to whole blocks, of which a short row has few.
     keys_per_split = tl.cdiv(tl.cdiv(tl.maximum(num_seen - first, 0), num_splits), 16) * 16
@@ -162,19 +174,19 @@ def attend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     accumulated = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     masked_begin = begin
-    if SPARES_MASKS and not HAS_WINDOW:
+    if SPARES_MASKS and not has_first:
         seen_by_all = tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1
         num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - begin, 0) // BLOCK_N
         masked_begin = begin + num_whole * BLOCK_N
         best, total, accumulated, rows = attend_blocks(
             query, kv + head * HEAD_DIM, own_pages, begin, masked_begin, stop, rows, best, total, accumulated,
-            first_seen, last_seen, num_pages, score_scale,
-            PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, False,
+            lowest, first_seen, last_seen, num_pages, score_scale,
+            PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, has_first, False,
         )  # fmt: skip
     best, total, accumulated, rows = attend_blocks(
         query, kv + head * HEAD_DIM, own_pages, masked_begin, stop, stop, rows, best, total, accumulated,
-        first_seen, last_seen, num_pages, score_scale,
-        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, HAS_WINDOW, True,
+        lowest, first_seen, last_seen, num_pages, score_scale,
+        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, has_first, True,
     )  # fmt: skip
 
     has_keys = is_seeing & (total > 0.0)

@@ -42,6 +42,7 @@ class PagedAttention:
         self._positions = batch.positions.contiguous()
         self._is_valid = batch.is_valid.contiguous()
         self._limits = batch.limits.contiguous()
+        self._starts = None if batch.starts is None else batch.starts.contiguous()
         self._group = config.num_heads // config.num_kv_heads
         self._tile = _tile(self._width * self._group, config.head_dim, cache.rows[0].element_size())
         self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
@@ -77,6 +78,7 @@ class PagedAttention:
             self._positions,
             self._is_valid,
             self._limits,
+            self._limits if self._starts is None else self._starts,
             output,
             self._partial_output,
             self._partial_lse,
@@ -95,6 +97,7 @@ class PagedAttention:
             BLOCK_M=self._tile.block_m,
             BLOCK_N=self._tile.block_n,
             HAS_WINDOW=window is not None,
+            HAS_STARTS=self._starts is not None,
             SPARES_MASKS=self._tile.block_m > 64,
             IS_SPLIT=self._num_splits > 1,
             **overlapping(qkv.device),

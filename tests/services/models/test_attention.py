@@ -104,6 +104,29 @@ def test_nothing_indexes_out_of_range(model: PagedModel, start: int, limit: int)
     assert len(changed) == num_kept
 
 
+@pytest.mark.parametrize("start", [1, PAGE_SIZE, 9])
+def test_keys_before_a_rows_first_position_are_not_seen(model: PagedModel, start: int) -> None:
+    """Attention knows distances alone: the same tokens from position 0 on have the same logits."""
+    whole, tokens = random_tokens(11, seed=1), random_tokens(7, seed=2)
+    expected = model.run(model.batch([(0, whole), (0, tokens)]))
+    for layer in model.cache.rows:
+        layer.fill_(float("nan"))
+    starts = torch.tensor([0, start])
+    logits = model.run(model.batch([(0, whole), (start, tokens[:5])], starts=starts))
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[1, :5], expected[1, :5], atol=1e-5, rtol=1e-5)
+    more = model.run(model.batch([(start + 5, tokens[5:])], first_row=1, starts=starts[1:]))
+    torch.testing.assert_close(more[0], expected[1, 5:7], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("start", [-FAR, 3, CAPACITY_TOKENS, FAR])
+def test_a_first_position_behind_all_queries_gives_numbers(model: PagedModel, start: int) -> None:
+    for layer in model.cache.rows:
+        layer.fill_(float("nan"))
+    tokens = random_tokens(3, seed=1)
+    assert model.run(model.batch([(0, tokens)], starts=torch.tensor([start]))).isfinite().all()
+
+
 def test_bound_on_lengths_changes_nothing(model: PagedModel) -> None:
     rows = [(0, random_tokens(13, seed=1)), (0, random_tokens(5, seed=2))]
     expected = model.run(model.batch(rows))

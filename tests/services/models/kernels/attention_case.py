@@ -132,6 +132,8 @@ class AttentionCase:
         last = max(min(int(self.batch.positions[row, query]), end - 1), 0)
         window = self.config.sliding_window(layer)
         first = 0 if window is None else max(0, last - window + 1)
+        if self.batch.starts is not None:
+            first = max(first, min(int(self.batch.starts[row]), last))
         return range(first, last + 1)
 
     def _read(self, row: int, places: range, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ NUMBERS = {
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
 POINTERS = {
-    **dict.fromkeys(("page_table", "positions", "limits"), "*i64"),
+    **dict.fromkeys(("page_table", "positions", "limits", "starts"), "*i64"),
     **dict.fromkeys(("top_ks", "seeds", "token_ids", "tokens"), "*i64"),
     **dict.fromkeys(("counts", "bits", "count_before", "looked_at", "block_index", "block_chosen"), "*i32"),
     **dict.fromkeys(("qkv", "kv", "output", "query_norm", "key_norm", "logits"), "*bf16"),
@@ -46,7 +46,7 @@ POINTERS = {
 """The others are float32."""
 PROMPT = {"BLOCK_M": 128, "BLOCK_N": 64, "SPARES_MASKS": True, "IS_SPLIT": False}
 HEADS = {"PAGE_SIZE": 16, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
-ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_WINDOW": False, "SPARES_MASKS": False}
+ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_WINDOW": False, "HAS_STARTS": False, "SPARES_MASKS": False}
 KEEP = {**HEADS, "Q_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_HEADS": 2}
 PRODUCT: dict[str, object] = {
     "SIZE": 4096,
@@ -69,6 +69,8 @@ KERNELS: tuple[tuple[Any, int, dict[str, object]], ...] = (
     (attention_kernels.attend_kernel, 4, {**ATTEND, **PROMPT}),
     (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True}),
     (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True, "HAS_WINDOW": True}),
+    (attention_kernels.attend_kernel, 4, {**ATTEND, "IS_SPLIT": True, "HAS_STARTS": True}),
+    (attention_kernels.attend_kernel, 4, {**ATTEND, **PROMPT, "HAS_WINDOW": True, "HAS_STARTS": True}),
     (attention_kernels.combine_kernel, 4, {**HEADS, "BLOCK_S": 16}),
     (rotation.rotation_kernel, 4, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
     (rotation.keep_kernel, 1, {**KEEP, "HAS_NORMS": True}),

@@ -56,6 +56,26 @@ def test_sliding_windows(width: int, device: torch.device, dtype: torch.dtype) -
         case.assert_close(case.attend(layer), case.expected(layer))
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("width", [3, 90])
+def test_keys_before_a_rows_first_position_are_not_read(
+    width: int, window: int | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    config = some_config(sliding_windows=() if window is None else (window,))
+    lengths = (100, 0, 37, 64)
+    case = AttentionCase.random(config, lengths, width, device=device, dtype=dtype, seed=9, page_size=16)
+    case = case.change(starts=torch.tensor([71, 0, 37, -FAR], device=device))
+    for row, start in enumerate((71, 0, 37)):
+        place = torch.arange(start)
+        at = case.batch.page_table[row].cpu()[place // 16] * 16 + place % 16
+        case.cache.rows[0][at.to(device)] = float("nan")
+    output = case.attend()
+    case.assert_close(output, case.expected())
+    from_0 = case.change(starts=torch.tensor([71, 0, 37, 0], device=device))
+    assert torch.equal(from_0.attend(), output)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> None:
     """Limits, windows, invalid queries, wild positions and page numbers: the same output and the same pages."""
@@ -83,6 +103,8 @@ def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> 
         positions=torch.where(is_valid, batch.positions, wild),
         page_table=page_table,
     )
+    if draw(0, 2):
+        case = case.change(starts=torch.tensor([draw(-2, length + 1) for length in lengths], device=device))
     # Places that no query of the row has filled hold what an earlier request left there: numbers.
     for rows in case.cache.rows:
         rows.nan_to_num_(nan=0.25)

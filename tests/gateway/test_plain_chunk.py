@@ -1,0 +1,120 @@
+"""Tests that chunks of plain text are encoded as protobuf does it, and are those that `SampleOutput.read` returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.gateway.detokenizer import Vocabulary
+from slipstream.gateway.plain_chunk import PlainChunkEncoder
+from slipstream.gateway.sample_output import MAX_SHARED_TOKENS, SampleOutput
+from slipstream.gateway.validation import CheckedRequest
+from slipstream.protos import generation_pb2
+from tests.harness.tokenizers_by_kind import make_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_ID = 345
+WORD = st.integers(0, 2**32 - 1)
+LONG = st.integers(0, 2**64 - 1)
+
+
+def sample_output(
+    kind: str = "byte level", *, stop: tuple[str, ...] = (), top_logprobs: int | None = None
+) -> SampleOutput:
+    """The output of the only sample of a job."""
+    spec = SequenceSpec(
+        job_id="a",
+        prompt=(5,),
+        max_new_tokens=1000,
+        sampling=SamplingParams(),
+        stop_token_ids=frozenset(),
+        top_logprobs=top_logprobs,
+    )
+    request = CheckedRequest(job_id="a", digest=b"", samples=(spec,), stop=stop, min_new_tokens=0)
+    return SampleOutput(request, Vocabulary(make_tokenizer(kind)).new_detokenizer(), attempt=7)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    job_id=st.text(max_size=200),
+    sample_index=WORD,
+    attempt=LONG,
+    offset=LONG,
+    tokens=st.lists(st.tuples(WORD, st.booleans(), WORD), min_size=1, max_size=60),
+    text=st.text(),
+    published_ns=LONG,
+)
+def test_bytes_are_those_of_protobuf(
+    job_id: str,
+    sample_index: int,
+    attempt: int,
+    offset: int,
+    tokens: list[tuple[int, bool, int]],
+    text: str,
+    published_ns: int,
+) -> None:
+    token_ids, is_draft, lengths = zip(*tokens, strict=True)
+    chunk = OutputChunk(
+        job_id=job_id,
+        token_offset=offset,
+        token_ids=token_ids,
+        text=text,
+        is_draft=is_draft,
+        text_lengths=lengths,
+        sample_index=sample_index,
+        attempt=attempt,
+        published_ns=published_ns,
+    )
+    encoder = PlainChunkEncoder(job_id, sample_index, attempt)
+    encoded = encoder.encode(offset, token_ids, text, bytes(is_draft), lengths, published_ns)
+    assert encoded == chunk.to_pb().SerializeToString(deterministic=True)
+    assert OutputChunk.from_pb(generation_pb2.GenerateResponse.FromString(encoded)) == chunk
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama", "suffix"])
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(st.lists(st.integers(0, MAX_ID), min_size=1, max_size=5), min_size=1, max_size=8),
+    num_accepted=st.integers(0, 5),
+    ways=st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_both_ways_to_read_agree(kind: str, steps: list[list[int]], num_accepted: int, ways: Sequence[bool]) -> None:
+    """Also where readers take turns with them."""
+    mixed, plain = sample_output(kind), sample_output(kind)
+    offset = 0
+    for number, (token_ids, is_encoded) in enumerate(zip(steps, ways, strict=False)):
+        for output in (mixed, plain):
+            output.add(token_ids, num_accepted, published_ns=number)
+        expected = plain.read(offset)
+        assert expected is not None
+        encoded = mixed.read_encoded(offset) if is_encoded else None
+        if is_encoded:
+            assert encoded == expected.to_pb().SerializeToString(deterministic=True)
+            assert mixed.read_encoded(offset) is encoded, "readers at the same place share it"
+        else:
+            assert mixed.read(offset) == expected
+        offset += len(token_ids)
+        assert mixed.read_encoded(offset) is None
+    for output in (mixed, plain):
+        output.add((), reason=FinishReason.ABORT)
+    assert mixed.read_encoded(offset) is None, "the end has more to say"
+    assert mixed.read(offset) == plain.read(offset)
+    assert mixed.read(0) == plain.read(0)
+
+
+def test_other_samples_are_read_as_objects() -> None:
+    for output in (sample_output(stop=("x",)), sample_output(top_logprobs=0)):
+        output.add((5,))
+        assert output.read_encoded(0) is None
+    late = sample_output()
+    late.add([5] * (MAX_SHARED_TOKENS + 1))
+    assert late.read_encoded(0) is None, "so much would be kept for as long as the sample is"
+    assert late.read_encoded(1) is None, "the text before is not spelled"
