@@ -129,6 +129,9 @@ class Client:
         self._has_created = True
 
     def _read(self, message: Any) -> None:
+        if isinstance(message, bytes):
+            # As the gateway sends most chunks of plain text.
+            message = generation_pb2.GenerateResponse.FromString(message)
         try:
             chunk = self._reader.read(message)
         except SlipstreamError as error:
