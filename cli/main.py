@@ -23,6 +23,7 @@ from slipstream.services.worker.config import WorkerConfig
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from slipstream.cli.status import ServerStatus
     from slipstream.client.requests import Prompt, RequestOptions
 
 app = typer.Typer(
@@ -153,11 +154,12 @@ def status(
     ] = None,
     **values: Any,
 ) -> None:
-    """Show each service: process, addresses, health, model. Fails when one is not healthy.
+    """Show each service: process, restarts, addresses, health, model. Fails when one is not healthy.
 
     With --watch also where the time of steps goes, what drafting brings, and what requests get, until Ctrl-C.
     """
     from slipstream.cli.status import fetch_status
+    from slipstream.cli.up.control import fetch_reports
     from slipstream.cli.up.run import server_of
 
     access = shared(ConnectionOptions, values).access()
@@ -171,7 +173,12 @@ def status(
         _exit_with(run_watch(locate, access, interval_s=interval, as_json=as_json))
     if interval is not None:
         raise ConfigError("interval", interval, "a number with --watch")
-    found = asyncio.run(fetch_status(locate(), **access))
+
+    async def look() -> ServerStatus:
+        reports = await fetch_reports(default_state_dir() if state_dir is None else state_dir)
+        return (await fetch_status(locate(), **access)).with_reports(reports)
+
+    found = asyncio.run(look())
     if as_json:
         print(json.dumps(found.as_json()))
     else:
