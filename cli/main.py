@@ -230,15 +230,19 @@ def trace(
 @with_options(ConnectionOptions, without=("api_key",))
 def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
+    kill_hung: Annotated[
+        bool, typer.Option("--kill-hung", help="Kill the process at unix:PATH if it answers nothing for 8 s.")
+    ] = False,
     **values: Any,
 ) -> None:
     """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
+    from slipstream.cli.hung_service import check_or_kill
     from slipstream.cli.status import check
     from slipstream.common.rpc.address import parse_address
 
-    found = asyncio.run(
-        check(str(parse_address(address, field="ADDRESS")), **shared(ConnectionOptions, values).access())
-    )
+    parsed = str(parse_address(address, field="ADDRESS"))
+    access = shared(ConnectionOptions, values).access()
+    found = asyncio.run(check_or_kill(parsed) if kill_hung else check(parsed, **access))
     if found != "SERVING":
         raise FailedPreconditionError(f"{address} says {found}")
     print(found)
