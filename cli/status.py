@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Unpack
 
-    from slipstream.cli.up.service import ServiceReport
+    from slipstream.cli.up.process import ServiceReport
     from slipstream.client.connection import AccessOptions
     from slipstream.common.api.server_state import ServerState, ServiceState
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from slipstream.cli.up.service import ServiceReport
+from slipstream.cli.up.process import ServiceReport
 from slipstream.common.api.draft_swap import SwapOutcome, SwapTerms
 from slipstream.common.errors import ConnectionLostError, UnavailableError
 from slipstream.common.messages import decode, encode

@@ -46,6 +46,21 @@ class ServiceCommand:
     """Services of one group are started again together, because the death of one breaks the others; "": it is alone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceReport:
+    """A service at one moment."""
+
+    name: str
+    pid: int
+    """0 while it has no process."""
+    state: str
+    """ "loading", "ready", "stopping", "stopped" or "died"."""
+    num_restarts: int
+    """Times that it was started again."""
+    last_end: str
+    """How its process before ended; empty if there was none."""
+
+
 def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts a command without input that dies with this process, on the main thread: see `exec_with_parent.py`."""
     return subprocess.Popen(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.heartbeat import until_hung
-from slipstream.cli.up.process import ServiceProcess
+from slipstream.cli.up.process import ServiceProcess, ServiceReport
 from slipstream.cli.up.smg import HTTP, wait_until_smg_serves
 
 if TYPE_CHECKING:
@@ -27,21 +26,6 @@ class ServiceState(enum.Enum):
     STOPPING = "stopping"
     STOPPED = "stopped"
     DIED = "died"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceReport:
-    """A service at one moment."""
-
-    name: str
-    pid: int
-    """0 while it has no process."""
-    state: str
-    """The value of a `ServiceState`."""
-    num_restarts: int
-    """Times that it was started again."""
-    last_end: str
-    """How its process before ended; empty if there was none."""
 
 
 class Service:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.cli.status import fetch_status
-from slipstream.cli.up.service import ServiceReport
+from slipstream.cli.up.process import ServiceReport
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.api.server_state import ServiceState
 
