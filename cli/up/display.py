@@ -109,8 +109,8 @@ class LogFollower:
         self._output.flush()
 
     def start(self, paths: Iterable[Path]) -> None:
-        """Follows these files, which are there, from their beginnings; one that is replaced in its place, too."""
-        self._logs = {path: (path.open("rb"), b"") for path in paths}
+        """Follows these files, too, which are there, from their beginnings; and what replaces one in its place."""
+        self._logs |= {path: (path.open("rb"), b"") for path in paths}
 
     async def _follow(self) -> None:
         while True:

@@ -25,6 +25,7 @@ from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import scheduler_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.cli.up.config import UpConfig
@@ -39,10 +40,13 @@ DRAFT = "draft"
 class DraftSwaps:
     """One swap at a time. A client that goes away does not end it."""
 
-    def __init__(self, config: UpConfig, supervisor: Supervisor) -> None:
-        """`config`: what `supervisor` was started with."""
+    def __init__(
+        self, config: UpConfig, supervisor: Supervisor, on_log: Callable[[Path], None] = lambda _path: None
+    ) -> None:
+        """`config`: what `supervisor` was started with. `on_log` is told of each new draft's log."""
         self._config = config
         self._supervisor = supervisor
+        self._on_log = on_log
         self._num_started = 1
         self._task: asyncio.Task[SwapOutcome] | None = None
 
@@ -103,7 +107,9 @@ class DraftSwaps:
             return None
         # At a free port until the old one has left its own.
         command = worker_command(replace(config, metrics_port=0), DRAFT)
-        return self._supervisor.start_beside(replace(command, name=config.draft_instance))
+        new = self._supervisor.start_beside(replace(command, name=config.draft_instance))
+        self._on_log(command.log_path)
+        return new
 
     async def _until_ready(self, new: Service) -> None:
         process = new.process

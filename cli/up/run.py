@@ -91,6 +91,12 @@ async def supervising(
 async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is_verbose: bool) -> None:
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
+    follower = LogFollower(sys.stderr.buffer)
+
+    def follow(log_path: Path) -> None:
+        if is_verbose:
+            follower.start([log_path])
+
     with ExitStack() as held:
         announce = held.enter_context(hold_state_dir(config.state_dir))
         listen = held.enter_context(clients_address(config))
@@ -98,17 +104,17 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
         workers, *others = _commands(config, listen)
         openai = [] if config.openai_port is None else [openai_command(config, listen)]
         async with (
-            LogFollower(sys.stderr.buffer) as follower,
+            follower,
             supervising(config, display.on_change, hurry) as supervisor,
-            control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor)),
+            control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow)),
         ):
             with display:
                 # SMG ends after the gateways, whose last requests came through it.
                 batches = [[*openai, *workers], *others]
                 for batch in batches:
                     supervisor.start(*batch)
-                if is_verbose:
-                    follower.start(command.log_path for command in chain(*batches))
+                for command in chain(*batches):
+                    follow(command.log_path)
                 await supervisor.wait_ready()
                 status = await supervisor.while_alive(_with_draft(server, supervisor))
             status.print()

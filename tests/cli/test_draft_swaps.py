@@ -7,6 +7,7 @@ import os
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -32,7 +33,6 @@ from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from slipstream.cli.up.process import ServiceCommand
     from tests.cli.conftest import MakeCommand
@@ -65,7 +65,10 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
 class Up:
     """What `up` is made of, without the other services."""
 
-    def __init__(self, config: UpConfig, supervisor: Supervisor, scheduler: ScriptedScheduler) -> None:
+    def __init__(
+        self, config: UpConfig, supervisor: Supervisor, scheduler: ScriptedScheduler, logs: list[Path]
+    ) -> None:
+        self.logs = logs
         self.config = config
         self.supervisor = supervisor
         self.scheduler = scheduler
@@ -100,18 +103,18 @@ async def up(tmp_path: Path, fake_service: MakeCommand, monkeypatch: pytest.Monk
         folder.chmod(0o700)
     models = ModelChoice(target=tmp_path / "target", draft=tmp_path / "old")
     config = UpConfig(models=models, device="cpu", state_dir=state_dir, listen="127.0.0.1:0")
-    scheduler = ScriptedScheduler()
+    scheduler, logs = ScriptedScheduler(), list[Path]()
     service = ("slipstream.v1.Scheduler", scheduler_pb2_grpc.add_SchedulerServicer_to_server, scheduler)
     async with (
         running_server(service, address=config.socket("scheduler")),
         Supervisor(ready_timeout_s=20, drain_timeout_s=5) as supervisor,
-        control_server(state_dir, supervisor, DraftSwaps(config, supervisor)),
+        control_server(state_dir, supervisor, DraftSwaps(config, supervisor, logs.append)),
     ):
         supervisor.start(worker_command(config, "draft"))
         supervisor.start(fake_service("scheduler"))
         await until(lambda: all(one.is_ready for one in supervisor.services()))
         async with watching(supervisor):
-            yield Up(config, supervisor, scheduler)
+            yield Up(config, supervisor, scheduler, logs)
 
 
 @asynccontextmanager
@@ -130,6 +133,7 @@ async def test_the_new_draft_takes_over_and_is_the_one_that_is_started_again(up:
     assert await up.swap(num_draft_tokens=2, judge_steps=7) == SWAPPED
     address = up.config.socket("draft-2")
     assert up.scheduler.swaps == [DraftSwap(address=address, terms=SwapTerms(num_draft_tokens=2, judge_steps=7))]
+    assert up.logs == [up.config.log_path("draft-2")]
     assert not up.old_process.is_running()
     assert up.drafts() == ["draft"]
     words = up.supervisor.service("scheduler").command.argv
