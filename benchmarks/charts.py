@@ -189,6 +189,36 @@ def _draw_gaps(panel: Axes, results: Sequence[Mapping[str, Any]], names: Sequenc
     panel.grid(alpha=0.3, axis="y")
 
 
+def draw_soak(report: Mapping[str, Any], path: Path) -> None:
+    """Memory, threads and descriptors of every process over time, and free pages. `report`: content of the file."""
+    figure, grid = plt.subplots(2, 2, figsize=(10.4, 6.4), layout="constrained", sharex=True)
+    *panels, pages = grid.flat
+    services = list(dict.fromkeys(usage["service"] for usage in report["usage"]))
+    quantities = (("memory_mib", "resident memory, MiB"), ("threads", "threads"), ("descriptors", "descriptors"))
+    for panel, (name, label) in zip(panels, quantities, strict=True):
+        for usage in report["usage"]:
+            colour = f"C{services.index(usage['service'])}"
+            minutes = [at / 60 for at in usage["at_s"]]
+            panel.plot(minutes, usage[name], ".-", color=colour, markersize=2, linewidth=0.8)
+        panel.set_ylabel(label)
+        panel.set_ylim(bottom=0)
+    for service in services:
+        panels[0].plot([], [], color=f"C{services.index(service)}", label=service)
+    panels[0].legend(fontsize=7, ncols=2, loc="center right")
+    times, free, total, _ = zip(*report["quiet"], strict=True)
+    pages.plot([at / 60 for at in times], free, "o-", color=VERIFY_COLOUR, label="free, without clients")
+    pages.plot([at / 60 for at in times], total, "k--", linewidth=0.8, label="all")
+    marks = [at / 60 for at, _, _ in report["faults"]]
+    pages.plot(marks, [0.0] * len(marks), "|", color=LOST_COLOUR, label="a fault")
+    pages.set_ylabel("KV pages")
+    pages.legend(fontsize=7)
+    for panel in grid.flat:
+        panel.set_xlabel("minutes")
+        panel.grid(alpha=0.3)
+    what = f"{sum(report['outcomes'].values()):,} jobs, {len(marks)} faults"
+    _save(figure, path, f"{what}: a line for each process; {report['host']}")
+
+
 def _save(figure: Figure, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=110)
@@ -210,6 +240,8 @@ def main(
                 draw_serving(json.loads(path.read_text(encoding="utf-8")), picture)
             case "long_prompt":
                 draw_long_prompt(json.loads(path.read_text(encoding="utf-8")), picture)
+            case "soak":
+                draw_soak(json.loads(path.read_text(encoding="utf-8")), picture)
             case name:
                 raise typer.BadParameter(f"there are no pictures of {name}")
 

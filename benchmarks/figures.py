@@ -1,37 +1,33 @@
 """The README's table and the pages of figures, from the results that are in the repository.
 
 python benchmarks/figures.py            # prints the table
-python benchmarks/figures.py --write    # writes it into README.md, between its marks, and the two pages into docs/
+python benchmarks/figures.py --write    # writes it into README.md, the two pages into docs/, and docs/reliability.md
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import median
-from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from slipstream.benchmarks import decode_report, overlap
+from slipstream.benchmarks import decode_report, overlap, reliability
+from slipstream.benchmarks.pages import RESULTS, ROOT, load, markdown_table, section, text
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.result_files import read_rows
 from slipstream.benchmarks.transformers_peer import ASSISTED
 from slipstream.common.host import STEP_LOOP
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 CPU_PAGE = ROOT / "docs" / "measured.md"
 GPU_PAGE = ROOT / "docs" / "measured-on-a-gpu.md"
+RELIABILITY_PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
 WRITTEN = "Written by `python benchmarks/figures.py --write` from the files that each section names."
-LINE = 120
 DRAFT_NAMES = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
 
 
@@ -39,46 +35,52 @@ def table() -> str:
     """The README's table, with the hardware above it."""
     decode = read_rows(RESULTS / "decode_h200.json", decode_report.Measurement)
     kernels, on_cpu = (overlap.read_measurements(RESULTS / f"overlap_{where}.json") for where in ("h200", "cpu"))
-    lossless = _load("lossless_cpu")
-    rows = []
+    lossless = load("lossless_cpu")
     shapes = {m.batch: m for m in decode_report.medians(decode) if m.shape == "llama-3.1-8b"}
-    for m in (shapes[min(shapes)], shapes[max(shapes)]):
-        what = f"decode step, 8B shape, batch {m.batch}; baseline: one process"
-        rows.append((what, f"{m.step_ms:.2f} ms", f"{m.one_process_ms:.2f} ms", f"{m.over_one:.3f}"))
+    rows = [
+        f"decode step, 8B shape, batch {m.batch}; baseline: one process"
+        f" | {m.step_ms:.2f} ms | {m.one_process_ms:.2f} ms | {m.over_one:.3f}"
+        for m in (shapes[min(shapes)], shapes[max(shapes)])
+    ]
     pair = _pairs(kernels)[0]
     steps = [m for m in _of(kernels, *pair, "run_ahead", 1) if m.mps and m.fence == "timeline"]
-    what = f"step, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: their length"
-    step_ms, ratio = median(m.step_ms for m in steps), median(m.ratio for m in steps)
-    rows.append((what, f"{step_ms:.2f} ms", f"{sum(pair):.2f} ms", f"{ratio:.3f}"))
-    speeds = {r["way"]: r["tokens_per_second"] for r in _load("peers_h200") if r["case"] == SHAPE_8B}
+    rows.append(
+        f"step, dummy kernels of {pair[0]:g} + {pair[1]:g} ms; baseline: their length"
+        f" | {median(m.step_ms for m in steps):.2f} ms | {sum(pair):.2f} ms | {median(m.ratio for m in steps):.3f}"
+    )
+    speeds = {r["way"]: r["tokens_per_second"] for r in load("peers_h200") if r["case"] == SHAPE_8B}
     for baseline, name in ((PLAIN, "without a draft"), (ASSISTED, "`transformers`, assisted by a 1B shape")):
-        what = f"one request, 8B shape, EAGLE-3 head; baseline: {name}"
-        ratio = speeds[DRAFTING] / speeds[baseline]
-        rows.append((what, f"{speeds[DRAFTING]:.0f} tokens/s", f"{speeds[baseline]:.0f} tokens/s", f"{ratio:.2f}"))
+        rows.append(
+            f"one request, 8B shape, EAGLE-3 head; baseline: {name} | {speeds[DRAFTING]:.0f} tokens/s"
+            f" | {speeds[baseline]:.0f} tokens/s | {speeds[DRAFTING] / speeds[baseline]:.2f}"
+        )
     for draft_ms, verify_ms in _pairs(on_cpu):
         ours, host = (_of(on_cpu, draft_ms, verify_ms, *order) for order in (("run_ahead", 1), ("host_blocks", 0)))
-        what = f"lost per step on a CPU, dummy kernels of {draft_ms:g} + {verify_ms:g} ms; baseline: the host blocks"
-        share = median(m.lost_share for m in ours if m.lost_share is not None)
-        lost = [median(m.lost_ms for m in group) for group in (ours, host)]
-        rows.append((what, f"{lost[0]:.2f} ms", f"{lost[1]:.2f} ms", f"{share:.3f}"))
-    what = "outputs on a CPU that differ from plain decoding's; baseline: all that were compared"
-    share = lossless["num_different"] / lossless["num_outputs"]
-    rows.append((what, f"{lossless['num_different']}", f"{lossless['num_outputs']:,}", f"{share:g}"))
+        lost = " | ".join(f"{median(m.lost_ms for m in group):.2f} ms" for group in (ours, host))
+        rows.append(
+            f"lost per step on a CPU, dummy kernels of {draft_ms:g} + {verify_ms:g} ms; baseline: the host blocks"
+            f" | {lost} | {median(m.lost_share for m in ours if m.lost_share is not None):.3f}"
+        )
+    num_different, num_outputs = lossless["num_different"], lossless["num_outputs"]
+    rows.append(
+        "outputs on a CPU that differ from plain decoding's; baseline: all that were compared"
+        f" | {num_different} | {num_outputs:,} | {num_different / num_outputs:g}"
+    )
     hardware = f"{_short(decode[0].host)}; on a CPU: {_short(on_cpu[0].host, 2)}."
-    return f"{hardware}\n\n{_table(('workload', 'Slipstream', 'baseline', 'ratio'), rows)}"
+    return f"{hardware}\n\n{markdown_table('workload | Slipstream | baseline | ratio', rows)}"
 
 
 def cpu_page() -> str:
     """`docs/measured.md`."""
     sections = [
         "# Measured on a CPU",
-        _text(f"{WRITTEN} Two virtual cores; machines are noisy, and each ratio is taken within one run."),
+        text(f"{WRITTEN} Two virtual cores; machines are noisy, and each ratio is taken within one run."),
         *_overlap_section("overlap_cpu"),
         *_accept_length_section(),
         *_lossless_section(),
         *_serving_section(),
         *_robustness_sections(),
-        *_outages_section(),
+        *reliability.sections("cpu"),
         *_step_check_section("step_check_cpu"),
     ]
     return "\n\n".join(sections) + "\n"
@@ -88,12 +90,13 @@ def gpu_page() -> str:
     """`docs/measured-on-a-gpu.md`."""
     sections = [
         "# Measured on a GPU",
-        _text(f"{WRITTEN} Machines differ, also of one provider: each ratio is taken within one run."),
+        text(f"{WRITTEN} Machines differ, also of one provider: each ratio is taken within one run."),
         *_overlap_section("overlap_h200"),
         *_decode_section(),
         *_delivery_section(),
         *_peers_section(),
         *_near_ties_section(),
+        *reliability.sections("h200"),
         *_step_check_section("step_check_h200"),
     ]
     return "\n\n".join(sections) + "\n"
@@ -101,18 +104,19 @@ def gpu_page() -> str:
 
 def _overlap_section(name: str) -> list[str]:
     measurements = overlap.read_measurements(RESULTS / f"{name}.json")
+    is_gpu = measurements[0].device == "cuda"
     columns = [(pair, mps) for pair in _pairs(measurements) for mps in sorted({m.mps for m in measurements})[::-1]]
-    header = ["order of steps"]
-    for (draft_ms, verify_ms), mps in columns:
-        where = ", no MPS" if measurements[0].device == "cuda" and not mps else ""
-        header += [f"{draft_ms:g} + {verify_ms:g} ms{where}", "lost share"]
+    header = "order of steps" + "".join(
+        f" | {draft_ms:g} + {verify_ms:g} ms{', no MPS' if is_gpu and not mps else ''} | lost share"
+        for (draft_ms, verify_ms), mps in columns
+    )
     rows = []
     for title in dict.fromkeys(m.title for m in measurements):
-        row = [title]
+        row = title
         for pair, mps in columns:
             found = [m for m in measurements if (m.title, (m.draft_ms, m.verify_ms), m.mps) == (title, pair, mps)]
             shares = [m.lost_share for m in found if m.lost_share is not None]
-            row += [f"{median(m.ratio for m in found):.3f}", f"{median(shares):.3f}"] if found else ["", ""]
+            row += f" | {median(m.ratio for m in found):.3f} | {median(shares):.3f}" if found else " |  | "
         rows.append(row)
     words = (
         f"Dummy kernels of a known length, {measurements[0].num_clients} streaming clients, metrics on: the time of a "
@@ -120,9 +124,10 @@ def _overlap_section(name: str) -> list[str]:
         "blocks in the same repeat; medians. With host blocks, workers acknowledge work that is done, and each command "
         "waits for the acknowledgements that it needs."
     )
-    if measurements[0].device == "cuda":
+    if is_gpu:
         words += " Timeline fences and workers under MPS, unless a row or column says something else."
-    return _section("A step over its kernels", "overlap", name, measurements[0].host, words, _table(header, rows))
+    table = markdown_table(header, rows)
+    return section("A step over its kernels", "overlap", name, measurements[0].host, words, table)
 
 
 def _decode_section() -> list[str]:
@@ -133,64 +138,64 @@ def _decode_section() -> list[str]:
         "is that of each process, and of the *loop*, the thread of the scheduler that decides the steps. Draft and "
         "verify are processes of their own under MPS; *one process* is all of it in one, on one stream."
     )
-    sections = _section("Decode steps", "decode", "decode_h200", measurements[0].host, words)
-    times = ("batch", "tokens/s", "step, ms", "draft, ms", "verify, ms", "bubble, ms")
-    cpu = ("CPU, ms: loop", "scheduler", "draft", "verify")
-    ratios = ("batch", "overlap efficiency", "step / one process", "verify / floor", "draft / floor")
+    sections = section("Decode steps", "decode", "decode_h200", measurements[0].host, words)
+    times = "batch | tokens/s | step, ms | draft, ms | verify, ms | bubble, ms"
+    cpu = "CPU, ms: loop | scheduler | draft | verify"
+    ratios = "batch | overlap efficiency | step / one process | verify / floor | draft / floor"
     found = decode_report.medians(measurements)
     for shape in dict.fromkeys(m.shape for m in found):
         mine = [m for m in found if m.shape == shape]
         in_ms = [
-            [f"{m.batch}", f"{m.tokens_per_second:,.0f}"]
-            + [f"{time:.3f}" for time in (m.step_ms, m.draft_ms, m.verify_ms, m.bubble_ms)]
-            + [f"{m.cpu_ms[name]:.2f}" for name in (STEP_LOOP, "scheduler", "draft", "verify")]
+            f"{m.batch} | {m.tokens_per_second:,.0f} | "
+            + " | ".join(f"{time:.3f}" for time in (m.step_ms, m.draft_ms, m.verify_ms, m.bubble_ms))
+            + "".join(f" | {m.cpu_ms[name]:.2f}" for name in (STEP_LOOP, "scheduler", "draft", "verify"))
             for m in mine
         ]
         in_ratios = [
-            [f"{m.batch}", f"{m.overlap_efficiency:.4f}", f"{m.over_one:.4f}"]
-            + ["" if floor is None else f"{floor:.2f}" for floor in (m.verify_over_floor, m.draft_over_floor)]
+            f"{m.batch} | {m.overlap_efficiency:.4f} | {m.over_one:.4f}"
+            + "".join(" | " if f is None else f" | {f:.2f}" for f in (m.verify_over_floor, m.draft_over_floor))
             for m in mine
         ]
         repeats = f"{mine[0].num_repeats} repeats of each mode, in turns."
-        sections += [f"### {shape}", repeats, _table((*times, *cpu), in_ms), _table(ratios, in_ratios)]
+        sections += [
+            f"### {shape}",
+            repeats,
+            markdown_table(f"{times} | {cpu}", in_ms),
+            markdown_table(ratios, in_ratios),
+        ]
     return sections
 
 
 def _peers_section() -> list[str]:
-    results = _load("peers_h200")
-    first, rows = results[0], []
-    for case in dict.fromkeys(result["case"] for result in results):
-        mine = [result for result in results if result["case"] == case]
-        for r in mine:
-            ratio = mine[0]["tokens_per_second"] / r["tokens_per_second"]
-            draft = DRAFTS.get((case, r["way"]), "none")
-            speed, length = f"{r['tokens_per_second']:,.0f}", f"{r['mean_accept_length']:.2f}"
-            rows.append([case, r["way"], draft, speed, length, f"{ratio:.2f}"])
+    results = load("peers_h200")
+    first, fastest = results[0], {r["case"]: r["tokens_per_second"] for r in reversed(results)}
+    rows = [
+        f"{r['case']} | {r['way']} | {DRAFTS.get((r['case'], r['way']), 'none')} | {r['tokens_per_second']:,.0f} | "
+        f"{r['mean_accept_length']:.2f} | {fastest[r['case']] / r['tokens_per_second']:.2f}"
+        for r in results
+    ]
     words = (
         f"The same target, prompt ({first['prompt_tokens']} tokens) and length ({first['num_new_tokens']} tokens) on "
         f"both sides, {first['dtype']}, K = {first['num_draft_tokens']}; the drafts differ as the table says, because "
         "`transformers` has no EAGLE-3 head. The 8B shape has random weights. Draft and verify are processes of their "
         "own without MPS; one way is measured after the other."
     )
-    header = ("target", "way", "draft", "tokens/s", "accept length", f"{first['way']} is faster by")
+    table = markdown_table(f"target | way | draft | tokens/s | accept length | {first['way']} is faster by", rows)
     where = f"{first['hardware']}, {first['host']}"
-    return _section("One request, against `transformers`", "peers", "peers_h200", where, words, _table(header, rows))
+    return section("One request, against `transformers`", "peers", "peers_h200", where, words, table)
 
 
 def _near_ties_section() -> list[str]:
-    report = _load("near_ties_h200")
+    report = load("near_ties_h200")
     rows = [
-        [
-            *("yes" if row["deterministic"] else "no", DRAFT_NAMES[row["draft"]], f"{row['at_once']}"),
-            *(f"{row['outputs']}", f"{row['partings']}", f"{row['per_1000_tokens']:.2f}"),
-            "" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}",
-        ]
+        f"{'yes' if row['deterministic'] else 'no'} | {DRAFT_NAMES[row['draft']]} | {row['at_once']} | "
+        f"{row['outputs']} | {row['partings']} | {row['per_1000_tokens']:.2f} | "
+        + ("" if row["largest_gap"] is None else f"{row['largest_gap']:.3f}")
         for row in report["rows"]
     ]
     prices = [
-        [DRAFT_NAMES[price["draft"]], f"{price['at_once']}"]
-        + [f"{price[name] / 1000:.2f}" for name in ("step_us", "deterministic_step_us")]
-        + [f"{price['ratio']:.2f}"]
+        f"{DRAFT_NAMES[price['draft']]} | {price['at_once']} | {price['step_us'] / 1000:.2f} | "
+        f"{price['deterministic_step_us'] / 1000:.2f} | {price['ratio']:.2f}"
         for price in report["prices"]
     ]
     num_far = sum(not row["all_near_ties"] for row in report["rows"])
@@ -199,57 +204,54 @@ def _near_ties_section() -> list[str]:
         "and a token whose score is nearly the best may replace it. So each output is followed to where it first "
         f"parts, and the gap of the scores there compared with {report['bound']:g}: rows with a larger one: {num_far}."
     )
-    header = ("`--deterministic`", "draft", "at once", "outputs", "part", "in 1,000 tokens", "largest gap")
-    section = _section("Which outputs differ, in bfloat16", "near_ties", "near_ties_h200", report["host"], words)
+    table = markdown_table("`--deterministic` | draft | at once | outputs | part | in 1,000 tokens | largest gap", rows)
     price = "The price of `--deterministic`, for a model so small that the host bounds many of these steps:"
-    price_header = ("draft", "at once", "step, ms", "deterministic, ms", "ratio")
-    return [*section, _table(header, rows), price, _table(price_header, prices)]
+    title = "Which outputs differ, in bfloat16"
+    prices_table = markdown_table("draft | at once | step, ms | deterministic, ms | ratio", prices)
+    return section(title, "near_ties", "near_ties_h200", report["host"], words, table, price, prices_table)
 
 
 def _step_check_section(name: str) -> list[str]:
-    report = _load(name)
+    report = load(name)
     clocks, rows = [], []
     for part in report["parts"]:
         clock = part["clock"]
-        ratio = f"{clock['step_s'] / clock['clock_s']:.5f}"
-        clocks.append([part["name"], f"{clock['num_steps']:,}", ratio])
+        clocks.append(f"{part['name']} | {clock['num_steps']:,} | {clock['step_s'] / clock['clock_s']:.5f}")
         for check in part["delays"]:
             delay, grown = check["delay"], check["bubble_us"]
             other = max((value for edge, value in grown.items() if edge != delay["edge"]), key=abs)
             place = f"{delay['where']}, run-ahead {delay['run_ahead']}"
-            rows.append([part["name"], delay["edge"], place, f"{grown[delay['edge']]:.0f}", f"{other:.0f}"])
+            rows.append(f"{part['name']} | {delay['edge']} | {place} | {grown[delay['edge']]:.0f} | {other:.0f}")
     words = (
         f"The sum of `slipstream_step_seconds` over the clock of the host, and {report['delay_us']:g} us put at one "
         "place in turns with nothing: the growth per step of the bubble at its edge, and the largest at another, in us."
     )
     title = "Step metrics against the clock, and against delays of a known length"
-    clock_table = _table(("models", "steps", "metrics / clock"), clocks)
-    delay_table = _table(("models", "edge", "delay at", "shows there", "most elsewhere"), rows)
-    return _section(title, "step_check", name, report["host"], words, clock_table, delay_table)
+    clock_table = markdown_table("models | steps | metrics / clock", clocks)
+    delay_table = markdown_table("models | edge | delay at | shows there | most elsewhere", rows)
+    return section(title, "step_check", name, report["host"], words, clock_table, delay_table)
 
 
 def _accept_length_section() -> list[str]:
-    results, rows = _load("accept_length_cpu"), []
+    results, rows = load("accept_length_cpu"), []
     keys = [(r["algorithm"], r["temperature"], r["max_new_tokens"]) for r in results]
     for key in dict.fromkeys(keys):
         group = [r for r, own in zip(results, keys, strict=True) if own == key]
         lengths = sorted(r["mean_accept_length"] for r in group)
-        repeated = max(r["repeated_share"] for r in group)
         spread = f"{lengths[0]:.2f} to {lengths[-1]:.2f}" if len(group) > 1 else f"{lengths[0]:.2f}"
-        rows.append(
-            [DRAFT_NAMES[key[0]], f"{key[1]:g}", f"{key[2]}", f"{len(group)}", spread, f"{100 * repeated:.0f} %"]
-        )
+        repeated = f"{100 * max(r['repeated_share'] for r in group):.0f} %"
+        rows.append(f"{DRAFT_NAMES[key[0]]} | {key[1]:g} | {key[2]} | {len(group)} | {spread} | {repeated}")
     words = (
         f"The bundled drafts, K = {results[0]['num_draft_tokens']}, {results[0]['num_prompts']} held-out prompts. "
         "Small models repeat themselves, which makes drafting easy: the last column is the largest share of tokens in "
         "a repeated 5-gram."
     )
-    header = ("draft", "T", "tokens", "seeds", "mean accept length", "repeated")
-    return _section("Accept length", "accept_length", "accept_length_cpu", "", words, _table(header, rows))
+    table = markdown_table("draft | T | tokens | seeds | mean accept length | repeated", rows)
+    return section("Accept length", "accept_length", "accept_length_cpu", "", words, table)
 
 
 def _lossless_section() -> list[str]:
-    found = _load("lossless_cpu")
+    found = load("lossless_cpu")
     drafts = ", ".join(name for name in found["algorithms"] if name != "none")
     words = (
         f"{found['num_different']} of {found['num_outputs']:,} outputs ({found['num_tokens']:,} tokens) differ from "
@@ -259,16 +261,19 @@ def _lossless_section() -> list[str]:
         f"{found['run_aheads'][-1]}; prompts whole and in chunks of {min(found['chunk_tokens'])}; drafts off for every "
         "other request."
     )
-    return _section("The same tokens in every way", "lossless", "lossless_cpu", "", words)
+    return section("The same tokens in every way", "lossless", "lossless_cpu", "", words)
 
 
 def _serving_section() -> list[str]:
-    report, rows = _load("serving_cpu"), []
-    for run in report["runs"]:
-        first, between = run["report"]["ttft_ms"], run["report"]["inter_token_ms"]
-        speeds = f"{run['offered_requests_per_second']:.1f}", f"{run['report']['tokens_per_second']:.0f}"
-        latencies = (f"{times[p]:.1f}" for times in (first, between) for p in ("p50", "p99"))
-        rows.append([DRAFT_NAMES[run["algorithm"]], *speeds, *latencies])
+    report = load("serving_cpu")
+    rows = [
+        f"{DRAFT_NAMES[run['algorithm']]} | {run['offered_requests_per_second']:.1f} | "
+        f"{run['report']['tokens_per_second']:.0f} | "
+        + " | ".join(
+            f"{run['report'][times][p]:.1f}" for times in ("ttft_ms", "inter_token_ms") for p in ("p50", "p99")
+        )
+        for run in report["runs"]
+    ]
     capacity = ", ".join(
         f"{DRAFT_NAMES[name]} {found['tokens_per_second']:.0f}" for name, found in report["capacity"].items()
     )
@@ -277,71 +282,47 @@ def _serving_section() -> list[str]:
         f"Capacity by saturation, in tokens/s, by draft: {capacity}. Drafting spends compute to save time, and two "
         "busy cores have none to spare."
     )
-    header = ("draft", "requests/s", "tokens/s", "first token, ms", "p99", "between tokens, ms", "p99")
+    table = markdown_table("draft | requests/s | tokens/s | first token, ms | p99 | between tokens, ms | p99", rows)
     picture = "![Throughput and latency against offered load](../benchmarks/results/serving_cpu.png)"
-    loads = _table(header, rows)
-    return _section("Latency against load", "serving", "serving_cpu", report["host"], words, loads, picture)
+    return section("Latency against load", "serving", "serving_cpu", report["host"], words, table, picture)
 
 
 def _robustness_sections() -> list[str]:
-    """Overload, a long prompt, and many clients that come and go."""
-    over, long, soak = _load("overload_cpu"), _load("long_prompt_cpu"), _load("soak_cpu")
-    plan, load, rejection = over["plan"], over["load"], over["load"]["rejection_ms"]
+    """Overload, and a long prompt."""
+    over, long = load("overload_cpu"), load("long_prompt_cpu")
+    plan, done, rejection = over["plan"], over["load"], over["load"]["rejection_ms"]
     growth = max(0.0, *(each["last_rss_kib"] / each["first_rss_kib"] - 1 for each in over["footprints"].values()))
     words = (
         f"{plan['factor']:g} times the capacity for {plan['seconds']:.0f} s, standalone draft: goodput "
-        f"{over['goodput']:.2f} of the capacity; {load['num_rejected']} of {load['num_requests']} requests refused, "
+        f"{over['goodput']:.2f} of the capacity; {done['num_rejected']} of {done['num_requests']} requests refused, "
         f"after {rejection['p50']:.1f} ms (p99 {rejection['p99']:.1f}, most {rejection['most']:.1f}), "
-        f"{load['num_rejected'] - over['rejections_without_retry_info']} of them with a RetryInfo; health "
+        f"{done['num_rejected'] - over['rejections_without_retry_info']} of them with a RetryInfo; health "
         f"{' and '.join(over['health_statuses'])} throughout; memory of the services grows by {100 * growth:.1f} % "
         "at most."
     )
     rows = [
-        [f"{r['chunk_tokens']}"]
-        + [f"{r[gaps][p]:.0f}" for gaps in ("quiet_message_gap_ms", "message_gap_ms") for p in ("p50", "most")]
-        + [f"{median(r['first_token_s']):.2f}"]
+        f"{r['chunk_tokens']} | "
+        + " | ".join(
+            f"{r[gaps][p]:.0f}" for gaps in ("quiet_message_gap_ms", "message_gap_ms") for p in ("p50", "most")
+        )
+        + f" | {median(r['first_token_s']):.2f}"
         for r in long["results"]
     ]
     prompt = (
         f"Milliseconds between messages of a running stream, alone and while a prompt of "
         f"{long['plan']['prompt_tokens']:,} tokens comes in, by the size of its chunks; and its own first token."
     )
-    header = ("chunk", "alone, p50", "most", "with the prompt, p50", "most", "first token, s")
-    outcomes = soak["outcomes"]
-    clients = (
-        f"{soak['num_clients']} clients that come, go and cancel for {soak['seconds']:.0f} s: {sum(outcomes.values())} "
-        f"jobs, {outcomes['abort'] + outcomes['left']} of them cancelled; slots, pages, threads and descriptors "
-        f"afterwards {'not ' if soak['problems'] else ''}as before."
-    )
+    gaps = markdown_table("chunk | alone, p50 | most | with the prompt, p50 | most | first token, s", rows)
     picture = "![A running stream while a long prompt comes in](../benchmarks/results/long_prompt_cpu.png)"
-    gaps, title = _table(header, rows), "A long prompt beside a stream"
+    title = "A long prompt beside a stream"
     return [
-        *_section("Overload", "overload", "overload_cpu", over["host"], words),
-        *_section(title, "long_prompt", "long_prompt_cpu", long["host"], prompt, gaps, picture),
-        *_section("Clients that come and go", "soak", "soak_cpu", "", clients),
+        *section("Overload", "overload", "overload_cpu", over["host"], words),
+        *section(title, "long_prompt", "long_prompt_cpu", long["host"], prompt, gaps, picture),
     ]
-
-
-def _outages_section() -> list[str]:
-    found, workers = _load("outages_cpu"), _load("outages_workers_cpu")
-    num_jobs, num_errors = found["jobs"] + workers["jobs"], len(found["errors"]) + len(workers["errors"])
-    words = (
-        "Gateway and scheduler of `slipstream up`, [in another run](../benchmarks/results/outages_workers_cpu.json) "
-        "verify and draft, killed with SIGKILL in turns under "
-        f"{found['plan']['clients']} streaming clients of the Python library, half of them with Generate and half with "
-        f"WatchJob: {num_jobs} jobs ended with the tokens of a run without kills, {num_errors} did not. Seconds from a "
-        "kill to a stream's next token, of all streams; but for the gateway, most are the start and the prompts."
-    )
-    rows = [
-        [r["service"], f"{r['kills']}", f"{r['p50_s']:.1f}", f"{r['worst_s']:.1f}"]
-        for r in (*found["recoveries"], *workers["recoveries"])
-    ]
-    table = _table(("killed", "times", "p50, s", "worst, s"), rows)
-    return _section("Killed services", "outages", "outages_cpu", found["host"], words, table)
 
 
 def _delivery_section() -> list[str]:
-    found = _load("delivery_h200")
+    found = load("delivery_h200")
     words = (
         "Shape of Llama-3.1-8B with random weights, EAGLE-3 head, K = 4, accept length 3.5 by chance. Clients are "
         "processes of their own on the same host, a connection a stream. From when a step's result is on the host to "
@@ -349,36 +330,15 @@ def _delivery_section() -> list[str]:
         "processes."
     )
     rows = [
-        [
-            f"{r['batch']}",
-            f"{r['gateways']}",
-            r["journal"],
-            f"{r['step_ms']:.2f}",
-            *(f"{r[f'publish_to_client_{part}_ms']:.1f}" for part in ("p50", "p99")),
-            f"{r['cpu_ms'][STEP_LOOP]:.2f}",
-            f"{r['cpu_ms']['scheduler']:.2f}",
-            f"{sum(ms for name, ms in r['cpu_ms'].items() if name.startswith('gateway')):.1f}",
-        ]
+        f"{r['batch']} | {r['gateways']} | {r['journal']} | {r['step_ms']:.2f} | "
+        + "".join(f"{r[f'publish_to_client_{part}_ms']:.1f} | " for part in ("p50", "p99"))
+        + f"{r['cpu_ms'][STEP_LOOP]:.2f} | {r['cpu_ms']['scheduler']:.2f} | "
+        + f"{sum(ms for name, ms in r['cpu_ms'].items() if name.startswith('gateway')):.1f}"
         for r in found
     ]
-    header = (
-        "streams",
-        "gateways",
-        "journal",
-        "step, ms",
-        "to client p50, ms",
-        "p99, ms",
-        "loop",
-        "scheduler",
-        "gateways",
-    )
-    return _section(
-        "From a step to its clients", "delivery", "delivery_h200", found[0]["host"], words, _table(header, rows)
-    )
-
-
-def _load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    header = "streams | gateways | journal | step, ms | to client p50, ms | p99, ms | loop | scheduler | gateways"
+    table = markdown_table(header, rows)
+    return section("From a step to its clients", "delivery", "delivery_h200", found[0]["host"], words, table)
 
 
 def _pairs(measurements: Sequence[overlap.Measurement]) -> list[tuple[float, float]]:
@@ -397,20 +357,6 @@ def _short(host: str, num_parts: int = 1) -> str:
     return ", ".join(host.split(", ")[:num_parts])
 
 
-def _section(title: str, script: str, result: str, where: str, words: str, *more: str) -> list[str]:
-    links = f"[`{script}.py`](../benchmarks/{script}.py), [JSON](../benchmarks/results/{result}.json)"
-    return [f"## {title}", _text(f"{links}{where and '; '}{where}."), _text(words), *more]
-
-
-def _text(paragraph: str) -> str:
-    return fill(paragraph, LINE, break_long_words=False, break_on_hyphens=False)
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
-
-
 def main(write: Annotated[bool, typer.Option(help="Write them into README.md and docs/.")] = False) -> None:
     """Prints the table, or writes it and the pages."""
     if not write:
@@ -420,6 +366,7 @@ def main(write: Annotated[bool, typer.Option(help="Write them into README.md and
     README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     CPU_PAGE.write_text(cpu_page(), encoding="utf-8")
     GPU_PAGE.write_text(gpu_page(), encoding="utf-8")
+    RELIABILITY_PAGE.write_text(reliability.filled(RELIABILITY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,21 @@
-"""Kills services under streaming clients: every job must end with its tokens, and none may fail.
+"""Kills, stops and ends services under streaming clients: every job must end with its tokens, and none may fail.
 
-`slipstream up` serves the bundled models on the CPU, and starts what dies again. Its bound on deaths in a minute is
-lifted. Clients of the Python library stream jobs without a pause, half of them by Generate and half by CreateJob and
-WatchJob; greedy ones and sampled ones take turns. The services are killed with SIGKILL in turns, each time when all
-streams flow again and a random time has passed. A stream has recovered when its next token is there. Status 1 if a
-client saw an error, a gap or a repetition, or other tokens than those of a run without kills.
+`slipstream up` serves, and starts again what dies or hangs; its bound on deaths in a minute is lifted. Clients of the
+Python library stream jobs without a pause. The services get a fault in turns, each time when all streams flow, all
+services are back and a random time has passed:
+
+- kill: SIGKILL
+- term: SIGTERM, so a service may finish its work
+- stop: SIGSTOP for good, as a process that hangs: `up` has to find it
+- pause: SIGSTOP, and SIGCONT after 2 s
+
+Measured are the longest gap between two tokens of a stream around the fault, the longest one later, until the service
+is back, and the time until then. Status 1 if a client saw an error, a gap or a repetition in its tokens, or other
+tokens than those of a run without faults.
+
+    python benchmarks/outages.py --services draft --faults kill,stop --json benchmarks/results/outages_cpu.json
+
+The file keeps the runs with other services, faults, models or devices that it has.
 """
 
 from __future__ import annotations
@@ -12,220 +23,258 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import statistics
 import sys
 import time
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
 
-from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
-from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.stack import free_ports
-from slipstream.cli.status import wait_until_serving
-from slipstream.client import AsyncClient
+from slipstream.benchmarks.decode import ACCEPT_LENGTH, NUM_DRAFT_TOKENS, Setup
+from slipstream.benchmarks.models import EAGLE3, STANDALONE, DeviceOption, JsonOption
+from slipstream.benchmarks.result_files import host, read_json, write_json
+from slipstream.benchmarks.stack import words
+from slipstream.benchmarks.streams import Streams
+from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, up_server
+from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from pathlib import Path
 
-SERVICES = ("gateway", "scheduler", "verify", "draft")
-START_TIMEOUT_S = 120.0
-RECOVERY_TIMEOUT_S = 60.0
-LONGEST_PAUSE_S = 2.0
-UNDER_WAY_S = 0.1
-"""Messages that a client gets so soon after a kill were under way before it; no service starts as quickly."""
-
-_UP = "from slipstream.cli.up import supervisor; from slipstream.cli.main import main; supervisor.DEATHS_WITHIN_S = 0.0"
+FAULTS = (*STOP_SIGNALS, "pause")
+PAUSE_S = 2.0
+CALM_S = 1.0
+"""Least time without a fault before one."""
+AROUND_S = 0.5
+"""A gap that begins so soon after the fault is the fault's; a later one comes from the return of the service."""
+FLOW_TIMEOUT_S = 120.0
+BUNDLED = "bundled"
+LEAST_WATCHDOG_MS = {"cpu": 250.0, "cuda": 50.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The settings of a run."""
 
-    kills: int = 20
-    """Number of kills of each service."""
+    times: int = 20
+    """Number of each fault of each service."""
+    faults: tuple[str, ...] = ("kill", "stop", "term")
+    services: tuple[str, ...] = SERVICES
     clients: int = 16
-    max_new_tokens: int = 300
+    max_new_tokens: int = 600
     seed: int = 1
-    services: tuple[str, ...] = ("gateway", "scheduler")
-    """Names of the services that are killed, in turns."""
+    model: str = BUNDLED
+    """Or a shape of `model_shapes`, with random weights and an EAGLE-3 head of that shape."""
     device: str = "cpu"
-    """On a GPU in float32: tokens in bfloat16 depend on the batch."""
+    """On a GPU the bundled models run in float32: tokens in bfloat16 depend on the batch."""
+    mps: str = "off"
+
+    @property
+    def algorithm(self) -> str:
+        """How drafts are made."""
+        return STANDALONE if self.model == BUNDLED else EAGLE3
+
+    def options(self) -> tuple[str, ...]:
+        """The options of `slipstream up`."""
+        served: dict[str, Any] = {"device": self.device, "slots": self.clients}
+        if self.device == "cuda":
+            served["mps"] = self.mps
+        if self.model == BUNDLED:
+            return words(**served, dtype="float32" if self.device == "cuda" else None)
+        setup = Setup.named(self.model)
+        return words(
+            **served,
+            target=setup.target,
+            draft=setup.draft,
+            algorithm=EAGLE3,
+            load_format=setup.load_format,
+            num_draft_tokens=NUM_DRAFT_TOKENS,
+            simulate_accept_length=ACCEPT_LENGTH,
+            context_tokens=setup.context_tokens,
+            kv_memory_mib=setup.kv_memory_mib,
+        )
 
 
-@dataclass(slots=True)
-class Stream:
-    """A client, and the time of its newest token."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undisturbed:
+    """The run without faults, with all clients."""
 
-    index: int
-    last_token_at: float = 0.0
-    num_jobs: int = 0
-    errors: list[str] = field(default_factory=list)
+    step_ms: float
+    """Mean of the decode steps."""
+    tokens_per_second: float
+    gap_p50_ms: float
+    """Of the longest gaps of each stream in half a second, as are those of a fault."""
+    gap_worst_ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """The kills of a service. Times are seconds from a kill to the next token of a stream."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """One fault of one service. Gaps are over all streams and times."""
 
     service: str
-    kills: int
-    p50_s: float
-    """Median over all streams and kills."""
-    worst_s: float
+    fault: str
+    times: int
+    gap_p50_ms: float
+    gap_worst_ms: float
+    later_gap_worst_ms: float
+    """Of the gaps after half a second, until the service is back."""
+    back_p50_s: float
+    """Until all services are there and drafts are made."""
+    back_worst_s: float
 
 
 class Outages:
-    """The clients of a server, and the kills."""
+    """Gives the services of a server their faults, and measures the streams."""
 
-    def __init__(self, plan: Plan, address: str, up: psutil.Process) -> None:
+    def __init__(self, plan: Plan, server: UpServer) -> None:
         self._plan = plan
-        self._address = address
-        self._up = up
+        self._server = server
         self._rng = random.Random(plan.seed)
-        self._expected: list[tuple[int, ...]] = []
-        self._is_over = False
-        self.streams = [Stream(index) for index in range(plan.clients)]
+        self._calm_gaps: list[float] = []
+        self.streams = Streams(server.address, plan.clients, plan.max_new_tokens, compares=plan.model == BUNDLED)
 
-    async def run(self) -> list[Recovery]:
-        """Kills by turns, and returns how the streams recovered. `streams` then have what clients saw."""
-        async with AsyncClient(self._address) as client:
-            jobs = (self._tokens(client, stream, "undisturbed") for stream in self.streams)
-            self._expected = await asyncio.gather(*jobs)
-        clients = [asyncio.create_task(self._follow(stream)) for stream in self.streams]
-        seconds: dict[str, list[float]] = {service: [] for service in self._plan.services}
-        for number, service in product(range(self._plan.kills), self._plan.services):
-            await asyncio.sleep(self._rng.uniform(0.1, LONGEST_PAUSE_S))
-            killed_at = time.monotonic()
-            self._kill(service)
-            seconds[service] += await self._recovered(killed_at)
-            print(f"{service} {number + 1}: all streams flow after {seconds[service][-1]:.2f} s", flush=True)
-        self._is_over = True
-        await asyncio.gather(*clients)
-        return [
-            Recovery(service, self._plan.kills, round(statistics.median(times), 2), round(max(times), 2))
-            for service, times in seconds.items()
+    async def run(self) -> tuple[Undisturbed, list[Outage]]:
+        """Gives all faults in turns."""
+        step_ms, tokens_per_second = await self._reference()
+        around: dict[tuple[str, str], list[float]] = {}
+        later: dict[tuple[str, str], list[float]] = {}
+        back: dict[tuple[str, str], list[float]] = {}
+        async with self.streams.running():
+            await self.streams.flow(time.monotonic(), timeout_s=FLOW_TIMEOUT_S)
+            for number, fault, service in product(range(self._plan.times), self._plan.faults, self._plan.services):
+                if self.streams.errors:
+                    break
+                self.streams.forget()
+                await asyncio.sleep(self._rng.uniform(CALM_S, 2 * CALM_S))
+                at = time.monotonic()
+                self._calm_gaps += self.streams.longest_gaps(at - CALM_S, at - AROUND_S)
+                await self._outage(service, fault, at)
+                key, now = (service, fault), time.monotonic()
+                around.setdefault(key, []).extend(self.streams.longest_gaps(at, at + AROUND_S))
+                later.setdefault(key, []).extend(self.streams.longest_gaps(at, now, begun_after=at + AROUND_S))
+                back.setdefault(key, []).append(now - at)
+                worst = 1e3 * max(around[key], default=0.0)
+                print(f"{service} {fault} {number + 1}: worst gap {worst:.0f} ms, back {now - at:.2f} s", flush=True)
+        undisturbed = Undisturbed(
+            step_ms=step_ms,
+            tokens_per_second=tokens_per_second,
+            gap_p50_ms=_ms(median(self._calm_gaps)),
+            gap_worst_ms=_ms(max(self._calm_gaps)),
+        )
+        rows = [
+            Outage(
+                service=service,
+                fault=fault,
+                times=len(back[service, fault]),
+                gap_p50_ms=_ms(median(gaps)),
+                gap_worst_ms=_ms(max(gaps)),
+                later_gap_worst_ms=_ms(max(later[service, fault], default=0.0)),
+                back_p50_s=round(median(back[service, fault]), 2),
+                back_worst_s=round(max(back[service, fault]), 2),
+            )
+            for (service, fault), gaps in around.items()
         ]
+        return undisturbed, rows
 
-    async def _recovered(self, killed_at: float) -> list[float]:
-        """Waits until each stream has a token that came after the kill; returns the times that it took, ascending."""
-        found: dict[int, float] = {}
-        async with asyncio.timeout(RECOVERY_TIMEOUT_S):
-            while len(found) < len(self.streams):
-                await asyncio.sleep(0.002)
-                for stream in self.streams:
-                    if stream.last_token_at > killed_at + UNDER_WAY_S:
-                        found.setdefault(stream.index, stream.last_token_at - killed_at)
-                    elif stream.errors:
-                        found.setdefault(stream.index, RECOVERY_TIMEOUT_S)
-        return sorted(found.values())
+    async def _reference(self) -> tuple[float, float]:
+        """Runs the undisturbed jobs; returns the mean milliseconds of a decode step, and tokens a second."""
+        before, begun = await self._server.metrics(), time.monotonic()
+        await self.streams.reference()
+        seconds, gained = time.monotonic() - begun, (await self._server.metrics()).since(before)
+        step_s, num_steps = (gained.total(f"{STEP_SECONDS.name}_{part}", phase="decode") for part in ("sum", "count"))
+        num_tokens = self._plan.clients * self._plan.max_new_tokens
+        return round(1e3 * step_s / num_steps, 3), round(num_tokens / seconds, 1)
 
-    def _kill(self, service: str) -> None:
-        for child in self._up.children():
-            if any(word.endswith(f".{service}.main") for word in child.cmdline()):
-                child.send_signal(signal.SIGKILL)
-                return
-        raise RuntimeError(f"there is no {service} to kill")
-
-    async def _follow(self, stream: Stream) -> None:
-        """Streams jobs, one after the other."""
-        async with AsyncClient(self._address) as client:
-            while not self._is_over and not stream.errors:
-                name = f"client-{stream.index}-job-{stream.num_jobs}"
-                try:
-                    tokens = await self._tokens(client, stream, name)
-                except Exception as error:
-                    stream.errors.append(f"{name}: {error!r}")
-                else:
-                    stream.num_jobs += 1
-                    if tokens != self._expected[stream.index]:
-                        stream.errors.append(f"{name}: other tokens than without a kill")
-
-    async def _tokens(self, client: AsyncClient, stream: Stream, name: str) -> tuple[int, ...]:
-        is_sampled, is_watched = stream.index % 2 == 1, stream.index % 4 >= 2
-        prompt, job_id = f"Chapter {stream.index}. In the beginning", f"{name}-{stream.index}"
-        temperature, most = (0.8 if is_sampled else 0.0), self._plan.max_new_tokens
-        if is_watched:
-            await client.create_job(
-                prompt, job_id=job_id, max_new_tokens=most, temperature=temperature, seed=7, ignore_eos=True
-            )
-            chunks = client.watch_job(job_id)
-        else:
-            chunks = client.generate(
-                prompt, job_id=job_id, max_new_tokens=most, temperature=temperature, seed=7, ignore_eos=True
-            )
-        tokens: list[int] = []
-        async for chunk in chunks:
-            stream.last_token_at = time.monotonic()
-            tokens += chunk.token_ids
-        return tuple(tokens)
+    async def _outage(self, service: str, fault: str, at: float) -> None:
+        """Gives the fault, and waits until all streams flow and everything is back."""
+        process = self._server.send(service, STOP_SIGNALS.get(fault, signal.SIGSTOP))
+        if fault == "pause":
+            await asyncio.sleep(PAUSE_S)
+            with suppress(psutil.NoSuchProcess):  # found to hang, and replaced
+                process.send_signal(signal.SIGCONT)
+        await self.streams.flow(at, timeout_s=FLOW_TIMEOUT_S)
+        await self._server.restored(self._plan.algorithm, without=None if fault == "pause" else process)
+        await self.streams.flow(time.monotonic(), timeout_s=FLOW_TIMEOUT_S)
 
 
-@asynccontextmanager
-async def serving(slots: int, device: str) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """Runs `slipstream up` on the bundled models; yields the address and the process."""
-    with TemporaryDirectory(prefix="slipstream-") as directory:
-        port = free_ports(1)[0]
-        address, log = f"127.0.0.1:{port}", Path(directory) / "up.log"
-        dtype = () if device == "cpu" else ("--dtype", "float32")
-        options = ("up", "--device", device, *dtype, "--listen", address, "--state-dir", directory)
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", f"{_UP}; main()", *options, "--slots", str(slots), "--metrics-port", "0"),
-                stdout=output,
-                stderr=output,
-            )
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await wait_until_serving(address)
-            yield address, psutil.Process(process.pid)
-        except BaseException:
-            print(log.read_text(encoding="utf-8"), file=sys.stderr)
-            raise
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-                await process.wait()
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 1)
 
 
-async def measure(plan: Plan) -> tuple[list[Recovery], list[Stream]]:
-    """Serves, kills, and returns the recoveries and what clients saw."""
-    async with serving(plan.clients, plan.device) as (address, up):
-        outages = Outages(plan, address, up)
-        return await outages.run(), outages.streams
+def watchdog_ms(device: str, step_ms: float) -> float:
+    """The time for which a step waits for its draft at most, where `--draft-timeout-ms` is not given."""
+    return max(2 * step_ms, LEAST_WATCHDOG_MS[device])
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    """Serves, gives the faults, and returns the run as it is in the file of results."""
+    async with up_server(*plan.options()) as server:
+        outages = Outages(plan, server)
+        undisturbed, rows = await outages.run()
+    return {
+        "host": host(plan.device),
+        "plan": asdict(plan),
+        "undisturbed": asdict(undisturbed),
+        "watchdog_ms": round(watchdog_ms(plan.device, undisturbed.step_ms), 1),
+        "outages": [asdict(row) for row in rows],
+        "jobs": outages.streams.num_jobs,
+        "errors": outages.streams.errors,
+    }
+
+
+def write_run(run: dict[str, Any], path: Path | None) -> None:
+    """Adds a run to the file; it replaces the one of the same services, faults, model and device."""
+    names = ("services", "faults", "model", "device", "mps")
+    kept = [old for old in read_json(path, []) if any(list(old["plan"][n]) != list(run["plan"][n]) for n in names)]
+    write_json([*kept, run], path)
 
 
 def main(
-    kills: Annotated[int, typer.Option(help="Kills of each service.")] = Plan.kills,
+    times: Annotated[int, typer.Option(help="Number of each fault of each service.")] = Plan.times,
+    faults: Annotated[str, typer.Option(help=f"By commas, of {', '.join(FAULTS)}.")] = ",".join(Plan.faults),
+    services: Annotated[str, typer.Option(help="By commas.")] = ",".join(Plan.services),
     clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
-    seed: Annotated[int, typer.Option(help="Of the moments of the kills.")] = Plan.seed,
-    services: Annotated[str, typer.Option(help="Those to kill, by commas.")] = ",".join(Plan.services),
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a job.")] = Plan.max_new_tokens,
+    seed: Annotated[int, typer.Option(help="Of the moments of the faults.")] = Plan.seed,
+    model: Annotated[str, typer.Option(help="bundled, or a shape: llama-3.1-8b.")] = Plan.model,
+    mps: Annotated[str, typer.Option(help="On a GPU: on or off.")] = Plan.mps,
     device: DeviceOption = Plan.device,
     json: JsonOption = None,
 ) -> None:
-    """Kills services by turns, and prints how the streams recover."""
-    plan = Plan(kills=kills, clients=clients, seed=seed, services=tuple(services.split(",")), device=device)
-    if unknown := set(plan.services) - set(SERVICES):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(SERVICES)}")
-    print(f"{host(device)}; bundled models, {clients} clients, seed {seed}")
-    recoveries, streams = asyncio.run(measure(plan))
-    errors = [error for stream in streams for error in stream.errors]
-    num_jobs = sum(stream.num_jobs for stream in streams)
-    print("| killed | times | recovery p50 | worst |\n|---|---|---|---|")
-    for row in recoveries:
-        print(f"| {row.service} | {row.kills} | {row.p50_s:.2f} s | {row.worst_s:.2f} s |")
-    print(f"{num_jobs} jobs with the tokens of a run without kills, {len(errors)} errors")
-    print("\n".join(errors))
-    rows = [asdict(row) for row in recoveries]
-    write_json(
-        {"host": host(device), "plan": asdict(plan), "recoveries": rows, "jobs": num_jobs, "errors": errors}, json
+    """Gives services their faults in turns, and prints how the streams do."""
+    plan = Plan(
+        times=times,
+        faults=_known(faults, FAULTS),
+        services=_known(services, SERVICES),
+        clients=clients,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        model=model,
+        device=device,
+        mps=mps,
     )
-    sys.exit(bool(errors))
+    run = asyncio.run(measure(plan))
+    print(f"{run['host']}; {model}, {clients} clients, seed {seed}, MPS {mps}")
+    print(f"undisturbed: {run['undisturbed']}, watchdog {run['watchdog_ms']:.0f} ms")
+    print("| service | fault | times | gap p50, ms | worst | later | back p50, s | worst |")
+    print("|" + "---|" * 8)
+    for row in run["outages"]:
+        print(f"| {' | '.join(map(str, row.values()))} |")
+    print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
+    print("\n".join(run["errors"]))
+    write_run(run, json)
+    sys.exit(bool(run["errors"]))
+
+
+def _known(given: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(given.split(","))
+    if unknown := set(names) - set(known):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    return names
 
 
 if __name__ == "__main__":

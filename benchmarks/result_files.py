@@ -32,6 +32,11 @@ def write_json(content: Any, path: Path | None) -> None:
         new.replace(path)
 
 
+def read_json(path: Path | None, default: Any) -> Any:
+    """Reads a file; without one, returns `default`."""
+    return default if path is None or not path.exists() else json.loads(path.read_text(encoding="utf-8"))
+
+
 def write_rows(rows: Sequence[DataclassInstance], path: Path | None) -> None:
     """Writes a list of measurements."""
     write_json([asdict(row) for row in rows], path)

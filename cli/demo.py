@@ -97,7 +97,11 @@ class _Demo:
         self._prompts = bundled.prompts()[::PROMPT_STRIDE]
 
     async def run(self, config: UpConfig) -> int:
-        self._supervisor.start(*(worker_command(config, name) for name in config.workers))
+        # A scheduler that starts before its draft would serve without one for a while.
+        workers = (replace(worker_command(config, name), is_optional=False) for name in config.workers)
+        with self._loading:
+            self._supervisor.start(*workers)
+            await self._supervisor.wait_ready()
         drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
         # The workers stay: verify decodes plainly for a scheduler that has no draft.
         await self._supervisor.stop("scheduler", "gateway")

@@ -14,7 +14,8 @@ import typer
 
 from slipstream.cli.connection_options import ConnectionOptions
 from slipstream.cli.model_choice import ModelOptions
-from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig
+from slipstream.cli.swap_draft import SwapOptions, run_swap
+from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
 from slipstream.common.settings import Settings, checked, setting, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
@@ -22,6 +23,7 @@ from slipstream.services.worker.config import WorkerConfig
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from slipstream.cli.status import ServerStatus
     from slipstream.client.requests import Prompt, RequestOptions
 
 app = typer.Typer(
@@ -94,7 +96,7 @@ def main() -> None:
         app()
     except (ConfigError, InvalidArgumentError) as error:
         _fail(error, 2)
-    except SlipstreamError as error:
+    except (SlipstreamError, OSError) as error:
         _fail(error, 1)
 
 
@@ -103,7 +105,7 @@ def main() -> None:
 def up(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
 ) -> None:
-    """Start all four services here, and stop them on Ctrl-C. A gateway or a scheduler that dies is started again.
+    """Start all four services here, and stop them on Ctrl-C. One that dies or hangs is started again.
 
     Ctrl-C lets running requests finish; a second one does not wait for them.
     """
@@ -130,6 +132,8 @@ def generate(
     if options.logprobs is not None and not as_json:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
     text = sys.stdin.read() if prompt == "-" else prompt
+    if not _is_utf8(text):
+        raise ConfigError("PROMPT", text, "text in UTF-8")
     access = shared(ConnectionOptions, values).access()
     _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **access))
 
@@ -150,11 +154,12 @@ def status(
     ] = None,
     **values: Any,
 ) -> None:
-    """Show each service: process, addresses, health, model. Fails when one is not healthy.
+    """Show each service: process, restarts, addresses, health, model. Fails when one is not healthy.
 
     With --watch also where the time of steps goes, what drafting brings, and what requests get, until Ctrl-C.
     """
     from slipstream.cli.status import fetch_status
+    from slipstream.cli.up.control import fetch_reports
     from slipstream.cli.up.run import server_of
 
     access = shared(ConnectionOptions, values).access()
@@ -168,12 +173,34 @@ def status(
         _exit_with(run_watch(locate, access, interval_s=interval, as_json=as_json))
     if interval is not None:
         raise ConfigError("interval", interval, "a number with --watch")
-    found = asyncio.run(fetch_status(locate(), **access))
+
+    async def look() -> ServerStatus:
+        reports = await fetch_reports(default_state_dir() if state_dir is None else state_dir)
+        return (await fetch_status(locate(), **access)).with_reports(reports)
+
+    found = asyncio.run(look())
     if as_json:
         print(json.dumps(found.as_json()))
     else:
         found.print()
     raise typer.Exit(0 if found.is_healthy else 1)
+
+
+@app.command()
+@with_options(SwapOptions)
+def swap_draft(
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the `up` that is meant.  [default: as of `up`]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    **values: Any,
+) -> None:
+    """Put another draft in the place of the one that drafts now, while requests run. Fails when it is rolled back.
+
+    A new draft service is started beside the old one, catches up, takes over, and is judged; the other one is ended.
+    """
+    options = shared(SwapOptions, values)
+    _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
 
 
 @app.command()
@@ -203,15 +230,19 @@ def trace(
 @with_options(ConnectionOptions, without=("api_key",))
 def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
+    kill_hung: Annotated[
+        bool, typer.Option("--kill-hung", help="Kill the process at unix:PATH if it answers nothing for 8 s.")
+    ] = False,
     **values: Any,
 ) -> None:
     """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
+    from slipstream.cli.hung_service import check_or_kill
     from slipstream.cli.status import check
     from slipstream.common.rpc.address import parse_address
 
-    found = asyncio.run(
-        check(str(parse_address(address, field="ADDRESS")), **shared(ConnectionOptions, values).access())
-    )
+    parsed = str(parse_address(address, field="ADDRESS"))
+    access = shared(ConnectionOptions, values).access()
+    found = asyncio.run(check_or_kill(parsed) if kill_hung else check(parsed, **access))
     if found != "SERVING":
         raise FailedPreconditionError(f"{address} says {found}")
     print(found)
@@ -242,11 +273,19 @@ def demo(**values: Any) -> None:
     _exit_with(run_demo(**values))
 
 
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _exit_with(work: Coroutine[object, object, int]) -> None:
     raise typer.Exit(asyncio.run(work))
 
 
-def _fail(error: SlipstreamError, status: int) -> None:
+def _fail(error: Exception, status: int) -> None:
     message = str(error)
     if isinstance(error, ConfigError):
         is_argument = error.field.isupper()

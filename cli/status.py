@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,10 @@ from slipstream.client.connection import open_async_channel
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Unpack
 
+    from slipstream.cli.up.process import ServiceReport
     from slipstream.client.connection import AccessOptions
     from slipstream.common.api.server_state import ServerState, ServiceState
 
@@ -32,21 +33,21 @@ _CHECK_TIMEOUT_S = 2.0
 _TIMEOUT_S = 5.0
 _UNFOLDED_WIDTH = 240
 # Health is asked on this host, where a proxy has no business and a retry costs nothing.
-_CHANNEL_OPTIONS = (
+CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 )
-_WHOLE_SERVER = health_pb2.HealthCheckRequest(service="")
+WHOLE_SERVER = health_pb2.HealthCheckRequest(service="")
 
 
 async def wait_until_serving(address: str) -> None:
     """Returns when the server at `address` says SERVING. Tries for ever: bound it, and watch its process."""
-    async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
-                async for response in stub.Watch(_WHOLE_SERVER):
+                async for response in stub.Watch(WHOLE_SERVER):
                     if response.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError:
@@ -59,10 +60,10 @@ async def check(address: str, **access: Unpack[AccessOptions]) -> str:
 
     Raises UnavailableError when no server answers there.
     """
-    async with open_async_channel(address, _CHANNEL_OPTIONS, access) as channel:
+    async with open_async_channel(address, CHANNEL_OPTIONS, access) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            response = await stub.Check(_WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
+            response = await stub.Check(WHOLE_SERVER, timeout=_CHECK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"{address} does not answer: {error.details()}") from error
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
@@ -77,6 +78,16 @@ class ServerStatus:
     state: ServerState
     health: Mapping[str, str]
     """By service: as in grpc.health.v1, or UNREACHABLE or ELSEWHERE."""
+    reports: Mapping[str, ServiceReport] = field(default_factory=dict)
+    """By service, from the `up` that keeps them, if one of this host does."""
+
+    def with_reports(self, reports: Iterable[ServiceReport]) -> ServerStatus:
+        """Adds what an `up` says; nothing if the services are not those that it keeps."""
+        by_name = {report.name: report for report in reports}
+        is_theirs = any(
+            service.pid == by_name[service.name].pid for service in self.state.services if service.name in by_name
+        )
+        return replace(self, reports=by_name) if is_theirs else self
 
     @property
     def is_healthy(self) -> bool:
@@ -93,15 +104,23 @@ class ServerStatus:
         return [service.name for service in self.state.services if service.name.partition("-")[0] == "gateway"]
 
     def describe(self) -> str:
-        """Algorithm, kind of fences, and whether under MPS, in words."""
+        """Algorithm, state of the draft, kind of fences, and whether under MPS, in words."""
         state = self.state
-        drafting = f", {state.num_draft_tokens} draft tokens a step" if state.algorithm != "none" else ""
-        return f"algorithm {state.algorithm}{drafting}, {state.fence} fences" + (", MPS" if state.under_mps else "")
+        words = [f"algorithm {state.algorithm}"]
+        if state.algorithm != "none":
+            words.append(f"{state.num_draft_tokens} draft tokens a step")
+        if state.draft_state:
+            name = "without a draft" if state.draft_state == "missing" else f"draft {state.draft_state}"
+            problem = f" ({state.draft_problem})" if state.draft_problem else ""
+            words.append(f"{name} for {_duration(state.draft_state_seconds)}{problem}")
+        return ", ".join([*words, f"{state.fence} fences", *(["MPS"] if state.under_mps else [])])
 
     def as_json(self) -> dict[str, object]:
         """For `json.dumps`."""
         services = [{**asdict(service), "health": self.health[service.name]} for service in self.state.services]
-        return {"server": self.server, "healthy": self.is_healthy, **asdict(self.state), "services": services}
+        supervised = [asdict(report) for report in self.reports.values()]
+        found = {"server": self.server, "healthy": self.is_healthy, **asdict(self.state), "services": services}
+        return {**found, "supervised": supervised} if supervised else found
 
     def print(self) -> None:
         """Prints all services as a table, which is only folded where there is a terminal too narrow for it."""
@@ -111,7 +130,8 @@ class ServerStatus:
 
         title = f"Slipstream {self.state.version} at {self.server}, {self.describe()}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for heading in ("service", "health", "pid", "address", "metrics port", "model"):
+        restarts = ["restarts"] if self.reports else []
+        for heading in ("service", "health", "pid", *restarts, "address", "metrics port", "model"):
             table.add_column(heading, overflow="fold")
         for service in self.state.services:
             health = self.health[service.name]
@@ -119,11 +139,29 @@ class ServerStatus:
                 service.name,
                 f"[{'green' if health in HEALTHY else 'bold red'}]{health}[/]",
                 f"{service.pid}",
+                *([_restarts(self.reports.get(service.name))] if restarts else []),
                 service.address,
                 f"{service.metrics_port or '-'}",
                 service.model or "-",
             )
+        for name, report in self.reports.items():
+            if name not in self.health:
+                pid = f"{report.pid or '-'}"
+                table.add_row(name, f"[yellow]{report.state}[/]", pid, _restarts(report), "-", "-", "-")
         Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH).print(table)
+
+
+def _restarts(report: ServiceReport | None) -> str:
+    if report is None:
+        return "-"
+    return f"{report.num_restarts}" + (f" ({report.last_end})" if report.last_end else "")
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 async def fetch_status(server: str, **access: Unpack[AccessOptions]) -> ServerStatus:

@@ -152,6 +152,10 @@ class AddressInUseError(ConfigError):
 class CheckpointError(SlipstreamError):
     """A model directory cannot be served; the message says what is supported."""
 
+    def __init__(self, message: str) -> None:
+        """Makes the message one printable line, as names in a checkpoint may have any characters."""
+        super().__init__("".join(one if one.isprintable() else repr(one)[1:-1] for one in message))
+
 
 class ManifestError(SlipstreamError):
     """A manifest of shared memory is out of bounds or contradicts itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -81,3 +81,25 @@ def _kinds_of_fields(target: Any, kind: Any) -> tuple[tuple[str, ...], tuple[str
     repeated = tuple(name for name, field in fields.items() if field.is_repeated)
     optional = tuple(name for name, field in fields.items() if field.has_presence)
     return tuple(name for name in fields if name not in repeated + optional), repeated, optional
+
+
+VARINT, LENGTH_DELIMITED = 0, 2
+"""Wire types."""
+_VARINTS_KEPT = 2**15
+"""At about 200 bytes each; most token ids of a text are among them."""
+
+
+@lru_cache(maxsize=_VARINTS_KEPT)
+def varint(number: int) -> bytes:
+    """Encodes 0 or more as protobuf does: seven bits a byte, the lowest first, and a bit that says if more follow."""
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def tag(number: int, wire_type: int) -> bytes:
+    """What comes before the value of field `number`."""
+    return varint(number << 3 | wire_type)

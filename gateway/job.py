@@ -77,8 +77,9 @@ class Job:
         self._has_started = False
         self.failure: SlipstreamError | None = None
         """Set if it failed as a whole."""
-        self._waiting: set[asyncio.Future[None]] = set()
-        self._waiting_for_turn: set[asyncio.Future[None]] = set()
+        # In the order in which they came, which is that in which they are woken.
+        self._waiting: dict[asyncio.Future[None], None] = {}
+        self._waiting_for_turn: dict[asyncio.Future[None], None] = {}
 
     @property
     def sequences(self) -> tuple[RunningSequence, ...]:
@@ -155,12 +156,12 @@ class Job:
 
         Where it is not urgent, more to read is the first token or the end of a sample.
         """
-        (self._waiting if is_urgent else self._waiting_for_turn).add(wake)
+        (self._waiting if is_urgent else self._waiting_for_turn)[wake] = None
         try:
             await wake
         finally:
-            self._waiting.discard(wake)
-            self._waiting_for_turn.discard(wake)
+            self._waiting.pop(wake, None)
+            self._waiting_for_turn.pop(wake, None)
 
     def measure(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
         """Measures the tokens added since the last call, wakes the readers in turns and returns the number of tokens.
@@ -186,10 +187,10 @@ class Job:
             else:
                 metrics.lost(self.left_as or FAILED)
         # Each is woken once, and soon, but a thousand of them not in one turn of the event loop.
-        waiting, self._waiting = self._waiting, set()
+        waiting, self._waiting = self._waiting, {}
         turns.wake(waiting)
         if is_urgent:
-            waiting, self._waiting_for_turn = self._waiting_for_turn, set()
+            waiting, self._waiting_for_turn = self._waiting_for_turn, {}
             turns.wake(waiting)
         return num_new
 

@@ -278,8 +278,13 @@ def _prepare(database: sqlite3.Connection, path: Path, mode: JournalMode) -> Non
 
 
 def _explained(error: sqlite3.Error, path: Path) -> Exception:
-    if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    # The lower byte: the others tell kinds of input and output errors apart.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return ConfigError("journal", str(path), "a file that no other gateway uses")
+    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+        accepted = f"a file on a disk with {_WAL_BYTES // 2**20} MiB free, in a directory that this user may write"
+        return ConfigError("journal", str(path), f"{accepted} ({error})")
     return FailedPreconditionError(
         f"the journal {path} cannot be read ({error}): move it and {path.name}-wal away to go on without its jobs"
     )

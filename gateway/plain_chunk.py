@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from slipstream.common.messages import LENGTH_DELIMITED, VARINT, tag, varint
 from slipstream.protos import generation_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_VARINTS_KEPT = 2**15
-"""At about 200 bytes each; most token ids of a text are among them."""
 _FIELDS = generation_pb2.GenerateResponse.DESCRIPTOR.fields_by_name
-_VARINT, _BYTES = 0, 2
-
-
-@lru_cache(maxsize=_VARINTS_KEPT)
-def varint(number: int) -> bytes:
-    """Encodes 0 or more: seven bits a byte, the lowest first, and a bit that says whether more follow."""
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
-
-
-def _tag(field: str, wire_type: int) -> bytes:
-    return varint(_FIELDS[field].number << 3 | wire_type)
-
-
-_TOKEN_OFFSET, _PUBLISHED_NS = _tag("token_offset", _VARINT), _tag("published_ns", _VARINT)
+_TOKEN_OFFSET, _PUBLISHED_NS = (tag(_FIELDS[name].number, VARINT) for name in ("token_offset", "published_ns"))
 _TOKEN_IDS, _TEXT, _IS_DRAFT, _TEXT_LENGTHS = (
-    _tag(field, _BYTES) for field in ("token_ids", "text", "is_draft", "text_lengths")
+    tag(_FIELDS[name].number, LENGTH_DELIMITED) for name in ("token_ids", "text", "is_draft", "text_lengths")
 )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
 
@@ -21,15 +20,17 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.loop_turns import SLICE_S
 from slipstream.gateway.running_sequence import RunningSequence
-from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerGoneError, SchedulerStream, channel_options
-from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
+from slipstream.gateway.scheduler_stream import RECONNECT_S, SchedulerConnection, SchedulerGoneError
+from slipstream.protos import scheduler_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from slipstream.common.api.sequence import SequenceSpec
+    from slipstream.gateway.scheduler_stream import Connection, RunStream
     from slipstream.gateway.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ MAX_SEQUENCES_PER_MESSAGE = 64
 """Encoding so many takes a few milliseconds of the event loop's time."""
 MAX_ENDED_IN_A_TURN = 64
 """Sequences that fail at once because an outage took too long."""
-DESCRIBE_TIMEOUT_S = 1.0
 
 
 class Receiver(Protocol):
@@ -75,11 +75,12 @@ class SchedulerLink:
         capacity: int,
         outage_timeout_s: float,
         on_serving: Callable[[bool], None] = lambda _: None,
+        connect: Callable[[str], Connection] = SchedulerConnection,
     ) -> None:
         """`load_model`: see there; called on a thread. `capacity`: sequences that may wait for their first slot.
 
         A sequence that has had no scheduler for `outage_timeout_s` fails. `on_serving` is called with whether there
-        is one, when that changes.
+        is one, when that changes. `connect` makes the connection to an address.
         """
         self.running: dict[int, RunningSequence] = {}
         """The sequences that the scheduler has now, by their ids."""
@@ -107,8 +108,9 @@ class SchedulerLink:
         self._is_flushing = False
         self._outage_at = time.monotonic()
         self._expiry: asyncio.TimerHandle | None = None
-        self._stub: Any = None
-        self._stream: SchedulerStream | None = None
+        self._connect = connect
+        self._connection: Connection | None = None
+        self._stream: RunStream | None = None
 
     @property
     def num_running(self) -> int:
@@ -133,11 +135,9 @@ class SchedulerLink:
         """What the scheduler serves, and its load now, or the last known ones. Raises the errors of `model`."""
         if self.description is None:
             self.model()
-        if self._absence is None:
+        if self._absence is None and self._connection is not None:
             try:
-                request = scheduler_pb2.DescribeSchedulerRequest()
-                ask = partial(self._stub.Describe, request, timeout=DESCRIBE_TIMEOUT_S)
-                return SchedulerDescription.from_pb(await asyncio.to_thread(ask))
+                return SchedulerDescription.from_pb(await asyncio.to_thread(self._connection.describe))
             except grpc.RpcError:
                 logger.debug("the scheduler does not describe itself", exc_info=True)
         assert self.description is not None, "a model comes with a description"
@@ -196,15 +196,15 @@ class SchedulerLink:
     async def run(self, receiver: Receiver) -> NoReturn:
         """Keeps the link until it is cancelled. Raises CheckpointError when the tokenizer cannot be loaded."""
         self._receiver = receiver
-        with grpc.insecure_channel(self._address, options=channel_options()) as channel:
-            self._stub = scheduler_pb2_grpc.SchedulerStub(channel)  # type: ignore[no-untyped-call]
+        deliver = failing_before("gateway.before_delivery", receiver.deliver)
+        with self._connect(self._address) as self._connection:
             while True:
-                self._stream = SchedulerStream(self._stub)
+                self._stream = self._connection.open()
                 try:
                     while True:
                         messages, begun_at = await self._stream.receive(), time.monotonic()
                         for message in messages:
-                            await self._take(message, receiver)
+                            await self._take(message, receiver, deliver)
                             # All that has arrived is taken in before readers go on, so that each gets it in one
                             # message; but clients are served in between, also when the gateway is far behind.
                             if time.monotonic() - begun_at > SLICE_S:
@@ -217,13 +217,15 @@ class SchedulerLink:
                     await asyncio.to_thread(self._stream.close)
                 await asyncio.sleep(RECONNECT_S)
 
-    async def _take(self, message: scheduler_pb2.RunResponse, receiver: Receiver) -> None:
+    async def _take(
+        self, message: scheduler_pb2.RunResponse, receiver: Receiver, deliver: Callable[[StepOutput], None]
+    ) -> None:
         if message.HasField("state"):
             await self._change_state(SchedulerState.from_pb(message.state), receiver)
         if message.HasField("output"):
             step = StepOutput.from_pb(message.output)
             self._note_admitted(step)
-            receiver.deliver(step)
+            deliver(step)
         for refusal in map(Refusal.from_pb, message.refusals):
             if (sequence := self.running.get(refusal.sequence)) is not None:
                 receiver.end(sequence, error=refusal.error)

@@ -1,31 +1,85 @@
-"""One stream to the scheduler, read on a thread of its own."""
+"""The connection to the scheduler, and one stream of it, read on a thread of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import grpc
 
+from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.status import error_from_rpc
+from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 
 if TYPE_CHECKING:
     from slipstream.common.rpc.keepalive import ChannelOption
-    from slipstream.protos import scheduler_pb2
 
 RECONNECT_S = 0.2
 """Between two attempts to connect."""
+DESCRIBE_TIMEOUT_S = 1.0
 
 
 class SchedulerGoneError(Exception):
     """The stream to the scheduler is over; the message says why."""
 
 
+class RunStream(Protocol):
+    """A call of Run. Belongs to the event loop, but for `close`."""
+
+    def send(self, request: scheduler_pb2.RunRequest) -> None:
+        """Sends a message and returns at once."""
+
+    async def receive(self) -> list[scheduler_pb2.RunResponse]:
+        """Waits for messages and returns all that there are. Raises SchedulerGoneError."""
+
+    def close(self) -> None:
+        """Ends the call. Blocks until its thread has ended."""
+
+
+class Connection(Protocol):
+    """A connection to a scheduler, there or not; a context manager."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def open(self) -> RunStream:
+        """Calls Run. Called on the event loop."""
+
+    def describe(self) -> scheduler_pb2.SchedulerDescription:
+        """Calls Describe, on any thread. Raises grpc.RpcError."""
+
+
+class SchedulerConnection:
+    """Implements `Connection` over a channel to an address."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._stub: Any = scheduler_pb2_grpc.SchedulerStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def open(self) -> SchedulerStream:
+        """See `Connection.open`."""
+        return SchedulerStream(self._stub)
+
+    def describe(self) -> scheduler_pb2.SchedulerDescription:
+        """See `Connection.describe`."""
+        found: scheduler_pb2.SchedulerDescription = self._stub.Describe(
+            scheduler_pb2.DescribeSchedulerRequest(), timeout=DESCRIBE_TIMEOUT_S
+        )
+        return found
+
+
 class SchedulerStream:
-    """A call of Run. A thread reads it: all that comes while the event loop is busy is there together afterwards."""
+    """Implements `RunStream`. A thread reads it: all that comes while the loop is busy is there together afterwards."""
 
     def __init__(self, stub: Any) -> None:
         self._loop = asyncio.get_running_loop()
@@ -33,15 +87,16 @@ class SchedulerStream:
         self._received: list[scheduler_pb2.RunResponse | SchedulerGoneError] = []
         self._requests: SimpleQueue[scheduler_pb2.RunRequest | None] = SimpleQueue()
         self._call = stub.Run(iter(self._requests.get, None))
+        self._submit = failing_before("gateway.before_submit", self._requests.put)
         self._thread = threading.Thread(target=self._read, name="scheduler link", daemon=True)
         self._thread.start()
 
     def send(self, request: scheduler_pb2.RunRequest) -> None:
-        """Sends a message and returns at once."""
-        self._requests.put(request)
+        """See `RunStream.send`."""
+        self._submit(request)
 
     async def receive(self) -> list[scheduler_pb2.RunResponse]:
-        """Waits for messages and returns all that there are. Raises SchedulerGoneError."""
+        """See `RunStream.receive`."""
         await self._arrived.wait()
         self._arrived.clear()
         received, self._received = self._received, []
@@ -56,7 +111,7 @@ class SchedulerStream:
         return messages
 
     def close(self) -> None:
-        """Ends the call. Blocks until the thread has ended."""
+        """See `RunStream.close`."""
         self._requests.put(None)
         self._call.cancel()
         self._thread.join()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.errors import CheckpointError
 from slipstream.gateway.detokenizer import Vocabulary
 from slipstream.gateway.tokenizer import load_tokenizer, longest_token
 from slipstream.gateway.validation import RequestLimits
@@ -58,10 +59,13 @@ def load_model(description: SchedulerDescription, last: ServedModel | None, *, m
 
 
 def _digest(directory: Path) -> str:
-    """Hash of a tokenizer's files."""
+    """Hash of a tokenizer's files. Raises CheckpointError."""
     digest = hashlib.sha256()
     for path in sorted({path for pattern in _TOKENIZER_FILES for path in directory.glob(pattern) if path.is_file()}):
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{directory}: cannot read {path.name}: {error.strerror}") from error
         digest.update(f"{path.name} {len(content)} ".encode())
         digest.update(content)
     return digest.hexdigest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,6 +17,7 @@ from slipstream.common.idle_collection import CHECK_INTERVAL_S, IdleCollection
 from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
+from slipstream.common.rpc.service_options import report
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
 from slipstream.gateway.fair_turns import NUM_THREADS, FairTurns
@@ -121,8 +121,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         except asyncio.CancelledError:
             return 0
         except CheckpointError as error:
-            print(f"slipstream-gateway: {error}", file=sys.stderr)
-            return 1
+            return report("gateway", error)
         finally:
             await jobs.journal.close()
 

@@ -12,6 +12,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.keys import client_of
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
@@ -199,12 +200,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def _send(self, reader: JobReader, context: Any, encode: Encode | None = None) -> None:
         timeout_s = context.time_remaining()
+        write_message = failing_before("gateway.before_write", context.write)
         async with watching_writes(self._read_timeout_s, self._jobs.cut_off) as watch:
 
             async def write(chunk: OutputChunk | bytes) -> None:
                 for message in self._messages(chunk) if isinstance(chunk, bytes) or encode is None else encode(chunk):
                     watch.begin()
-                    await context.write(message)
+                    await write_message(message)
                     watch.end()
 
             await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,8 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises CheckpointError when it cannot be loaded.
     """
     path = Path(path)
-    try:
+    with _explaining(path):
         tokenizer = _read_directly(path)
-    except Exception as error:  # the backend raises nothing more specific
-        raise _cannot_load(path, error) from error
     return tokenizer or _load_with_transformers(path)
 
 
@@ -141,17 +140,23 @@ def _load_with_transformers(path: Path) -> Any:
     with _import_lock:
         from transformers import AutoTokenizer
 
-    try:
+    with _explaining(path):
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         # The first call may change the tokenizer's settings, which no two threads may be in the middle of.
         tokenizer.encode("a")
-    except (OSError, ValueError) as error:
-        raise _cannot_load(path, error) from error
     return tokenizer
 
 
-def _cannot_load(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: the tokenizer cannot be loaded: {error}")
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Raises CheckpointError in place of anything that the libraries raise for a file with values of a wrong kind."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the backend is no Exception
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {reason}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

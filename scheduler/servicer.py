@@ -98,11 +98,11 @@ class GatewayStream:
             self._end, self._is_over = error, True
             self._changed.set()
 
-    async def messages(self) -> AsyncIterator[pb.RunResponse]:
-        """Yields what is queued until the stream ends. Raises the error that it ends with."""
+    async def send(self, write: Callable[[pb.RunResponse], Awaitable[None]]) -> None:
+        """Writes what is queued until the stream ends. Raises the error that it ends with."""
         while self._messages or not self._is_over:
             if self._messages:
-                yield self._messages.popleft()
+                await write(self._messages.popleft())
             else:
                 self._changed.clear()
                 await self._changed.wait()
@@ -153,15 +153,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             raise kind(self._state.paused)
         return self._describe().to_pb()
 
-    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> AsyncIterator[pb.RunResponse]:
+    async def Run(self, requests: AsyncIterator[pb.RunRequest], context: Any) -> None:
         """See scheduler.proto. The end of the stream ends its sequences."""
         stream = GatewayStream(next(self._numbers))
         stream.put(pb.RunResponse(state=self._state.to_pb()))
         self._streams[stream.number] = stream
         reading = asyncio.create_task(self._read(stream, requests))
         try:
-            async for message in stream.messages():
-                yield message
+            await stream.send(context.write)
         finally:
             del self._streams[stream.number]
             self._queue.drop(stream.number)

@@ -9,7 +9,8 @@ import pytest
 import typer.main
 from smg_grpc_proto import vllm_engine_pb2
 
-from slipstream.benchmarks.figures import BEGIN, CPU_PAGE, GPU_PAGE, cpu_page, gpu_page, table
+from slipstream.benchmarks.figures import BEGIN, CPU_PAGE, GPU_PAGE, RELIABILITY_PAGE, cpu_page, gpu_page, table
+from slipstream.benchmarks.reliability import filled
 from slipstream.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -121,3 +122,6 @@ def test_the_figures_are_those_of_the_committed_results() -> None:
     assert table() in README.read_text(encoding="utf-8")
     assert cpu_page() == CPU_PAGE.read_text(encoding="utf-8")
     assert gpu_page() == GPU_PAGE.read_text(encoding="utf-8")
+    reliability = RELIABILITY_PAGE.read_text(encoding="utf-8")
+    assert filled(reliability) == reliability
+    assert filled(re.sub(r"( -->).*?(<!-- end -->)", r"\1\2", reliability)) == reliability

@@ -1,29 +1,32 @@
-"""Clients that come, go and cancel leave nothing behind: 10 seconds of `benchmarks/soak.py`."""
+"""Clients that come, go and return while services are killed: half a minute of `benchmarks/soak.py`, and its line."""
 
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.benchmarks.soak import soak
-from slipstream.benchmarks.stack import Stack
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-SECONDS = 10.0
+from slipstream.benchmarks.soak import Plan, Usage, soak
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-async def test_everything_is_as_it_was_after_many_clients(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+async def test_every_request_has_one_end_and_nothing_is_left_in_use() -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
-    async with Stack(tmp_path / "logs") as stack:
-        report = await soak(stack, SECONDS, seed)
-    assert not report.problems
-    assert report.outcomes["length"] > 0
-    assert report.outcomes["abort"] > 0
-    assert report.outcomes["left"] > 0
+    report = await soak(Plan(minutes=0.5, fault_every_s=4.0, seed=seed))
+    assert report.problems == []
+    assert len(report.quiet) == 3
+    assert report.faults
+    assert min(report.outcomes[end] for end in ("length", "abort", "left")) > 0
+
+
+def test_what_grows_is_found_and_a_warm_up_is_not() -> None:
+    times = [float(second) for second in range(200)]
+    usage = Usage("scheduler", 1, times)
+    usage.memory_mib = [min(200.0, 100.0 + 5 * at) for at in times]
+    usage.threads = [10 + int(at) % 2 for at in times]
+    usage.descriptors = [20 + int(at) // 20 for at in times]
+    found = {growth.quantity: growth.gained > growth.bound for growth in usage.growths()}
+    assert found == {"memory_mib": False, "threads": False, "descriptors": True}
+    assert Usage("draft", 2, times[:50], times[:50]).growths() == []

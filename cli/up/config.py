@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.model_choice import ModelChoice  # noqa: TC001 - `with_options` reads the annotations
 from slipstream.cli.up.mps import MpsMode, has_nvidia_device, outside_mps
 from slipstream.cli.up.process import ServiceCommand
+from slipstream.cli.up.restarts import RestartSettings
 from slipstream.cli.up.smg import SMG, smg_command
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.address import TcpAddress, UnixAddress, parse_address
@@ -49,11 +50,13 @@ def default_state_dir() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
+class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, RestartSettings):
     """The four services on one machine. Raises ConfigError naming the setting that is wrong."""
 
     models: ModelChoice
     """The target and the draft that are served."""
+    draft_instance: str = "draft"
+    """Names the draft's socket and log: a new draft is started beside the old one."""
     mps: str = setting(
         MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
     )
@@ -134,7 +137,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
             SchedulerConfig,
             self,
             verify=self.socket("verify"),
-            draft=None if self.models.draft is None else self.socket("draft"),
+            draft=None if self.models.draft is None else self.socket(self.draft_instance),
             num_draft_tokens=self.models.num_draft_tokens,
         )
 
@@ -201,8 +204,11 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings):
 
 
 def worker_command(config: UpConfig, name: str) -> ServiceCommand:
-    """The "verify" or the "draft" service of a configuration."""
-    return _command(config, name, f"slipstream.services.{name}.main", config.socket(name), config.worker(name))
+    """The "verify" or the "draft" service of a configuration. The others serve without a draft."""
+    instance = config.draft_instance if name == "draft" else name
+    module, settings = f"slipstream.services.{name}.main", config.worker(name)
+    command = _command(config, name, module, config.socket(instance), settings, log_path=config.log_path(instance))
+    return replace(command, is_optional=name == "draft")
 
 
 def scheduler_command(config: UpConfig) -> ServiceCommand:
@@ -242,20 +248,23 @@ def openai_command(config: UpConfig, engine: str) -> ServiceCommand:
     return smg_command(listen, [dialled(engine)], metrics_port=metrics.port, log_path=config.log_path(SMG))
 
 
-def _command(config: UpConfig, name: str, module: str, listen: str, settings: Settings) -> ServiceCommand:
+def _command(
+    config: UpConfig, name: str, module: str, listen: str, settings: Settings, *, log_path: Path | None = None
+) -> ServiceCommand:
+    log_path = log_path or config.log_path(name)
     options = shared(
         ServiceOptions,
         config,
         listen=listen,
         metrics_port=config.metrics_port_of(name),
-        log_file=config.log_path(name),
+        log_file=log_path,
     )
     return ServiceCommand(
         name=name,
         # -P, so that the working directory shadows no import.
         argv=(sys.executable, "-P", "-m", module, *arguments(options), *arguments(settings)),
         address=dialled(listen),
-        log_path=config.log_path(name),
+        log_path=log_path,
         restarts=True,
     )
 
@@ -265,7 +274,7 @@ def placed(service: ServiceCommand, directory: Path, daemon: MpsDaemon | None) -
 
     Workers under MPS are a group: one that dies at work on the GPU takes the other's context with it.
     """
-    if daemon is None or service.name not in ("verify", "draft"):
+    if daemon is None or service.name.partition("-")[0] not in ("verify", "draft"):
         return replace(service, environment={**service.environment, **outside_mps(directory)})
     return replace(service, environment=daemon.environment, group="workers")
 

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.up.supervisor import ServiceState
+from slipstream.cli.up.service import ServiceState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,6 +43,8 @@ class LoadingDisplay:
         self._console = console
         self._rows: dict[str, tuple[ServiceState, float, float | None]] = {}
         """By service: its state, since when, and the seconds that the state before took, if this one ends it."""
+        self._failing: set[str] = set()
+        """Services that died as they loaded: no further try is shown until one is ready, or is stopped."""
         self._spinner = Spinner("dots", style="yellow")
         self._is_live = is_live
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=8)
@@ -59,8 +61,13 @@ class LoadingDisplay:
         """Called by the supervisor when a service's state has changed."""
         now = time.monotonic()
         took = now - self._rows[name][1] if name in self._rows and state in _FINISHED else None
+        is_failing = name in self._failing and state in (ServiceState.LOADING, ServiceState.DIED)
+        if not is_failing:
+            self._failing.discard(name)
+        if state is ServiceState.DIED and self._rows.get(name, (None,))[0] is ServiceState.LOADING:
+            self._failing.add(name)
         self._rows[name] = (state, now, took)
-        if not self._live.is_started:
+        if not self._live.is_started and not is_failing:
             self._console.print(
                 f"{name}: {state.value}{'' if took is None else f' after {took:.1f} s'}", highlight=False
             )
@@ -102,8 +109,8 @@ class LogFollower:
         self._output.flush()
 
     def start(self, paths: Iterable[Path]) -> None:
-        """Follows these files, which are there, from their beginnings; one that is replaced in its place, too."""
-        self._logs = {path: (path.open("rb"), b"") for path in paths}
+        """Follows these files, too, which are there, from their beginnings; and what replaces one in its place."""
+        self._logs |= {path: (path.open("rb"), b"") for path in paths}
 
     async def _follow(self) -> None:
         while True:

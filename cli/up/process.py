@@ -40,8 +40,25 @@ class ServiceCommand:
     """Variables that it has beside this process's own, or in their place."""
     restarts: bool = False
     """Whether it is started again when it dies after it was ready."""
+    is_optional: bool = False
+    """Whether the others serve without it: no start waits for it, and it is started again whatever happens."""
     group: str = ""
     """Services of one group are started again together, because the death of one breaks the others; "": it is alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceReport:
+    """A service at one moment."""
+
+    name: str
+    pid: int
+    """0 while it has no process."""
+    state: str
+    """ "loading", "ready", "stopping", "stopped" or "died"."""
+    num_restarts: int
+    """Times that it was started again."""
+    last_end: str
+    """How its process before ended; empty if there was none."""
 
 
 def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -70,8 +87,12 @@ class ServiceProcess:
             command.log_path.replace(command.log_path.with_name(command.log_path.name + ".1"))
         with os.fdopen(open_new(command.log_path), "wb") as log:
             self._process = start_bound(command.argv, log, command.environment)
+        self.ready = asyncio.Event()
+        """Set when its health was SERVING."""
         self.ended = asyncio.Event()
         """Set when it is over, and reaped."""
+        self.fault = ""
+        """Why this process has killed it, if it has: "did not answer for 10 s"."""
         # A thread of its own, for asyncio's child watcher (before Python 3.12) and a signal may race for the status.
         threading.Thread(target=self._reap, args=(asyncio.get_running_loop(),), daemon=True).start()
 
@@ -90,9 +111,17 @@ class ServiceProcess:
         if not self.ended.is_set():
             self._process.send_signal(number)
 
+    @property
+    def exit_status(self) -> int | None:
+        """Its exit status; None while it runs, and if a signal ended it."""
+        status = self._process.returncode
+        return None if status is None or status < 0 else status
+
     def describe_end(self) -> str:
         """Says how it ended: "was killed by SIGKILL", "ended with exit status 1"."""
         status = self._process.returncode
+        if self.fault:
+            return f"{self.fault} and was killed"
         if status is None:
             return "is running"
         if status < 0:

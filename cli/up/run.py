@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+import time
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,9 @@ from slipstream.cli.up.config import (
     server_address,
     worker_command,
 )
+from slipstream.cli.up.control import control_server
 from slipstream.cli.up.display import LoadingDisplay, LogFollower, nonfailing_console
+from slipstream.cli.up.draft_swaps import DraftSwaps
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
@@ -35,12 +38,18 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from slipstream.cli.status import ServerStatus
     from slipstream.cli.up.config import UpConfig
     from slipstream.cli.up.process import ServiceCommand
-    from slipstream.cli.up.supervisor import ServiceState
+    from slipstream.cli.up.service import ServiceState
 
 _LOCK = "up.lock"
 _SERVER = "server"
+_DRAFT_TIMEOUT_S = 5.0
+"""The others serve without a draft, but a benchmark or a test that begins when they are ready expects one."""
+_DRAFT_POLL_S = 0.1
+_ROOM_BYTES = 32 * 2**20
+"""Of the journal and its log, 24 MiB, and of what the services log at their start."""
 
 
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
@@ -69,6 +78,7 @@ async def supervising(
         Supervisor(
             ready_timeout_s=config.ready_timeout_s,
             drain_timeout_s=config.drain_timeout_s,
+            restarts=config,
             on_change=on_change,
             place=lambda command: placed(command, config.mps_dir, mps),
             before_kill=None if mps is None else mps.let_go,
@@ -81,6 +91,12 @@ async def supervising(
 async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is_verbose: bool) -> None:
     # Lines that are redrawn and lines that are copied do not go together.
     display = LoadingDisplay(console, is_live=console.is_terminal and not is_verbose)
+    follower = LogFollower(sys.stderr.buffer)
+
+    def follow(log_path: Path) -> None:
+        if is_verbose:
+            follower.start([log_path])
+
     with ExitStack() as held:
         announce = held.enter_context(hold_state_dir(config.state_dir))
         listen = held.enter_context(clients_address(config))
@@ -88,23 +104,35 @@ async def _serve(config: UpConfig, console: Console, hurry: asyncio.Event, *, is
         workers, *others = _commands(config, listen)
         openai = [] if config.openai_port is None else [openai_command(config, listen)]
         async with (
-            LogFollower(sys.stderr.buffer) as follower,
+            follower,
             supervising(config, display.on_change, hurry) as supervisor,
+            control_server(config.state_dir, supervisor, DraftSwaps(config, supervisor, follow)),
         ):
             with display:
                 # SMG ends after the gateways, whose last requests came through it.
                 batches = [[*openai, *workers], *others]
                 for batch in batches:
                     supervisor.start(*batch)
-                if is_verbose:
-                    follower.start(command.log_path for command in chain(*batches))
+                for command in chain(*batches):
+                    follow(command.log_path)
                 await supervisor.wait_ready()
-            status = await supervisor.while_alive(fetch_status(server))
+                status = await supervisor.while_alive(_with_draft(server, supervisor))
             status.print()
             for command in openai:
                 print(f"OpenAI's interface: {command.address}/v1", flush=True)
             announce(server)
             await supervisor.watch()
+
+
+async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
+    """Returns the status once a draft takes part. One that ended meanwhile, or takes long, is not waited for."""
+    end = time.monotonic() + _DRAFT_TIMEOUT_S
+    while True:
+        status = await fetch_status(server)
+        has_failed = any(one.command.is_optional and one.last_end for one in supervisor.services())
+        if status.state.draft_state in ("", "attached") or has_failed or time.monotonic() > end:
+            return status
+        await asyncio.sleep(_DRAFT_POLL_S)
 
 
 def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
@@ -123,7 +151,7 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
     """Makes the directory if need be, and holds it until the context ends or the process does.
 
     The context's value leaves the server's address for `server_of` to find. Raises AddressInUseError when another
-    process holds the directory, ConfigError when it cannot be made or is not this user's alone.
+    process holds the directory, ConfigError when it cannot be made, is not this user's alone or has no room.
     """
     server = path / _SERVER
     make_private_directory(path, field="state_dir", given=str(path))
@@ -136,21 +164,43 @@ def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
 
     def announce(address: str) -> None:
         new = server.with_suffix(".new")
-        with os.fdopen(open_new(new), "w", encoding="utf-8") as file:
-            file.write(address)
-        new.replace(server)
+        try:
+            with os.fdopen(open_new(new), "w", encoding="utf-8") as file:
+                file.write(address)
+            new.replace(server)
+        except OSError as error:
+            raise _no_room(path, error) from error
 
     try:
         server.unlink(missing_ok=True)  # of an owner that was killed
+        _check_room(path)
         yield announce
     finally:
         server.unlink(missing_ok=True)
         os.close(descriptor)
 
 
+def _check_room(path: Path) -> None:
+    """Raises ConfigError unless there is room: without it, no log says why a service ends."""
+    room = path / "room"
+    try:
+        with os.fdopen(open_new(room), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+    except OSError as error:
+        raise _no_room(path, error) from error
+    finally:
+        with suppress(OSError):
+            room.unlink()
+
+
+def _no_room(path: Path, error: OSError) -> ConfigError:
+    accepted = f"a directory on a disk with {_ROOM_BYTES // 2**20} MiB free for logs and the journal ({error.strerror})"
+    return ConfigError("state_dir", str(path), accepted)
+
+
 def server_of(path: Path) -> str:
     """Address of the server that was started in this state directory. Raises UnavailableError when none is ready."""
     try:
-        return (path / _SERVER).read_text(encoding="utf-8")
+        return (path / _SERVER).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         raise UnavailableError(f"no `slipstream up` is ready in {path}") from None

@@ -67,6 +67,16 @@ async def wait_until_smg_serves(address: str) -> None:
         await asyncio.sleep(_RETRY_S)
 
 
+async def smg_answers(address: str, timeout_s: float) -> bool:
+    """Returns whether the SMG at `address`, http://HOST:PORT, answers in that time, whatever it says."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _get(address, "/readiness")
+    except (OSError, EOFError, ValueError, TimeoutError):
+        return False
+    return True
+
+
 async def _get(address: str, path: str) -> dict[str, Any] | None:
     """The JSON object at a path; None if the status is not 200. No proxy is asked."""
     target = parse_address(address.removeprefix(HTTP))

@@ -1,44 +1,30 @@
-"""Starts services on this machine, waits until they serve, restarts those that die, and ends all in order."""
+"""Starts services on this machine, waits until they serve, restarts those that die or hang, and ends all in order."""
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
+import math
 import signal
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from slipstream.cli.cancellation import background, shielded
-from slipstream.cli.status import wait_until_serving
-from slipstream.cli.up.process import ServiceProcess
-from slipstream.cli.up.smg import HTTP, wait_until_smg_serves
+from slipstream.cli.up.restarts import RestartRecord, RestartSettings
+from slipstream.cli.up.service import Service, ServiceState
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from slipstream.cli.up.process import ServiceCommand
+    from slipstream.cli.up.process import ServiceCommand, ServiceProcess
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 0.5
-MAX_DEATHS, DEATHS_WITHIN_S = 5, 60.0
-"""A service that dies so many times within this time is not started again."""
-_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
-
-
-class ServiceState(enum.Enum):
-    """State of a service, as `on_change` gets it."""
-
-    LOADING = "loading"
-    READY = "ready"
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-    DIED = "died"
 
 
 class Supervisor:
@@ -53,6 +39,7 @@ class Supervisor:
         ready_timeout_s: float,
         drain_timeout_s: float,
         exit_timeout_s: float = 2.0,
+        restarts: RestartSettings | None = None,
         on_change: Callable[[str, ServiceState], None] = lambda _name, _state: None,
         place: Callable[[ServiceCommand], ServiceCommand] = lambda command: command,
         before_kill: Callable[[int], Awaitable[None]] | None = None,
@@ -67,13 +54,15 @@ class Supervisor:
         self._ready_timeout_s = ready_timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._exit_timeout_s = exit_timeout_s
+        self._settings = restarts or RestartSettings()
         self._on_change = on_change
         self._place = place
         self._before_kill = before_kill
-        self._batches: list[list[ServiceProcess]] = []
-        self._ready: set[ServiceProcess] = set()
-        self._restarts: defaultdict[str, list[float]] = defaultdict(list)
-        """By group: when it was started again, since it last ran for `DEATHS_WITHIN_S`."""
+        self._batches: list[list[Service]] = []
+        self._records: defaultdict[str, RestartRecord] = defaultdict(lambda: RestartRecord(self._settings))
+        """By group, and by name for a death that broke no other."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, when a service or its state is another."""
         self._hurry = asyncio.Event() if hurry is None else hurry
 
     async def __aenter__(self) -> Supervisor:
@@ -85,35 +74,64 @@ class Supervisor:
 
     def pid(self, name: str) -> int:
         """Process id of a service that was started and not stopped."""
-        return next(process.pid for process in self._processes() if process.name == name)
+        return self.service(name).process.pid
+
+    def services(self) -> list[Service]:
+        """The services that were started and not stopped, in that order. They stay the supervisor's."""
+        return [service for batch in self._batches for service in batch]
+
+    def service(self, name: str) -> Service:
+        """The service of this name, which there must be."""
+        return next(service for service in self.services() if service.name == name)
 
     def start(self, *commands: ServiceCommand) -> None:
         """Starts services side by side. Later ones are stopped earlier."""
-        batch: list[ServiceProcess] = []
-        self._batches.append(batch)
+        self._batches.append([])
         for command in commands:
-            batch.append(ServiceProcess(self._place(command)))
-            self._on_change(command.name, ServiceState.LOADING)
+            self._add(Service(command), self._batches[-1])
+
+    def start_beside(self, command: ServiceCommand) -> Service:
+        """Starts a service beside those that were started first. It is not started again until it is kept."""
+        service = Service(command, is_kept=False)
+        self._add(service, self._batches[0])
+        return service
+
+    def keep(self, service: Service, command: ServiceCommand) -> None:
+        """Keeps a service that was started beside the others; `command` is its next start's."""
+        service.command, service.is_kept = command, True
+        self._announce()
 
     async def wait_ready(self) -> None:
-        """Returns when every service says SERVING.
+        """Returns when every service says SERVING, but for those without which the others serve.
 
         Raises UnavailableError as soon as one dies, DeadlineExceededError when the time is up; both name the service.
         """
-        waiting = [process for process in self._processes() if process not in self._ready]
-        await self.while_alive(self._wait_ready(waiting))
+        await self.while_alive(self._until_ready())
 
     async def watch(self) -> NoReturn:
         """Returns never: raises UnavailableError, with the end of its log, when a service dies for good.
 
-        A service whose command says `restarts` is started again instead, with all services of its `group`, unless it
-        dies before it was ever ready, or too often. Raises DeadlineExceededError when it then does not become ready in
-        time.
+        A service that dies or hangs, and whose command says `restarts`, is started again instead, with all services of
+        its `group` if its death breaks them; unless it dies before it was ever ready, or too often. Raises
+        DeadlineExceededError when it then does not become ready in time. An optional one is always started again.
         """
-        async with background(*(self._keep(group) for group in self._groups())) as keeping:
-            ended, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
-        await next(keeper for keeper in keeping if keeper in ended)
-        raise AssertionError("a service is kept until an error")
+        while True:
+            changed = self._changed
+            for service in self._watched():
+                if service.watching.done() and service.due is None:
+                    self._take_loss(service)
+            for service in self._watched():
+                if service.due is not None and service.is_running:
+                    await self._end_broken(service)
+            now = time.monotonic()
+            for service in self._watched():
+                if service.due is not None and service.due <= now:
+                    self._start_again(service)
+            dues = [service.due for service in self._watched() if service.due is not None]
+            watching = [service.watching for service in self._watched() if service.due is None]
+            async with background(changed.wait()) as (waking,):
+                timeout_s = max(0.0, min(dues) - now) if dues and min(dues) < math.inf else None
+                await asyncio.wait((waking, *watching), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def while_alive(self, work: Coroutine[object, object, T]) -> T:
         """Does the work; when a service dies, drops it and raises as `watch` does."""
@@ -134,111 +152,150 @@ class Supervisor:
         """
         errors: list[BaseException] = []
         for batch in reversed(self._batches):
-            leaving = [process for process in batch if not names or process.name in names]
-            ends = await asyncio.gather(*(self._end(process) for process in leaving), return_exceptions=True)
+            leaving = [service for service in batch if not names or service.name in names]
+            ends = await asyncio.gather(*(self.retire(service) for service in leaving), return_exceptions=True)
             errors += [end for end in ends if end is not None]
-            batch[:] = [process for process in batch if process not in leaving]
         for error in errors[1:]:
             logger.error("while stopping: %r", error)
         if errors:
             raise errors[0]
 
-    def _processes(self) -> list[ServiceProcess]:
-        return [process for batch in self._batches for process in batch]
-
-    def _groups(self) -> list[list[ServiceProcess]]:
-        groups: defaultdict[str, list[ServiceProcess]] = defaultdict(list)
-        for process in self._processes():
-            groups[_group_of(process)].append(process)
-        return list(groups.values())
-
-    async def _keep(self, group: list[ServiceProcess]) -> NoReturn:
-        while True:
-            dead = await _first_ended(group)
-            self._on_change(dead.name, ServiceState.DIED)
-            end = f"{dead.name} {dead.describe_end()}{'' if dead in self._ready else ' before it was ready'}"
-            backoff_s = self._backoff_after(dead, end)
-            others = [process for process in group if process is not dead]
-            together = "".join(f", together with {other.name}" for other in others)
-            logger.warning("%s and is started again%s; its log is now %s.1", end, together, dead.command.log_path)
-            await asyncio.gather(*(self._end_broken(other) for other in others))
-            await asyncio.sleep(backoff_s)
-            self._restarts[_group_of(dead)].append(time.monotonic())
-            group = [self._start_again(process) for process in group]
-            await self._ready_or_ended(group)
-
-    def _backoff_after(self, dead: ServiceProcess, end: str) -> float:
-        """Returns the seconds to wait before a service is started again. Raises UnavailableError if it must not be."""
-        restarts, now = self._restarts[_group_of(dead)], time.monotonic()
-        if restarts and now - restarts[-1] >= DEATHS_WITHIN_S:
-            restarts.clear()
-        num_deaths = 1 + sum(now - at < DEATHS_WITHIN_S for at in restarts)
-        was_ever_ready = dead in self._ready or bool(restarts)
-        if not (dead.command.restarts and was_ever_ready) or num_deaths >= MAX_DEATHS:
-            often = f", the last of {num_deaths} ends within {DEATHS_WITHIN_S:g} s" if restarts else ""
-            log = f"the end of its log ({dead.command.log_path}):\n{dead.last_log_lines()}"
-            raise UnavailableError(f"{end}{often}; {log}")
-        return min(_FIRST_BACKOFF_S * 2 ** (len(restarts) - 1), _MAX_BACKOFF_S) if restarts else 0.0
-
-    async def _end_broken(self, process: ServiceProcess) -> None:
-        """Ends a service that a death in its group has broken: it has no work to finish."""
-        if process.ended.is_set():
-            self._on_change(process.name, ServiceState.DIED)
-            return
-        self._on_change(process.name, ServiceState.STOPPING)
-        await self._kill(process)
-        self._on_change(process.name, ServiceState.STOPPED)
-
-    def _start_again(self, ended: ServiceProcess) -> ServiceProcess:
-        ended.remove_socket()
-        process = ServiceProcess(self._place(ended.command))
-        for batch in self._batches:
-            batch[:] = [process if one is ended else one for one in batch]
-        self._on_change(process.name, ServiceState.LOADING)
-        return process
-
-    async def _ready_or_ended(self, group: list[ServiceProcess]) -> None:
-        async with background(self._wait_ready(group), _first_ended(group)) as (becoming, ending):
-            await asyncio.wait((becoming, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                await becoming
-
-    async def _wait_ready(self, waiting: list[ServiceProcess]) -> None:
+    async def retire(self, service: Service) -> None:
+        """Stops a service, which is given time to finish its work, and forgets it."""
+        await service.stop_watching()
+        process = service.process
         try:
-            async with asyncio.timeout(self._ready_timeout_s):
-                await asyncio.gather(*(self._wait_one_ready(process) for process in waiting))
-        except TimeoutError:
-            late = [process for process in waiting if process not in self._ready]
-            logs = "\n".join(f"{process.command.log_path}:\n{process.last_log_lines()}" for process in late)
-            raise DeadlineExceededError(
-                f"{' and '.join(process.name for process in late)} not ready after {self._ready_timeout_s:g} s; "
-                f"the end of the log:\n{logs}"
-            ) from None
-
-    async def _wait_one_ready(self, process: ServiceProcess) -> None:
-        address = process.command.address
-        await (wait_until_smg_serves(address) if address.startswith(HTTP) else wait_until_serving(address))
-        self._ready.add(process)
-        self._on_change(process.name, ServiceState.READY)
-
-    async def _end(self, process: ServiceProcess) -> None:
-        try:
-            if not process.ended.is_set():
-                await self._end_running(process)
+            if process.fault:
+                await self._kill(process)
+            elif service.is_running:
+                await self._end_running(service)
         finally:
             if process.ended.is_set():
                 process.remove_socket()
+                for batch in self._batches:
+                    batch[:] = [one for one in batch if one is not service]
 
-    async def _end_running(self, process: ServiceProcess) -> None:
+    def _watched(self) -> list[Service]:
+        return [service for service in self.services() if not service.is_leaving]
+
+    def _add(self, service: Service, batch: list[Service]) -> None:
+        self._begin(service)
+        batch.append(service)
+        self._announce()
+
+    def _begin(self, service: Service) -> None:
+        def on_ready() -> None:
+            service.was_ever_ready, service.num_failed_starts = True, 0
+            self._set(service, ServiceState.READY)
+
+        service.start(
+            self._place(service.command),
+            ready_timeout_s=self._ready_timeout_s,
+            hang_timeout_s=self._settings.hang_timeout_s,
+            on_ready=on_ready,
+        )
+        self._set(service, ServiceState.LOADING)
+
+    def _set(self, service: Service, state: ServiceState) -> None:
+        service.state = state
+        self._announce()
+        self._on_change(service.name, state)
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until_ready(self) -> None:
+        while not all(service.is_ready or service.command.is_optional for service in self.services()):
+            await self._changed.wait()
+
+    def _take_loss(self, lost: Service) -> None:
+        """Decides when a service is started again that has ended or hangs, and with it others that its end breaks.
+
+        Raises as `watch` does.
+        """
+        lost.process.fault = self._fault_of(lost)
+        lost.last_end = lost.process.describe_end()
+        self._set(lost, ServiceState.DIED)
+        affected = [lost] if lost.is_kept else []
+        if lost.ended_at_work:
+            affected += [one for one in self._watched() if one is not lost and one.is_kept and one.group == lost.group]
+        if not lost.is_kept:
+            lost.due = math.inf
+        if affected:
+            self._schedule(lost, affected, self._records[lost.group if lost.ended_at_work else lost.name])
+
+    def _fault_of(self, lost: Service) -> str:
         try:
-            self._on_change(process.name, ServiceState.STOPPING)
+            return lost.watching.result()
+        except TimeoutError:
+            late = f"not ready after {self._ready_timeout_s:g} s"
+            if lost.command.is_optional or not lost.is_kept:
+                return f"was {late}"
+            names = [one for one in self.services() if not (one.is_ready or one.command.is_optional)]
+            logs = "\n".join(_log_of(one.process) for one in names)
+            message = f"{' and '.join(one.name for one in names)} {late}; {logs}"
+            raise DeadlineExceededError(message) from None
+
+    def _schedule(self, lost: Service, affected: list[Service], record: RestartRecord) -> None:
+        now = time.monotonic()
+        end = f"{lost.name} {lost.last_end}{'' if lost.is_ready else ' before it was ready'}"
+        optional = [one for one in affected if one.command.is_optional]
+        needed = [one for one in affected if not one.command.is_optional]
+        is_wrong = lost in needed and not lost.was_ever_ready
+        is_used_up = record.is_used_up(now)
+        if is_wrong or not all(one.command.restarts for one in affected) or (is_used_up and not optional):
+            before, window_s = len(record.recent(now)), self._settings.restart_window_s
+            often = f", the last of {before + 1} ends within {window_s:g} s" if before else ""
+            raise UnavailableError(f"{end}{often}; {_log_of(lost.process)}")
+        for service in optional:
+            service.due = record.due(now)
+        if is_used_up and needed:
+            # The optional ones stay away for a while. The others get a record of their own.
+            record.times.clear()
+        for service in needed:
+            service.due = record.due(now)
+        record.add(now)
+        self._log_restart(lost, end, affected)
+
+    def _log_restart(self, lost: Service, end: str, affected: list[Service]) -> None:
+        """Says once why a service that ends before it is ready is tried again and again."""
+        if not lost.is_ready:
+            lost.num_failed_starts += 1
+            if lost.num_failed_starts == 1:
+                missing = ", and the others serve without it" if lost.command.is_optional else ""
+                logger.warning("%s and is tried again%s; %s", end, missing, _log_of(lost.process))
+            return
+        others = [one for one in affected if one is not lost]
+        together = "".join(f", together with {one.name}" for one in others)
+        logger.warning("%s and is started again%s; its log is now %s.1", end, together, lost.process.command.log_path)
+
+    def _start_again(self, service: Service) -> None:
+        service.process.remove_socket()
+        service.num_restarts += 1
+        self._begin(service)
+
+    async def _end_broken(self, service: Service) -> None:
+        """Ends a service that hangs, or that a death in its group has broken: it has no work to finish."""
+        if service.state is ServiceState.DIED:
+            await self._kill(service.process)
+            return
+        self._set(service, ServiceState.STOPPING)
+        service.last_end = "was ended with its group"
+        await self._kill(service.process)
+        self._set(service, ServiceState.STOPPED)
+
+    async def _end_running(self, service: Service) -> None:
+        process = service.process
+        try:
+            self._set(service, ServiceState.STOPPING)
         finally:
             process.send(signal.SIGTERM)
             if not await _ends_within(process, self._drain_timeout_s, self._hurry):
                 process.send(signal.SIGTERM)
                 if not await _ends_within(process, self._exit_timeout_s, asyncio.Event()):
                     await self._kill(process)
-        self._on_change(process.name, ServiceState.STOPPED)
+        self._set(service, ServiceState.STOPPED)
 
     async def _kill(self, process: ServiceProcess) -> None:
         try:
@@ -249,15 +306,8 @@ class Supervisor:
             await process.ended.wait()
 
 
-def _group_of(process: ServiceProcess) -> str:
-    return process.command.group or process.name
-
-
-async def _first_ended(group: list[ServiceProcess]) -> ServiceProcess:
-    """Waits until a service of the group has ended, and returns it."""
-    async with background(*(process.ended.wait() for process in group)) as ends:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    return next(process for process in group if process.ended.is_set())
+def _log_of(process: ServiceProcess) -> str:
+    return f"the end of its log ({process.command.log_path}):\n{process.last_log_lines()}"
 
 
 async def _ends_within(process: ServiceProcess, timeout_s: float, hurry: asyncio.Event) -> bool:

@@ -9,7 +9,8 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.messages import decode, encode
 from slipstream.protos import scheduler_pb2
 
-MAX_JUDGE_STEPS = 1_000_000
+DEFAULT_JUDGE_STEPS, MAX_JUDGE_STEPS = 200, 1_000_000
+DEFAULT_ROLLBACK_BELOW = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +19,9 @@ class SwapTerms:
 
     num_draft_tokens: int | None = None
     """Tokens drafted in a step; None: the scheduler's."""
-    judge_steps: int = 200
+    judge_steps: int = DEFAULT_JUDGE_STEPS
     """Steps compared, before and after; 0 does not judge."""
-    rollback_below: float = 0.7
+    rollback_below: float = DEFAULT_ROLLBACK_BELOW
     """The draft before comes back if the new one has fewer than this many times its accepted tokens in a step."""
 
     def __post_init__(self) -> None:

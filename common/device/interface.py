@@ -135,8 +135,13 @@ class Device(Protocol):
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> Arena:
         """Makes an arena that this process owns, all zero."""
 
-    def open_arena(self, manifest: Manifest) -> Arena:
-        """Opens an arena of another process. Raises ManifestError if the manifest cannot be trusted."""
+    def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> Arena:
+        """Opens an arena of another process. Raises ManifestError if the manifest cannot be trusted.
+
+        `read_only`, on a CPU: writing to one of its tensors is a fault that ends this process, its fences cannot be
+        signalled, and `Fence.release` ends this process's waits alone. A GPU has no such mappings: there it changes
+        nothing, and memory that must not be written has to stay with its owner.
+        """
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
         """Writes the time in nanoseconds into `target` ([] int64) when the stream gets there."""

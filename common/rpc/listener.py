@@ -164,6 +164,8 @@ def _claim_name(claim: socket.socket, address: str, field: str, held: ExitStack)
         descriptor = lock(path)
     except BlockingIOError as error:
         raise AddressInUseError(field, address) from error
+    except OSError:
+        return
     held.callback(os.close, descriptor)
     held.callback(path.unlink, missing_ok=True)
 
@@ -189,6 +191,9 @@ def _claim_path(path: Path, field: str) -> Iterator[None]:
         descriptor = lock(lock_path)
     except BlockingIOError as error:
         raise AddressInUseError(field, f"unix:{path}") from error
+    except OSError as error:
+        accepted = f"a directory in which this user can make a socket ({error.strerror})"
+        raise ConfigError(field, f"unix:{path}", accepted) from error
     try:
         _remove_stale(path, field)
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 
-from slipstream.common.errors import ConfigError, SlipstreamError
+from slipstream.common.errors import CheckpointError, ConfigError, SlipstreamError
+from slipstream.common.fail_points import check_fail_points
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +54,10 @@ def serve(
     """Claims the address, then calls `run` with settings of `kind`, and exits with the status that it returns.
 
     `values` has the settings and the options. A service whose settings are no `AccessSettings` is internal, and listens
-    on a Unix socket only. An error of ours is one line, and status 2 if the settings are wrong.
+    on a Unix socket only. An error of ours, or of the operating system, is one line, with the status of `report`.
     """
     try:
+        check_fail_points()
         options = shared(ServiceOptions, {**values, "log_level": values["log_level"].upper()})
         _configure_logging(name, options)
         config = shared(kind, values)
@@ -65,8 +71,17 @@ def serve(
         with take(options.listen, field="listen") as listener:
             sys.exit(run(config, listener, options))
     except SlipstreamError as error:
+        sys.exit(report(name, error))
+    except OSError as error:
+        logger.debug("ended by an error of the operating system", exc_info=True)
+        sys.exit(report(name, error))
+
+
+def report(name: str, error: Exception) -> int:
+    """Prints the error that ends a service. Returns the exit status: 2 if the settings or the model are wrong."""
+    with suppress(OSError):  # the disk that the log is on may be full
         print(f"slipstream-{name}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    return 2 if isinstance(error, (ConfigError, CheckpointError)) else 1
 
 
 def _configure_logging(name: str, options: ServiceOptions) -> None:

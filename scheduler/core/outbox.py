@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from slipstream.common.api.output_chunk import FinishReason
-from slipstream.common.api.step_output import Refusal, StepOutput
-from slipstream.scheduler.core.accounts import LENGTH, STOP
+from slipstream.common.api.step_output import PackedStep, Refusal, StepOutput
+from slipstream.scheduler.core.accounts import TakenIn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.accounts import Ints, TakenIn
+    from slipstream.scheduler.core.accounts import Ints
     from slipstream.scheduler.core.sequence import Sequence
-
-_REASONS = {STOP: FinishReason.STOP, LENGTH: FinishReason.LENGTH}
 
 
 class Delivery(NamedTuple):
     """Something for one gateway's stream."""
 
     stream: int
-    output: StepOutput | None = None
+    output: StepOutput | PackedStep | None = None
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -65,17 +64,14 @@ class Outgoing:
         if self.taken_in is None:
             return
         taken_in, num_draft_tokens, published_ns = self.taken_in
-        for stream, rows in _by_stream(taken_in):
-            output = StepOutput(
-                **_columns(taken_in, rows),
-                num_draft_tokens=num_draft_tokens,
-                published_ns=published_ns,
-                **self._admissions(stream),
-            )
-            yield Delivery(stream, output)
+        for stream, part in _by_stream(taken_in):
+            packed = _packed(part, num_draft_tokens, published_ns)
+            if stream in self.admitted:
+                packed = packed._replace(**self._admissions(stream))
+            yield Delivery(stream, packed)
 
     def _admissions(self, stream: int) -> dict[str, Any]:
-        admitted = self.admitted.pop(stream, ())
+        admitted = self.admitted.pop(stream)
         return {"admitted": [number for number, _ in admitted], "admitted_ns": [when for _, when in admitted]}
 
     def _aborted(self, ids: list[int]) -> StepOutput:
@@ -122,27 +118,40 @@ class Outbox:
         return outgoing
 
 
-def _by_stream(taken_in: TakenIn) -> list[tuple[int, slice | Ints]]:
-    """Each stream with its rows."""
-    streams = taken_in.streams
-    if (streams == streams[0]).all():
-        return [(int(streams[0]), slice(None))]
-    return [(stream, (streams == stream).nonzero()[0]) for stream in np.unique(streams).tolist()]
+def _by_stream(taken_in: TakenIn) -> Iterator[tuple[int, TakenIn]]:
+    """Yields each stream with its part."""
+    streams: list[int] = taken_in.streams.tolist()
+    if streams.count(streams[0]) == len(streams):
+        yield streams[0], taken_in
+        return
+    for stream in sorted(set(streams)):
+        places = (taken_in.streams == stream).nonzero()[0]
+        columns = {name: column[places] for name, column in taken_in._asdict().items() if name != "logprobs"}
+        # By place in the part.
+        logprobs = {
+            int(np.searchsorted(places, place)): likely
+            for place, likely in taken_in.logprobs.items()
+            if taken_in.streams[place] == stream
+        }
+        yield stream, TakenIn(**columns, logprobs=logprobs)
 
 
-def _columns(taken_in: TakenIn, rows: slice | Ints) -> dict[str, Any]:
-    """The fields of an output that its rows decide."""
-    num_tokens, ids, reasons = taken_in.num_tokens[rows], taken_in.ids[rows], taken_in.reasons[rows]
-    is_there = np.arange(taken_in.tokens.shape[1]) < num_tokens[:, None]
-    finish_reasons: list[FinishReason | None] = [None] * len(ids)
-    for at in reasons.nonzero()[0].tolist():
-        finish_reasons[at] = _REASONS[int(reasons[at])]
-    places = np.arange(len(taken_in.rows))[rows].tolist() if taken_in.logprobs else ()
-    return {
-        "sequences": ids.tolist(),
-        "num_tokens": num_tokens.tolist(),
-        "num_accepted": taken_in.num_accepted[rows].tolist(),
-        "finish_reasons": finish_reasons,
-        "tokens": taken_in.tokens[rows][is_there].tolist(),
-        "logprobs": {int(taken_in.ids[at]): taken_in.logprobs[at] for at in places if at in taken_in.logprobs},
-    }
+def _packed(taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> PackedStep:
+    """The message of a step. STOP and LENGTH have the numbers of `FinishReason` in generation.proto."""
+    num_tokens, ids, logprobs = taken_in.num_tokens, taken_in.ids, taken_in.logprobs
+    is_there = _places(taken_in.tokens.shape[1]) < num_tokens[:, None]
+    return PackedStep(
+        ids.tobytes(),
+        num_tokens.astype(np.uint32).tobytes(),
+        taken_in.num_accepted.astype(np.uint32).tobytes(),
+        taken_in.reasons.tobytes(),
+        taken_in.tokens[is_there].astype(np.uint32).tobytes(),
+        num_draft_tokens,
+        published_ns,
+        logprobs={int(ids[at]): likely for at, likely in sorted(logprobs.items())},
+    )
+
+
+@lru_cache(maxsize=1)
+def _places(num_columns: int) -> Ints:
+    return np.arange(num_columns)

@@ -6,9 +6,10 @@ import enum
 import hashlib
 import json
 import logging
+import math
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config import ModelConfig, read_json
+from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.config_fields import MAX_TABLE_BYTES, read_json, shown
 from slipstream.services.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 PROGRESS = "loading: %.0f %%"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[\w.+-][\w .+-]{0,200}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +104,13 @@ def _locations(path: Path) -> dict[str, str] | None:
         others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
         found = f" (found {others[0]})" if others else ""
         raise CheckpointError(f"{path}: no weights{found}; supported: {SINGLE_FILE} or {INDEX_FILE} with its files")
-    locations = read_json(path / INDEX_FILE).get("weight_map")
+    locations = read_json(path / INDEX_FILE, MAX_TABLE_BYTES).get("weight_map")
     if not isinstance(locations, dict) or not locations:
         raise CheckpointError(f"{path}: {INDEX_FILE}: weight_map is missing; supported: a file name for each tensor")
     for tensor, file in locations.items():
-        if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
-            message = f"weight_map: {tensor}: got {file!r}, supported: the name of a safetensors file beside the index"
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            accepted = "the name of a safetensors file beside the index"
+            message = f"weight_map: {tensor}: got {shown(file)}, supported: {accepted}"
             raise CheckpointError(f"{path}: {INDEX_FILE}: {message}")
     return locations
 
@@ -177,13 +181,13 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     path = Path(path)
     if not (path / "tokenizer.json").is_file():
         raise CheckpointError(f"{path}: tokenizer.json is missing; supported: tokenizers saved as tokenizer.json")
-    document = read_json(path / "tokenizer.json")
+    document = read_json(path / "tokenizer.json", MAX_TABLE_BYTES)
     try:
         model = document["model"]
         vocabulary = _vocabulary(model["vocab"])
         vocabulary |= {(int(token["id"]), str(token["content"])) for token in document.get("added_tokens") or ()}
         merges = [_merge(merge) for merge in model.get("merges") or ()]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         message = "supported: a tokenizer with `model.vocab` and, where it has them, `model.merges` and `added_tokens`"
         raise CheckpointError(f"{path}: tokenizer.json: cannot read the vocabulary; {message}") from error
     canonical = json.dumps([sorted(vocabulary), merges], separators=(",", ":"))
@@ -229,16 +233,29 @@ def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int)
 
 
 def fill(module: nn.Module, slots: dict[str, Slot], files: WeightFiles) -> None:
-    """Copies the tensors into the module's parameters; they were checked before."""
-    total, done = sum(prod(slot.shape) for slot in slots.values()), 0
+    """Copies the tensors into the module's parameters; their shapes were checked before. Raises as `copy_finite`."""
+    total, done = sum(math.prod(slot.shape) for slot in slots.values()), 0
     for name in files.tensors:
         if name not in slots:
             continue
         slot = slots[name]
         target = module.get_parameter(slot.parameter)[slot.start : slot.start + slot.shape[0]]
-        target.copy_(files.read(name))
-        done += prod(slot.shape)
+        copy_finite(target, files, name)
+        done += math.prod(slot.shape)
         logger.debug(PROGRESS, 100 * done / total)
+
+
+def copy_finite(target: torch.Tensor, files: WeightFiles, name: str) -> None:
+    """Copies a tensor of a checkpoint. Raises `CheckpointError` where a value is NaN or infinite in `target`'s dtype.
+
+    With such a weight every logit is NaN, and the output means nothing.
+    """
+    target.copy_(files.read(name))
+    least, greatest = (bound.item() for bound in target.aminmax())  # NaN if any value is
+    if not (math.isfinite(least) and math.isfinite(greatest)):
+        dtype = str(target.dtype).removeprefix("torch.")
+        message = f"got values from {least} to {greatest} in {dtype}, supported: finite weights"
+        raise CheckpointError(f"{files.path}: {files.tensors[name].file}: tensor {name}: {message}")
 
 
 def check_tensors(files: WeightFiles, slots: dict[str, Slot], what: str, is_ignored: Callable[[str], bool]) -> None:

@@ -5,13 +5,13 @@ transformers is not imported, as that takes a second: `FAMILIES` has the default
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slipstream.common.errors import CheckpointError
+from slipstream.services.models.config_fields import ConfigFields, is_integer
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 RopeType = Literal["default", "linear", "llama3"]
 ROPE_TYPES = get_args(RopeType)
 _DEFAULT_THETA = 10000.0
+MAX_LAYERS = 1024
+MAX_HIDDEN_SIZE = 2**17
+_MAX_INTERMEDIATE_SIZE = 2**20
+_MAX_HEADS = _MAX_HEAD_DIM = 2**12
+_MAX_VOCAB_SIZE = 2**24
+"""Several times what the largest models have; what is derived of these sizes fits the messages between services."""
+_MAX_CONTEXT_TOKENS = 2**24
+"""Rotation is computed from positions in float32, which has no larger integers without gaps."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -106,57 +114,6 @@ FAMILIES = {
 """The architectures that the decoder can run, by their names in `architectures` of `config.json`."""
 
 
-class ConfigFields:
-    """Reads fields of a JSON object of a `config.json`; errors name the one at fault."""
-
-    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
-        """`path` is the checkpoint's directory, `prefix` what errors put before a field's name."""
-        self.path = path
-        self._values = values
-        self._prefix = prefix
-
-    def get(self, name: str) -> Any:
-        """The field as it is, None where it is absent."""
-        return self._values.get(name)
-
-    def over(self, defaults: dict[str, Any]) -> ConfigFields:
-        """The same fields, with values for those that are absent."""
-        return ConfigFields(self.path, defaults | self._values, self._prefix)
-
-    def sub(self, name: str) -> ConfigFields:
-        """The fields of the object in a field; none where it is absent."""
-        value = self.get(name) or {}
-        if not isinstance(value, dict):
-            raise self.error(name, "an object")
-        return ConfigFields(self.path, value, f"{self._prefix}{name}.")
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer, `default` where the field is absent or null; raises `CheckpointError` when it is none."""
-        value = default if self.get(name) is None else self.get(name)
-        if not is_integer(value) or value < 1:
-            raise self.error(name, "a positive integer")
-        return value
-
-    def number(self, name: str) -> float:
-        """A positive number; raises `CheckpointError` when it is none."""
-        value = self.get(name)
-        if not (is_integer(value) or isinstance(value, float)) or not value > 0:
-            raise self.error(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str | bool) -> bool:
-        """True or false; raises `CheckpointError` when it is neither. A bool in place of a name is the answer."""
-        value = name if isinstance(name, bool) else self.get(name)
-        if not isinstance(value, bool):
-            raise self.error(str(name), "true or false")
-        return value
-
-    def error(self, name: str, accepted: str) -> CheckpointError:
-        """The error for a field that says something else than `accepted`."""
-        given = self.get(name)
-        return CheckpointError(f"{self.path}: config.json: {self._prefix}{name}: got {given!r}, supported: {accepted}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding over the whole head size."""
@@ -210,9 +167,9 @@ class ModelConfig:
             raise CheckpointError(f"{path}: no such directory; supported: a local Hugging Face checkpoint directory")
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path}: config.json is missing; supported: a Hugging Face checkpoint directory")
-        fields = ConfigFields(path, read_json(path / "config.json"))
+        fields = ConfigFields.of_file(path / "config.json")
         given = fields.get("architectures")
-        if not (isinstance(given, list) and len(given) == 1 and given[0] in FAMILIES):
+        if given not in [[name] for name in FAMILIES]:
             raise fields.error("architectures", f"{', '.join(FAMILIES)} (no mixtures of experts)")
         return cls.from_fields(fields, given[0])
 
@@ -227,21 +184,22 @@ class ModelConfig:
         fields = given.over(family.defaults)
         if fields.get("hidden_act") != "silu":
             raise fields.error("hidden_act", "'silu'")
-        num_heads = fields.count("num_attention_heads")
-        num_kv_heads = fields.count("num_key_value_heads", num_heads)
+        vocab_size = fields.count("vocab_size", high=_MAX_VOCAB_SIZE)
+        num_heads = fields.count("num_attention_heads", high=_MAX_HEADS)
+        num_kv_heads = fields.count("num_key_value_heads", num_heads, high=_MAX_HEADS)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
         return cls(
             architecture=architecture,
-            vocab_size=fields.count("vocab_size"),
-            hidden_size=fields.count("hidden_size"),
-            num_layers=fields.count("num_hidden_layers"),
+            vocab_size=vocab_size,
+            hidden_size=fields.count("hidden_size", high=MAX_HIDDEN_SIZE),
+            num_layers=fields.count("num_hidden_layers", high=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=_head_dim(fields, num_heads),
-            intermediate_size=fields.count("intermediate_size"),
+            intermediate_size=fields.count("intermediate_size", high=_MAX_INTERMEDIATE_SIZE),
             rms_norm_eps=fields.number("rms_norm_eps"),
-            max_position_embeddings=fields.count("max_position_embeddings"),
+            max_position_embeddings=fields.count("max_position_embeddings", high=_MAX_CONTEXT_TOKENS),
             rope=_rope(fields),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             has_qkv_bias=fields.flag(family.qkv_bias),
@@ -249,7 +207,7 @@ class ModelConfig:
             has_mlp_bias=fields.flag(family.mlp_bias),
             has_qk_norms=family.has_qk_norms,
             sliding_windows=_sliding_windows(fields, family.windows),
-            eos_token_ids=_eos_token_ids(fields),
+            eos_token_ids=_eos_token_ids(fields, vocab_size),
         )
 
     @property
@@ -271,30 +229,18 @@ class ModelConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint; raises `CheckpointError` when it holds none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path.parent}: cannot read {path.name}: {reason}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.parent}: {path.name}: got a {type(value).__name__}, supported: a JSON object")
-    return value
-
-
 def _head_dim(fields: ConfigFields, num_heads: int) -> int:
-    hidden_size = fields.count("hidden_size")
+    hidden_size = fields.count("hidden_size", high=MAX_HIDDEN_SIZE)
     if fields.get("head_dim") is None and hidden_size % num_heads:
         raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads}")
-    head_dim = fields.count("head_dim", hidden_size // num_heads)
+    head_dim = fields.count("head_dim", hidden_size // num_heads, high=_MAX_HEAD_DIM)
     if head_dim % 2:
         raise fields.error("head_dim", "an even number")
     return head_dim
 
 
 def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None, ...]:
-    num_layers, layer_types = fields.count("num_hidden_layers"), fields.get("layer_types")
+    num_layers, layer_types = fields.count("num_hidden_layers", high=MAX_LAYERS), fields.get("layer_types")
     if layer_types is not None and not (isinstance(layer_types, list) and len(layer_types) == num_layers):
         raise fields.error("layer_types", f"a type for each of {num_layers} layers")
     has_window = fields.get("sliding_window") is not None
@@ -311,14 +257,14 @@ def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None
             return ()
         if not is_used:
             raise fields.error("use_sliding_window", f"true, as layer_types has {_SLIDING}")
-        window = fields.count("sliding_window")
+        window = fields.count("sliding_window", high=_MAX_CONTEXT_TOKENS)
         return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
     if has_window and windows is Windows.NONE:
         raise fields.error("sliding_window", "none with this architecture")
     kind = _SLIDING if has_window else _FULL
     if layer_types is not None and any(layer_type != kind for layer_type in layer_types):
         raise fields.error("layer_types", f"{kind}, the same for all layers of this architecture")
-    return (fields.count("sliding_window"),) * num_layers if has_window else ()
+    return (fields.count("sliding_window", high=_MAX_CONTEXT_TOKENS),) * num_layers if has_window else ()
 
 
 def _rope(fields: ConfigFields) -> RopeConfig:
@@ -351,25 +297,15 @@ def _rope(fields: ConfigFields) -> RopeConfig:
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position_embeddings=rope.count("original_max_position_embeddings"),
+        original_max_position_embeddings=rope.count("original_max_position_embeddings", high=_MAX_CONTEXT_TOKENS),
     )
 
 
-def _eos_token_ids(fields: ConfigFields) -> frozenset[int]:
+def _eos_token_ids(fields: ConfigFields, vocab_size: int) -> frozenset[int]:
     # As in transformers' generate: generation_config.json has the last word, where it is there and says anything.
-    name, given, path = "config.json", fields.get("eos_token_id"), fields.path
-    if (path / "generation_config.json").is_file():
-        generation = read_json(path / "generation_config.json")
+    path = fields.path / "generation_config.json"
+    if path.is_file():
+        generation = ConfigFields.of_file(path)
         if generation.get("eos_token_id") is not None:
-            name, given = "generation_config.json", generation["eos_token_id"]
-    if given is None:
-        return frozenset()
-    ids = given if isinstance(given, list) else [given]
-    if not all(is_integer(token) for token in ids):
-        raise CheckpointError(f"{path}: {name}: eos_token_id: got {given!r}, supported: a token id or a list of them")
-    return frozenset(ids)
-
-
-def is_integer(value: object) -> TypeGuard[int]:
-    """True for an int that is no bool."""
-    return isinstance(value, int) and not isinstance(value, bool)
+            fields = generation
+    return fields.token_ids("eos_token_id", vocab_size)

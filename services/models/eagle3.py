@@ -17,7 +17,8 @@ from torch import nn
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.attention import TorchAttention
-from slipstream.services.models.config import ConfigFields, ModelConfig, is_integer, read_json
+from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
+from slipstream.services.models.config_fields import ConfigFields, is_integer
 from slipstream.services.models.decoder import (
     DecoderLayer,
     Linear,
@@ -62,7 +63,7 @@ class Eagle3Config:
         path = Path(path)
         if not (path / "config.json").is_file():
             raise CheckpointError(f"{path}: config.json is missing; supported: an EAGLE-3 head's directory")
-        fields = ConfigFields(path, read_json(path / "config.json"))
+        fields = ConfigFields.of_file(path / "config.json")
         is_speculators = fields.get("speculators_model_type") is not None
         _check_layout(fields, is_speculators=is_speculators)
         layer_fields = fields.sub("transformer_layer_config") if is_speculators else fields
@@ -72,8 +73,8 @@ class Eagle3Config:
         return cls(
             layer=layer,
             layer_name="layers.0" if is_speculators else "midlayer",
-            draft_vocab_size=fields.count("draft_vocab_size", layer.vocab_size),
-            target_hidden_size=fields.count("target_hidden_size", layer.hidden_size),
+            draft_vocab_size=fields.count("draft_vocab_size", layer.vocab_size, high=layer.vocab_size),
+            target_hidden_size=fields.count("target_hidden_size", layer.hidden_size, high=MAX_HIDDEN_SIZE),
             fused_layers=_fused_layers(fields),
             has_normed_residual=bool(fields.get("norm_before_residual")),
         )
@@ -106,7 +107,7 @@ def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:
     if given is None:
         return ()
     is_list = isinstance(given, list) and len(given) == NUM_FUSED
-    if not is_list or any(not is_integer(layer) or layer < 0 for layer in given):
+    if not is_list or any(not is_integer(layer) or not 0 <= layer <= MAX_LAYERS for layer in given):
         raise fields.error(name, f"{NUM_FUSED} numbers of layers")
     return tuple(layer + first for layer in given)
 

@@ -13,6 +13,7 @@ from slipstream.services.models.checkpoint import (
     Slot,
     WeightFiles,
     check_tensors,
+    copy_finite,
     fill,
     fill_with_noise,
     layer_slots,
@@ -61,7 +62,7 @@ def load_eagle3(
             head.token_ids.copy_(token_ids)
             fill(head, slots, files)
             if _EMBEDDING not in slots:
-                head.embedding.copy_(_target_embedding(path, config, target))
+                _copy_target_embedding(head.embedding, path, target)
     head.pack()
     return head.eval()
 
@@ -117,13 +118,10 @@ def _check_target(path: Path, config: Eagle3Config, target: Path) -> None:
             raise CheckpointError(f"{path}: the head is for a target of {what} {asked}, that of {target} is {given}")
 
 
-def _target_embedding(path: Path, config: Eagle3Config, target: Path | None) -> torch.Tensor:
-    shape = (config.layer.vocab_size, config.layer.hidden_size)
+def _copy_target_embedding(embedding: torch.Tensor, path: Path, target: Path | None) -> None:
     if target is None:
         raise CheckpointError(f"{path}: missing tensors: {_EMBEDDING}; it can be the target's, if that is named")
     with WeightFiles(target) as files:
-        info = files.tensors.get(_TARGET_EMBEDDING)
-        if info is None or info.shape != shape:
-            given = "missing" if info is None else f"{list(info.shape)} in {target}"
-            raise CheckpointError(f"{path}: {_EMBEDDING} is the target's, which is {given}, not {list(shape)}")
-        return files.read(_TARGET_EMBEDDING)
+        slots = {_TARGET_EMBEDDING: Slot("embedding", 0, tuple(embedding.shape))}
+        check_tensors(files, slots, "the target", lambda name: name != _TARGET_EMBEDDING)
+        copy_finite(embedding, files, _TARGET_EMBEDDING)

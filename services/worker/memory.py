@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,24 +37,37 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def loading(name: str, device: torch.device, make_empty: Callable[[torch.device], nn.Module]) -> Iterator[None]:
-    """Raises OutOfMemoryError when weights do not fit.
+    """Raises OutOfMemoryError when weights do not fit, on a CPU before any is made.
 
     `name`: of the model, for the message. `make_empty`: makes the same model on a device, here on one without memory.
     """
+
+    def needed() -> int:
+        return sum(parameter.nbytes for parameter in make_empty(torch.device("meta")).parameters())
+
+    # The host gives away more memory than it has, and ends a process that then uses it.
+    if device.type == "cpu" and (needed_bytes := needed()) > (there := host_bytes()):
+        raise _weights_too_large(name, needed_bytes, f"the host has {there / MIB:.0f} MiB")
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        needed = sum(parameter.nbytes for parameter in make_empty(torch.device("meta")).parameters()) / MIB
-        there = "the host's memory is too small"
+        place = "the host's memory is too small"
         if device.type == "cuda":
             free, total = (size / MIB for size in torch.cuda.mem_get_info(device))
-            there = f"{free:.0f} MiB of the GPU's {total:.0f} MiB are free"
-        raise OutOfMemoryError(
-            f"the weights of {name} take {needed:.0f} MiB, and {there}: end who else uses it, or take a smaller model "
-            f"or dtype ({first_line(error)})"
-        ) from error
+            place = f"{free:.0f} MiB of the GPU's {total:.0f} MiB are free"
+        raise _weights_too_large(name, needed(), place, f" ({first_line(error)})") from error
+
+
+def host_bytes() -> int:
+    """The host's memory, used or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _weights_too_large(name: str, needed: int, there: str, reason: str = "") -> OutOfMemoryError:
+    message = f"the weights of {name} take {needed / MIB:.0f} MiB, and {there}"
+    return OutOfMemoryError(f"{message}: end who else uses it, or take a smaller model or dtype{reason}")
 
 
 def no_room(

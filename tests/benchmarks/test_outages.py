@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
-from slipstream.benchmarks.outages import SERVICES, Plan, measure
+from slipstream.benchmarks.outages import Plan, measure, write_run
+from slipstream.benchmarks.up_server import SERVICES
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("service", SERVICES)
 async def test_clients_do_not_notice_kills(service: str) -> None:
-    recoveries, streams = await measure(Plan(kills=1, clients=4, max_new_tokens=200, services=(service,)))
-    assert [error for stream in streams for error in stream.errors] == []
-    assert all(stream.num_jobs for stream in streams)
-    assert [(row.service, row.kills) for row in recoveries] == [(service, 1)]
+    run = await measure(Plan(times=1, clients=4, max_new_tokens=200, services=(service,), faults=("kill",)))
+    assert run["errors"] == []
+    assert run["jobs"] >= 4
+    (row,) = run["outages"]
+    assert (row["service"], row["fault"], row["times"]) == (service, "kill", 1)
+    assert row["gap_worst_ms"] >= row["gap_p50_ms"] > 0
+
+
+def test_a_file_keeps_the_runs_of_other_services(tmp_path: Path) -> None:
+    def run(jobs: int, *services: str) -> dict[str, Any]:
+        plan = {"services": services, "faults": ("kill",), "model": "bundled", "device": "cpu", "mps": "off"}
+        return {"plan": plan, "jobs": jobs}
+
+    path = tmp_path / "outages_cpu.json"
+    for one in (run(1, "draft"), run(2, "verify"), run(3, "draft")):
+        write_run(one, path)
+    assert [one["jobs"] for one in json.loads(path.read_text(encoding="utf-8"))] == [2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -12,11 +14,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from slipstream.cli import status
+from slipstream.cli.hung_service import check_or_kill
+from slipstream.common.errors import UnavailableError
 from tests.harness.running import slipstream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from tests.cli.conftest import MakeCommand
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,11 +50,11 @@ def test_ends_with_0_for_serving_alone(servicer: health.HealthServicer, address:
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     found = slipstream("health", address)
     assert (found.returncode, found.stdout, found.stderr) == (0, "SERVING\n", "")
-    for status in ("NOT_SERVING", "UNKNOWN"):
-        servicer.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+    for answer in ("NOT_SERVING", "UNKNOWN"):
+        servicer.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(answer))
         found = slipstream("health", address)
         assert (found.returncode, found.stdout) == (1, "")
-        assert found.stderr == f"slipstream: error: {address} says {status}\n"
+        assert found.stderr == f"slipstream: error: {address} says {answer}\n"
 
 
 def test_nobody_there_is_one_line(tmp_path: Path) -> None:
@@ -58,6 +65,25 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         assert found.returncode == 1
         assert found.stderr.startswith(f"slipstream: error: {address} does not answer: ")
         assert found.stderr.count("\n") == 1
+
+
+def test_kills_a_process_that_is_stopped_and_no_other(
+    servicer: health.HealthServicer, address: str, fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_CHECK_TIMEOUT_S", 0.5)
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert asyncio.run(check_or_kill(address)) == "NOT_SERVING"
+    command = fake_service("stopped")
+    with pytest.raises(UnavailableError, match=r"does not answer: (?!its)"):
+        asyncio.run(check_or_kill(command.address))
+    with subprocess.Popen(command.argv, stdout=subprocess.DEVNULL) as stopped:
+        asyncio.run(status.wait_until_serving(command.address))
+        stopped.send_signal(signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match=f"does not answer: its process {stopped.pid} was killed"):
+            asyncio.run(check_or_kill(command.address))
+        assert stopped.wait(5) == -signal.SIGKILL
+    found = slipstream("health", "127.0.0.1:1", "--kill-hung")
+    assert found.stderr.startswith("slipstream: error: --kill-hung: got '127.0.0.1:1', accepted: unix:PATH")
 
 
 def test_an_address_that_is_none() -> None:

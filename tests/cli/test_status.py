@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.cli.status import fetch_status
+from slipstream.cli.up.process import ServiceReport
 from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.api.server_state import ServiceState
 
@@ -36,3 +38,40 @@ async def test_each_service_is_asked(serve_state: ServeState, fake_service: Make
 async def test_what_cannot_be_asked_from_here_is_not_held_against_it(serve_state: ServeState) -> None:
     address = await serve_state(ServiceState(name="far", address="unix:/nonexistent/far.sock", pid=3))
     assert (await fetch_status(address)).is_healthy
+
+
+@pytest.mark.parametrize(
+    ("draft", "words"),
+    [
+        (("", 0.0, ""), "algorithm standalone, 4 draft tokens a step, host fences"),
+        (("attached", 11.7, ""), "algorithm standalone, 4 draft tokens a step, draft attached for 12 s, host fences"),
+        (("catching up", 0.2, ""), "draft catching up for 0 s, host fences"),
+        (("missing", 200.0, "it died"), "without a draft for 3 min (it died), host fences"),
+    ],
+)
+async def test_the_state_of_the_draft_is_said(
+    serve_state: ServeState, draft: tuple[str, float, str], words: str
+) -> None:
+    status = await fetch_status(await serve_state())
+    state, seconds, problem = draft
+    changed = replace(status.state, draft_state=state, draft_state_seconds=seconds, draft_problem=problem)
+    assert replace(status, state=changed).describe().endswith(words)
+
+
+async def test_restarts_are_shown_for_the_services_that_an_up_keeps(
+    serve_state: ServeState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def report(name: str, pid: int, state: str, last_end: str) -> ServiceReport:
+        return ServiceReport(name=name, pid=pid, state=state, num_restarts=2, last_end=last_end)
+
+    address = await serve_state(ServiceState(name="verify", address="unix:/nonexistent/far.sock", pid=3))
+    status = await fetch_status(address)
+    reports = [report("verify", 3, "ready", "was killed by SIGKILL"), report("draft", 0, "died", "")]
+    status.with_reports(reports).print()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    words = "verify ELSEWHERE 3 2 (was killed by SIGKILL) unix:/nonexistent/far.sock - -"
+    assert words.split() in rows
+    assert ["draft", "died", "-", "2", "-", "-", "-"] in rows
+    supervised = json.loads(json.dumps(status.with_reports(reports).as_json()))["supervised"]
+    assert [(each["name"], each["num_restarts"]) for each in supervised] == [("verify", 2), ("draft", 2)]
+    assert status.with_reports([report("verify", 4, "ready", "")]) == status

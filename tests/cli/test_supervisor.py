@@ -18,8 +18,10 @@ import pytest
 
 from slipstream.cli.cancellation import StopSignals
 from slipstream.cli.status import check
-from slipstream.cli.up import supervisor as supervisor_module
-from slipstream.cli.up.supervisor import ServiceState, Supervisor
+from slipstream.cli.up import restarts as restarts_module
+from slipstream.cli.up.restarts import RestartSettings
+from slipstream.cli.up.service import ServiceState
+from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from tests.harness.waiting import until
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from tests.cli.conftest import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
+
+FEW = RestartSettings(max_restarts=2)
+MAX_DEATHS = FEW.max_restarts + 1
 
 
 async def until_health(health: str, address: str) -> None:
@@ -168,35 +173,35 @@ async def test_a_death_starts_the_whole_group_again(
 async def test_the_deaths_of_a_group_are_counted_together(
     fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
     changes: list[tuple[str, ServiceState]] = []
-    async with _supervisor(on_change=lambda name, state: changes.append((name, state))) as supervisor:
+    async with _supervisor(restarts=FEW, on_change=lambda name, state: changes.append((name, state))) as supervisor:
         names = ("verify", "draft")
         supervisor.start(*(replace(fake_service(name), restarts=True, group="workers") for name in names))
         await supervisor.wait_ready()
         watching = asyncio.ensure_future(supervisor.watch())
-        for number in range(supervisor_module.MAX_DEATHS):
+        for number in range(MAX_DEATHS):
             await until(lambda: all(changes.count((name, ServiceState.READY)) == number + 1 for name in names))  # noqa: B023
             os.kill(supervisor.pid(names[number % 2]), signal.SIGKILL)
-        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL, the last of 5 ends within 60 s; "):
+        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL, the last of 3 ends within 300 s; "):
             await watching
 
 
 async def test_a_service_that_dies_too_often_is_not_started_again(
     fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
     command = fake_service("gateway")
     dying = replace(command, argv=(*command.argv, "--die-when", str(tmp_path / "broken")), restarts=True)
     changes: list[ServiceState] = []
-    async with _supervisor(on_change=lambda _name, state: changes.append(state)) as supervisor:
+    async with _supervisor(restarts=FEW, on_change=lambda _name, state: changes.append(state)) as supervisor:
         supervisor.start(dying)
         await supervisor.wait_ready()
         (tmp_path / "broken").touch()
-        with pytest.raises(UnavailableError, match="before it was ready, the last of 5 ends within 60 s; ") as caught:
+        with pytest.raises(UnavailableError, match="before it was ready, the last of 3 ends within 300 s; ") as caught:
             await supervisor.watch()
     assert "fake service cannot load its model" in str(caught.value)
-    assert changes.count(ServiceState.LOADING) == changes.count(ServiceState.DIED) == supervisor_module.MAX_DEATHS
+    assert changes.count(ServiceState.LOADING) == changes.count(ServiceState.DIED) == MAX_DEATHS
 
 
 async def test_a_service_that_was_never_ready_is_not_started_again(fake_service: MakeCommand) -> None:
@@ -209,8 +214,8 @@ async def test_a_service_that_was_never_ready_is_not_started_again(fake_service:
 async def test_a_death_during_a_wait_to_start_again_is_noticed_at_once(
     fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_FIRST_BACKOFF_S", 60.0)
-    monkeypatch.setattr(supervisor_module, "_MAX_BACKOFF_S", 60.0)
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(restarts_module, "_MAX_PAUSE_S", 60.0)
     dying = fake_service("gateway", "--die-when", str(tmp_path / "broken"))
     deaths: list[str] = []
 
@@ -227,6 +232,117 @@ async def test_a_death_during_a_wait_to_start_again_is_noticed_at_once(
         os.kill(supervisor.pid("verify"), signal.SIGKILL)
         with pytest.raises(UnavailableError, match="verify was killed"):
             await watching
+
+
+async def test_a_service_that_hangs_is_killed_and_started_again_alone(
+    fake_service: MakeCommand, caplog: pytest.LogCaptureFixture
+) -> None:
+    let_go: list[int] = []
+
+    async def before_kill(pid: int) -> None:
+        let_go.append(pid)
+
+    changes: list[tuple[str, ServiceState]] = []
+    async with _supervisor(
+        on_change=lambda name, state: changes.append((name, state)),
+        before_kill=before_kill,
+        restarts=RestartSettings(hang_timeout_s=0.8),
+    ) as supervisor:
+        supervisor.start(*(replace(fake_service(name), restarts=True, group="workers") for name in ("verify", "draft")))
+        await supervisor.wait_ready()
+        verify, draft = supervisor.pid("verify"), supervisor.pid("draft")
+        watching = asyncio.ensure_future(supervisor.watch())
+        os.kill(draft, signal.SIGSTOP)
+        await until(lambda: changes.count(("draft", ServiceState.READY)) == 2)
+        assert "draft did not answer for 0.8 s and was killed and is started again; its log is now" in caplog.text
+        assert let_go == [draft]
+        assert supervisor.pid("verify") == verify
+        assert not psutil.pid_exists(draft)
+        service = supervisor.service("draft").report()
+        assert (service.state, service.num_restarts) == ("ready", 1)
+        assert service.last_end == "did not answer for 0.8 s and was killed"
+        assert not watching.done()
+        watching.cancel()
+
+
+async def test_a_pause_shorter_than_the_bound_costs_nothing(fake_service: MakeCommand) -> None:
+    async with _supervisor(restarts=RestartSettings(hang_timeout_s=2.0)) as supervisor:
+        supervisor.start(replace(fake_service("gateway"), restarts=True))
+        await supervisor.wait_ready()
+        pid = supervisor.pid("gateway")
+        os.kill(pid, signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGCONT)
+        assert await supervisor.while_alive(asyncio.sleep(3.0, "served on")) == "served on"
+        assert supervisor.pid("gateway") == pid
+
+
+async def test_the_others_are_ready_without_an_optional_service_and_it_is_tried_again(
+    fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
+    broken = tmp_path / "broken"
+    broken.touch()
+    draft = replace(fake_service("draft", "--die-when", str(broken)), restarts=True, is_optional=True, group="workers")
+    async with _supervisor() as supervisor:
+        supervisor.start(replace(fake_service("verify"), restarts=True, group="workers"), draft)
+        await supervisor.wait_ready()
+        verify = supervisor.pid("verify")
+        service = supervisor.service("draft")
+
+        async def until_ready() -> None:
+            await until(lambda: service.num_restarts >= 3)
+            broken.unlink()
+            await until(lambda: service.is_ready)
+
+        await supervisor.while_alive(until_ready())
+        assert supervisor.pid("verify") == verify
+    line = "draft ended with exit status 1 before it was ready and is tried again, and the others serve without it; "
+    assert caplog.text.count(line) == caplog.text.count("fake service cannot load its model") == 1
+
+
+async def test_an_optional_service_that_dies_too_often_waits_and_the_others_serve_on(
+    fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
+    async with _supervisor(restarts=RestartSettings(max_restarts=1)) as supervisor:
+        workers = [replace(fake_service(name), restarts=True, group="workers") for name in ("verify", "draft")]
+        supervisor.start(workers[0], replace(workers[1], is_optional=True))
+        await supervisor.wait_ready()
+        verify, draft = supervisor.service("verify"), supervisor.service("draft")
+
+        async def kill_twice() -> None:
+            for num_restarts in (1, 2):
+                await until(lambda: verify.is_ready and draft.is_ready)
+                os.kill(draft.process.pid, signal.SIGKILL)
+                await until(lambda: verify.num_restarts == num_restarts and verify.is_ready)  # noqa: B023
+
+        await supervisor.while_alive(kill_twice())
+        assert (draft.num_restarts, draft.is_running) == (1, False)
+        assert draft.due is not None
+        assert 290 < draft.due - time.monotonic() <= 300
+
+
+async def test_a_service_beside_the_others_is_kept_only_when_told_so(fake_service: MakeCommand) -> None:
+    async with _supervisor() as supervisor:
+        supervisor.start(replace(fake_service("draft"), restarts=True))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        first = supervisor.start_beside(replace(fake_service("draft-2"), restarts=True))
+        await first.process.ready.wait()
+        os.kill(first.process.pid, signal.SIGKILL)
+        await first.process.ended.wait()
+        await supervisor.retire(first)
+        second = supervisor.start_beside(replace(fake_service("draft-3"), restarts=True))
+        await second.process.ready.wait()
+        old = supervisor.service("draft")
+        supervisor.keep(second, replace(second.command, name="draft"))
+        await supervisor.retire(old)
+        assert [one.name for one in supervisor.services()] == ["draft"]
+        os.kill(second.process.pid, signal.SIGKILL)
+        await until(lambda: second.num_restarts == 1 and second.is_ready)
+        assert first.num_restarts == old.num_restarts == 0
+        assert not watching.done()
+        watching.cancel()
 
 
 async def test_says_which_service_is_late(fake_service: MakeCommand, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ COMMANDS = [*SERVICES, *(f"slipstream {name}" for name in typer.main.get_group(a
 
 
 def test_commands_are_there() -> None:
-    named = set(re.findall(r"`(slipstream [a-z]+)", PAGE)) | set(
-        re.findall(r"^(slipstream-?[a-z]*)", PAGE, re.MULTILINE)
+    named = set(re.findall(r"`(slipstream [a-z-]+)", PAGE)) | set(
+        re.findall(r"^(slipstream[ -][a-z-]+)", PAGE, re.MULTILINE)
     )
     assert named
     assert sorted(named - set(COMMANDS)) == []

@@ -275,6 +275,21 @@ def test_a_file_in_use_is_refused(path: Path) -> None:
     JournalFile.open(path, JournalMode.PROCESS).close()
 
 
+@pytest.mark.parametrize("num_bytes", [0, 4096])
+def test_no_room_at_the_start_is_named(path: Path, num_bytes: int) -> None:
+    """In a process that may write no larger file, as on a disk that is full."""
+    code = (
+        "import resource, sys; from pathlib import Path; from slipstream.gateway.journal_file import *\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({num_bytes}, {num_bytes}))\n"
+        f"try: JournalFile.open(Path({str(path)!r}), JournalMode.PROCESS)\n"
+        "except ConfigError as error: sys.exit(str(error))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    accepted = "a file on a disk with 16 MiB free, in a directory that this user may write"
+    assert found.stderr.startswith(f"journal: got '{path}', accepted: {accepted} (")
+    assert found.stderr.count("\n") == 1
+
+
 def test_a_link_or_a_missing_directory_is_refused(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")

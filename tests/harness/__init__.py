@@ -21,7 +21,9 @@ Processes
     worker_processes         draft and verify as processes, and a `WorkerSession` in this one
     running                  `slipstream` commands and `slipstream up` as a user runs them
     eagle3_serving           the bundled EAGLE-3 head behind `slipstream up`, on either device
-    other_process            a program on the same memory, told line by line; it runs `fence_user` or `gpu_user`
+    other_process            a program on the same memory, told line by line; it runs `fence_user`, `arena_reader` or
+                             `gpu_user`
+    planted_faults           points at which processes that a test starts die, hang or stop
     fake_service             a service that does what its options say; `up_on_fakes` supervises several
     fake_mps_control         a fake of NVIDIA's MPS control program
     stuck_worker             a worker whose stream waits for ever
@@ -30,12 +32,13 @@ Processes
 Servers
     grpc_server              any servicer on a free port
     generation_server        a server of jobs: the real gateway, with a fake scheduler loop behind it
-    breaking_proxy           a TCP proxy that breaks connections
+    breaking_proxy           a proxy that breaks connections, delays or loses what passes
 
 Checks and inputs
     leaks                    asserts that a block leaves no thread, descriptor, shared file or mapping behind
     guarded_arena            shared memory that notices writes outside of what is allowed
     hostile_messages         protobuf messages that no honest peer sends
+    mutations                files of checkpoints with changes drawn from a seed
     sampling                 which part of a slow property `make test` runs
     sampling_cases           inputs of the token samplers
     trace_format             checks a trace file against the format of Perfetto

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import mean_accept_length
+from slipstream.common.api.step_output import StepOutput
 from slipstream.scheduler.core.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
     from slipstream.common.api.sequence import SequenceSpec
-    from slipstream.common.api.step_output import StepOutput
     from slipstream.common.errors import SlipstreamError
     from slipstream.scheduler.core.outbox import Delivery
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -102,7 +102,7 @@ class JobBook:
             for refusal in delivery.refusals:
                 self.refused[self._by_key[delivery.stream, refusal.sequence]] = refusal.error
             if delivery.output is not None:
-                rows += self._take(delivery.stream, delivery.output)
+                rows += self._take(delivery.stream, StepOutput.from_pb(delivery.output.to_pb()))
         return rows
 
     def _take(self, stream: int, output: StepOutput) -> Iterator[tuple[Job, OutputRow]]:

@@ -1,6 +1,7 @@
 """Another process on the same memory: it runs one of the programs beside this file, told line by line.
 
-`FenceUser` runs `fence_user.py` on a counter of the CPU, `GpuUser` runs `gpu_user.py` on an arena of a GPU.
+`FenceUser` runs `fence_user.py` on a counter of the CPU, `ArenaReader` runs `arena_reader.py` on an arena of the CPU,
+`GpuUser` runs `gpu_user.py` on an arena of a GPU.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class OtherProcess:
         self.tell(line)
         return self.answer()
 
+    def ended(self) -> int:
+        """Waits until it has ended by itself; returns its exit status, which is negative for a signal."""
+        return self._process.wait(GONE_TIMEOUT_S)
+
     def kill(self) -> None:
         """Kills it with SIGKILL; returns when it is gone, and raises if it stays."""
         self._process.kill()
@@ -83,6 +88,19 @@ class FenceUser(OtherProcess):
         with cls.running(path, str(offset)) as other:
             other._is_ready = True
             assert other.answer() == "ready"
+            yield other
+
+
+class ArenaReader(OtherProcess):
+    """Maps an arena of the CPU for reading."""
+
+    PROGRAM = "arena_reader.py"
+
+    @classmethod
+    @contextmanager
+    def of(cls, manifest: Manifest) -> Iterator[Self]:
+        """Runs with the arena of a manifest."""
+        with cls.running(manifest_to_pb(manifest).SerializeToString().hex()) as other:
             yield other
 
 

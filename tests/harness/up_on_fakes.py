@@ -25,7 +25,7 @@ _FAKE_SERVICE = Path(__file__).with_name("fake_service.py")
 
 
 async def _fetch_status(_server: str) -> SimpleNamespace:
-    return SimpleNamespace(print=lambda: None)
+    return SimpleNamespace(print=lambda: None, state=SimpleNamespace(draft_state=""))
 
 
 def _fake(folder: Path, name: str, *options: str) -> ServiceCommand:

@@ -240,6 +240,10 @@ async def test_the_end_of_the_scheduler_lets_sequences_end_first(tmp_path: Path)
         assert isinstance(error_from_rpc(gateway.error), UnavailableError)  # type: ignore[arg-type]
 
 
+async def _unwritten(message: pb.RunResponse) -> None:
+    pytest.fail("what was queued is dropped")
+
+
 async def test_a_gateway_that_does_not_read_is_cut_off() -> None:
     stream = GatewayStream(1)
     for _ in range(MAX_QUEUED):
@@ -248,7 +252,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off() -> None:
     stream.put(pb.RunResponse())
     assert stream.is_over
     with pytest.raises(ResourceExhaustedError, match="unread"):
-        await anext(aiter(stream.messages()))
+        await stream.send(_unwritten)
 
 
 async def test_a_stream_ends_behind_what_is_queued() -> None:
@@ -257,7 +261,13 @@ async def test_a_stream_ends_behind_what_is_queued() -> None:
     stream.put(pb.RunResponse(refusals=[refusal]))
     stream.end(None)
     stream.put(pb.RunResponse())
-    assert [list(message.refusals) async for message in stream.messages()] == [[refusal]]
+    written: list[pb.RunResponse] = []
+
+    async def write(message: pb.RunResponse) -> None:
+        written.append(message)
+
+    await stream.send(write)
+    assert [list(message.refusals) for message in written] == [[refusal]]
 
 
 async def test_tcp_is_refused() -> None:

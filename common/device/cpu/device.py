@@ -92,8 +92,8 @@ class HostDevice:
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
         return HostArena.create(specs, fences)
 
-    def open_arena(self, manifest: Manifest) -> HostArena:
-        return HostArena.open(manifest)
+    def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> HostArena:
+        return HostArena.open(manifest, read_only=read_only)
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:
         """Writes CLOCK_MONOTONIC, which all processes of a host share."""

@@ -12,6 +12,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from slipstream.common.errors import FailedPreconditionError
+
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Stream
 
@@ -21,6 +23,8 @@ _FUTEX_WAKE = 1
 _ALL_WAITERS = 2**31 - 1
 # How often a waiting stream's thread returns to Python, where a debugger finds it.
 _WAIT_S = 60.0
+_LOCAL_RELEASE_S = 0.02
+"""The longest time in which a wait on a word that this process cannot write finds out that it was released here."""
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
@@ -86,3 +90,36 @@ class HostFence:
             code = ctypes.get_errno()
             if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
                 raise OSError(code, os.strerror(code))
+
+
+class ReadOnlyFence(HostFence):
+    """A fence whose word this process can only read: it waits, and `release` ends the waits of this process alone."""
+
+    def __init__(self, memory: memoryview, offset: int) -> None:
+        super().__init__(memory, offset)
+        self._floor = 0
+
+    def signal(self, stream: Stream, value: int) -> None:
+        """Raises FailedPreconditionError."""
+        self.store(value)
+
+    def store(self, value: int) -> None:
+        """Raises FailedPreconditionError."""
+        raise FailedPreconditionError(f"a fence that this process maps for reading alone cannot be set to {value}")
+
+    def poll(self) -> int:
+        return max(self._word.value, self._floor)
+
+    def wait_on_host(self, value: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        # The word is read once: one that changes after that must end the sleep.
+        while max(now := self._word.value, self._floor) < value:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._sleep_while(now, min(left, _LOCAL_RELEASE_S))
+        return True
+
+    def release(self, value: int) -> None:
+        """Raises the counter as this process sees it."""
+        self._floor = max(self._floor, value)

@@ -68,8 +68,11 @@ class CudaDevice:
         self._own[arena.manifest.handle] = arena.memory
         return arena
 
-    def open_arena(self, manifest: Manifest) -> CudaArena:
-        """An allocation of this process is used as it is: it cannot be mapped twice."""
+    def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> CudaArena:
+        """An allocation of this process is used as it is: it cannot be mapped twice.
+
+        `read_only` changes nothing: CUDA maps another process's memory for reading and writing.
+        """
         return CudaArena.open(manifest, self, own=self._own.get(manifest.handle))
 
     def stamp(self, stream: Stream, target: torch.Tensor) -> None:

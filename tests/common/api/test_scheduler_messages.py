@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.api.server_state import SchedulerDescription, SchedulerState, ServerState, ServiceState
-from slipstream.common.api.step_output import Refusal, StepOutput
+from slipstream.common.api.step_output import PackedStep, Refusal, StepOutput
 from slipstream.common.errors import (
     DeadlineExceededError,
     InternalError,
@@ -95,6 +97,19 @@ def test_an_output_comes_out_the_same() -> None:
         logprobs={3: (TokenLogprobs(-1.5, ((7, -1.5), (1, -2.0))), TokenLogprobs(-0.25, ()))},
     )
     assert StepOutput.from_pb(scheduler_pb2.StepOutput.FromString(output.to_pb().SerializeToString())) == output
+    packed = PackedStep(
+        array("Q", output.sequences).tobytes(),
+        array("I", output.num_tokens).tobytes(),
+        array("I", output.num_accepted).tobytes(),
+        bytes([0, 3, 1]),
+        array("I", output.tokens).tobytes(),
+        output.num_draft_tokens,
+        output.published_ns,
+        output.admitted,
+        output.admitted_ns,
+        output.logprobs,
+    )
+    assert packed.to_pb() == output.to_pb()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -15,6 +16,7 @@ import grpc.aio
 import pytest
 
 from slipstream.common.errors import AddressInUseError, ConfigError
+from slipstream.common.rpc import listener
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.serving import GrpcServer
 from tests.harness.grpc_server import FREE_PORT, running_server
@@ -46,6 +48,21 @@ def test_a_claim_keeps_others_out_until_it_ends(address: str) -> None:
     with Listener.claim(listener.address):
         pass
     assert open_descriptors() == before
+
+
+def test_a_directory_in_which_no_socket_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(listener, "lock", fail)
+    with (
+        pytest.raises(ConfigError, match=r"^listen: .*can make a socket \(No space left on device\)$"),
+        Listener.claim(f"unix:{tmp_path}/dir/a.sock", field="listen"),
+    ):
+        pass
+    # A port needs no file: another server at it is noticed when this one listens.
+    with Listener.claim(FREE_PORT):
+        pass
 
 
 async def test_a_server_keeps_others_out_until_it_stops(address: str) -> None:

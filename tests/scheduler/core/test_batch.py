@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
+from slipstream.common.api.step_output import StepOutput
 from slipstream.common.errors import PendingLengthError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.batch import BatchSizes
@@ -299,9 +300,10 @@ def test_a_step_goes_out_as_one_message_for_each_stream() -> None:
     assert [delivery.stream for delivery in (one, other)] == [0, 1]
     for delivery, job in ((one, jobs[0]), (other, jobs[1])):
         assert delivery.output is not None
-        assert delivery.output.published_ns == 77
-        assert (delivery.output.sequences, delivery.output.admitted) == ([job.id], [job.id])
-        assert delivery.output.tokens == reference(job)[0][:1]
+        output = StepOutput.from_pb(delivery.output.to_pb())
+        assert output.published_ns == 77
+        assert (output.sequences, output.admitted) == ([job.id], [job.id])
+        assert output.tokens == reference(job)[0][:1]
     assert run.batch.outbox.take().deliveries() == []
 
 

@@ -91,7 +91,8 @@ def test_end_tokens(tmp_path: Path, config_id: object, generation: object, expec
 def test_end_token_that_is_none(tmp_path: Path) -> None:
     write_json(write_config(tmp_path, {}) / "generation_config.json", {"eos_token_id": ["</s>"]})
     assert config_error(tmp_path) == (
-        "generation_config.json: eos_token_id: got ['</s>'], supported: a token id or a list of them"
+        "generation_config.json: eos_token_id: got ['</s>'], supported: a token id below vocab_size = 272, or a list "
+        "of them"
     )
 
 
@@ -147,7 +148,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
             "rope_parameters.factor: got 0, supported: a positive number",
         ),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', supported: 'silu'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, supported: a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: got 0, supported: an integer from 1 to 1024"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps: got 0.0, supported: a positive number"),
         (
             {"num_key_value_heads": 3},

@@ -165,7 +165,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, changes: dict[str, An
 
 def raw_config(path: Path) -> dict[str, Any]:
     """`config.json` as it is."""
-    from slipstream.services.models.config import read_json
+    from slipstream.services.models.config_fields import read_json
 
     return read_json(path / "config.json")
 

@@ -157,7 +157,7 @@ def test_what_no_family_may_have(tmp_path: Path, family: str, changes: dict[str,
     ("family", "changes", "expected"),
     [
         ("llama", {"sliding_window": 7}, "sliding_window: got 7, supported: none with this architecture"),
-        ("mistral", {"sliding_window": 0}, "sliding_window: got 0, supported: a positive integer"),
+        ("mistral", {"sliding_window": 0}, "sliding_window: got 0, supported: an integer from 1 to 16777216"),
         (
             "mistral",
             {"layer_types": LAYER_TYPES},

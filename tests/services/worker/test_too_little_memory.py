@@ -15,7 +15,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.memory import is_out_of_memory
+from slipstream.services.worker.memory import host_bytes, is_out_of_memory
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 
@@ -30,7 +30,11 @@ SERVICES = ("verify", "draft")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that no machine holds, with random weights, so that no file of its size is needed."""
     model = write_checkpoint(tmp_path_factory.mktemp("models") / "model")
-    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 2**42}
+    config = json.loads((model / "config.json").read_text()) | {
+        "intermediate_size": 2**20,
+        "hidden_size": 2**17,
+        "num_hidden_layers": 1024,
+    }
     (model / "config.json").write_text(json.dumps(config))
     return model
 
@@ -56,10 +60,10 @@ def test_weights_that_do_not_fit_are_one_line(
     found, config = ended[service], json.loads((model / "config.json").read_text())
     assert found.returncode == 1
     line = found.stderr.strip().splitlines()[-1]
-    layer_mib = 3 * 2**42 * config["hidden_size"] * 4 // 2**20
+    layer_mib = 3 * config["intermediate_size"] * config["hidden_size"] * 4 // 2**20
     number = int(line.split(" MiB")[0].rsplit(maxsplit=1)[1])
     assert line.startswith(f"slipstream-{service}: the weights of model take ")
-    assert "the host's memory is too small: end who else uses it, or take a smaller model or dtype" in line
+    assert f"and the host has {host_bytes() / 2**20:.0f} MiB: end who else uses it, or take a smaller" in line
     assert layer_mib * config["num_hidden_layers"] <= number < 1.01 * layer_mib * config["num_hidden_layers"]
     assert "Traceback" not in found.stderr
 

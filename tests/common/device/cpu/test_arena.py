@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from slipstream.common.device.cpu.arena import DIRECTORY, PREFIX, HostArena
 from slipstream.common.device.manifest import BufferSpec
-from slipstream.common.errors import ManifestError
+from slipstream.common.errors import DeviceError, ManifestError, OutOfMemoryError
 from slipstream.common.worker.step import FenceName
 from slipstream.common.worker.wire import manifest_from_pb, manifest_to_pb
 from tests.common.device.conftest import SPECS
@@ -43,6 +44,21 @@ def test_starts_as_zeros_and_is_the_same_memory_everywhere(arena: HostArena) -> 
     other.fence(FenceName.VERIFY_STASH).release(5)
     assert [arena.fence(name).poll() for name in FenceName] == [0, 0, 5]
     other.close()
+
+
+def test_no_room_is_an_error_that_says_how_much_is_needed_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(DIRECTORY.iterdir())
+    huge = BufferSpec("huge", (2**50,), torch.int64, "verify")
+    with pytest.raises(OutOfMemoryError, match=r"^/dev/shm has no room for 8589934593 MiB .*: \d+ of \d+ MiB are free"):
+        HostArena.create([huge], [FenceName.DRAFT_DONE])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(DeviceError, match=r"^shared memory cannot be made in /dev/shm: broken$"):
+        _make_one()
+    assert set(DIRECTORY.iterdir()) <= before
 
 
 def test_buffers_do_not_touch_each_other(arena: HostArena) -> None:
@@ -116,13 +132,16 @@ def _short(path: Path, target: str) -> None:
     path.write_bytes(bytes(64))
 
 
+@pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("make", [_link, _directory, _pipe, _short])
-def test_what_is_not_the_file_is_refused(arena: HostArena, make: Callable[[Path, str], None]) -> None:
+def test_what_is_not_the_file_is_refused(
+    arena: HostArena, make: Callable[[Path, str], None], *, read_only: bool
+) -> None:
     path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
     make(path, arena.manifest.path)
     try:
         with pytest.raises(ManifestError):
-            HostArena.open(replace(arena.manifest, path=str(path)))
+            HostArena.open(replace(arena.manifest, path=str(path)), read_only=read_only)
     finally:
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -223,15 +242,6 @@ def test_what_a_killed_owner_left_is_removed_by_the_next(arena: HostArena) -> No
     _make_one().close()
     assert not left.exists()
     assert Path(arena.manifest.path).exists(), "another arena of a living owner"
-
-
-def test_a_failed_mapping_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="No space left"):
-        _make_one()
 
 
 def _make_one() -> HostArena:

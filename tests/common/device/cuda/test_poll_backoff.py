@@ -70,7 +70,7 @@ def test_looks_are_as_far_apart_as_the_intervals_allow() -> None:
     for _ in range(INTERVALS):
         predictor.completed(now)
         now += 0.01
-    assert MIN_SLEEP_S < predictor.backoff().min_sleep_s <= 0.0002
+    assert MIN_SLEEP_S < predictor.backoff().min_sleep_s <= 0.0004
     for _ in range(INTERVALS + 1):
         predictor.completed(now)
         now += 100.0

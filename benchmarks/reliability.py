@@ -1,0 +1,154 @@
+"""Figures of faults, swaps and the soak: sections of the measured pages, and the cells of docs/reliability.md."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from slipstream.benchmarks.pages import is_measured, load, markdown_table, section
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_MARKED = re.compile(r"(<!-- figure: (\w+)_(cpu|h200)(?: ([\w ,.-]+))? -->)(.*?)(<!-- end -->)")
+SOAK_PICTURE = "![Memory, threads, descriptors and pages over the run](../benchmarks/results/soak_cpu.png)"
+
+
+def sections(where: str) -> list[str]:
+    """The sections of what was measured on "cpu" or "h200"."""
+    makers: tuple[tuple[str, Callable[[str], list[str]]], ...] = (
+        ("outages", _outages),
+        ("swap", _swaps),
+        ("soak", _soak),
+    )
+    return [part for name, make in makers if is_measured(f"{name}_{where}") for part in make(f"{name}_{where}")]
+
+
+def filled(page: str) -> str:
+    """The page with the text of every marked cell made anew from the results."""
+
+    def cell(match: re.Match[str]) -> str:
+        begin, name, where, arguments, _, end = match.groups()
+        given = (arguments or "").split()
+        options = zip(("services", "faults", "model", "mps"), given if name == "outages" else (), strict=False)
+        words = [f"benchmarks/{name}.py", *(f"--{option} {value}" for option, value in options)]
+        words += ["--device cuda"] if where == "h200" else []
+        return f"{begin}{CELLS[name](where, *given) or f'not measured yet: `{chr(32).join(words)}`'}{end}"
+
+    return _MARKED.sub(cell, page)
+
+
+def _outages(name: str) -> list[str]:
+    runs = load(name)
+    num_jobs, num_errors = sum(run["jobs"] for run in runs), sum(len(run["errors"]) for run in runs)
+    words = (
+        "Services of `slipstream up` under streaming clients of the Python library, half of them with Generate and "
+        "half with WatchJob: killed (SIGKILL), ended (SIGTERM), stopped for good (SIGSTOP, so `up` has to find it) or "
+        f"paused for 2 s, in turns. {num_jobs:,} jobs ended with the tokens of a run without faults, {num_errors} did "
+        "not. Gaps are between two tokens of a stream: the longest around the fault, the longest that began more than "
+        "half a second later until the service was back, and half a second without a fault. Back is when all services "
+        "are there and drafts are made."
+    )
+    parts = section("Services that die, hang and end", "outages", name, runs[0]["host"], words)
+    setups = dict.fromkeys((run["plan"]["model"], run["plan"]["mps"]) for run in runs)
+    header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
+    for model, mps in setups:
+        mine = [run for run in runs if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)]
+        calm, plan = mine[0]["undisturbed"], mine[0]["plan"]
+        rows = [f"none |  |  | {calm['gap_p50_ms']:.0f} | {calm['gap_worst_ms']:.0f} |  |  | "]
+        for row in (row for run in mine for row in run["outages"]):
+            gaps = " | ".join(f"{row[key]:.0f}" for key in ("gap_p50_ms", "gap_worst_ms", "later_gap_worst_ms"))
+            back = " | ".join(f"{row[key]:.1f}" for key in ("back_p50_s", "back_worst_s"))
+            rows.append(f"{row['service']} | {row['fault']} | {row['times']} | {gaps} | {back}")
+        where = f", MPS {mps}" if plan["device"] == "cuda" else ""
+        setup = (
+            f"{'Bundled models' if model == 'bundled' else model}{where}, {plan['clients']} clients: undisturbed "
+            f"{calm['tokens_per_second']:,.0f} tokens/s and {calm['step_ms']:.1f} ms a step, which waits for the draft "
+            f"{mine[0]['watchdog_ms']:.0f} ms at most."
+        )
+        parts += [setup, markdown_table(header, rows)]
+    return parts
+
+
+def _swaps(name: str) -> list[str]:
+    found = load(name)
+    rows = [
+        f"{row['before']} → {row['after']}{' (taken off again)' if row['rolled_back'] else ''}"
+        + "".join(f" | {row[key]:.0f}" for key in ("gap_p50_ms", "gap_worst_ms", "calm_gap_worst_ms"))
+        + "".join(f" | {row[f'{key}_before']:.2f} → {row[f'{key}_after']:.2f}" for key in ("accept_length", "step_ms"))
+        + f" | {_number(row['recovery_tokens'])}"
+        for row in found["swaps"]
+    ]
+    words = (
+        f"The draft of `slipstream up` swapped under {found['plan']['clients']} streaming clients with the bundled "
+        "models; the last draft has random weights. Gaps are between two tokens of a stream from the call to half a "
+        "second after the answer, and in 3 s before. The last column is the number of tokens of a stream until the "
+        "accept length is 95 % of that of the same tokens with the draft from their beginning. After a kill of the "
+        f"standalone draft it is {_number(found['return']['tokens'])} ({found['plan']['kills']} kills). "
+        f"{found['jobs']} jobs had the tokens of the undisturbed run, {len(found['errors'])} had not."
+    )
+    header = "swap | gap p50, ms | worst | before, worst | accept length | step, ms | tokens to 95 %"
+    return section("Swapped drafts", "swap", name, found["host"], words, markdown_table(header, rows))
+
+
+def _soak(name: str) -> list[str]:
+    found = load(name)
+    rows = [
+        f"{row['service']} | {row['quantity'].replace('_mib', ', MiB')} | {row['seconds']:.0f} | "
+        f"{row['gained']:+.2f} | {row['bound']:.2f}"
+        for row in found["growths"]
+    ]
+    words = (
+        f"{found['plan']['clients']} clients that come, cancel, leave and return, and "
+        f"{len(found['faults'])} faults of all services: {_soak_cell(name.rpartition('_')[2])}. A line is "
+        "fitted through what `up`, and the process of each service that lived longest, had in use behind the first "
+        "fifth of its life: what it gains, and the bound."
+    )
+    table = markdown_table("process | in use | seconds | gained | at most", rows)
+    more = [table] if rows else []
+    return section("Faults of all services for long", "soak", name, found["host"], words, *more, SOAK_PICTURE)
+
+
+def _number(tokens: int | None) -> str:
+    return "–" if tokens is None else f"{tokens}"
+
+
+def _outage_cell(where: str, service: str, fault: str, model: str = "bundled", mps: str = "off") -> str:
+    runs = load(f"outages_{where}") if is_measured(f"outages_{where}") else []
+    for run in runs:
+        for row in run["outages"] if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps) else ():
+            if (row["service"], row["fault"]) == (service, fault):
+                return (
+                    f"{row['times']} times: longest gap {row['gap_p50_ms']:.0f} ms (p50), "
+                    f"{row['gap_worst_ms']:.0f} ms (worst); back after {row['back_p50_s']:.1f} s"
+                )
+    return ""
+
+
+def _swap_cell(where: str, before: str = "", after: str = "") -> str:
+    """The cell of a swap; without names, of a killed draft's return."""
+    found: dict[str, Any] = load(f"swap_{where}") if is_measured(f"swap_{where}") else {"swaps": []}
+    if not before and found["swaps"]:
+        tokens = found["return"]["tokens"]
+        return "" if tokens is None else f"accept length at 95 % after {tokens} tokens of a stream"
+    for row in found["swaps"]:
+        if (row["before"], row["after"].partition(" ")[0]) == (before, after):
+            lengths = f"{row['accept_length_before']:.2f} → {row['accept_length_after']:.2f}"
+            undone = "taken off again by itself; " if row["rolled_back"] else ""
+            return f"{undone}longest gap {row['gap_worst_ms']:.0f} ms, accept length {lengths}"
+    return ""
+
+
+def _soak_cell(where: str) -> str:
+    if not is_measured(f"soak_{where}"):
+        return ""
+    found = load(f"soak_{where}")
+    growth = ", no growth" if found["growths"] else ""
+    outcome = (
+        f"{len(found['problems'])} problems" if found["problems"] else f"one end each, nothing left in use{growth}"
+    )
+    return f"{sum(found['outcomes'].values()):,} jobs in {found['plan']['minutes']:g} minutes: {outcome}"
+
+
+CELLS: dict[str, Callable[..., str]] = {"outages": _outage_cell, "swap": _swap_cell, "soak": _soak_cell}
+"""The text of a marked cell by the benchmark's name; empty if it was not measured."""

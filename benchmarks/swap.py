@@ -1,0 +1,318 @@
+"""Swaps the draft under streaming clients, and kills it: their longest gaps, and when drafts are as good again.
+
+`slipstream up` serves the bundled models to clients that stream jobs without a pause, and swaps the draft: standalone
+-> eagle3 -> none -> standalone, then a draft with random weights, which must be taken off again by itself. Then the
+standalone draft is killed some times. Every job must have the tokens of an undisturbed run.
+
+The tokens of a job are always the same, so its steps are compared over the same tokens with those of a job that ran
+with the draft from its beginning. From when a draft takes part, the steps that both took for the next 25 tokens of each
+stream, for the 25 after them and so on, are added up over the streams. Acceptance is back where the draft needs
+at most 1 / 0.95 of the steps, there and in all that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import grpc.aio
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+
+from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE, DeviceOption, JsonOption
+from slipstream.benchmarks.result_files import host, write_json
+from slipstream.benchmarks.stack import words
+from slipstream.benchmarks.streams import Streams
+from slipstream.benchmarks.up_server import UpServer, up_server
+from slipstream.bundled import eagle3_dir, standalone_dir
+from slipstream.cli.cancellation import background
+from slipstream.client import AsyncClient
+from slipstream.common.errors import SlipstreamError
+from slipstream.protos import supervisor_pb2, supervisor_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from slipstream.common.api.server_state import ServerState
+    from slipstream.protos import scheduler_pb2
+
+CALM_S = 3.0
+"""Time before a swap in which gaps and acceptance are those of before."""
+TIMEOUT_S = 120.0
+POLL_S = 0.02
+BIN_TOKENS = 25
+NUM_BINS = 16
+RECOVERED = 0.95
+JUDGE_STEPS, ROLLBACK_BELOW = 100, 0.7
+RANDOM = "random weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The settings of a run."""
+
+    clients: int = 16
+    max_new_tokens: int = 800
+    kills: int = 10
+    device: str = "cpu"
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Steps for each 25 tokens of a stream from when a draft takes part, over some streams and times."""
+
+    steps: list[int] = field(default_factory=lambda: [0] * NUM_BINS)
+    expected_steps: list[int] = field(default_factory=lambda: [0] * NUM_BINS)
+    """Steps of the jobs that ran with the draft from their beginning, for the same tokens."""
+
+    def add(self, streams: Streams, since: float, references: Sequence[Sequence[bool]]) -> None:
+        """Adds the jobs that ran at that time. `references`: for each stream, `is_draft` of its whole job."""
+        for stream, reference in zip(streams.streams, references, strict=True):
+            for job in stream.jobs:
+                if not job.messages or not job.messages[0].at < since < job.messages[-1].at:
+                    continue
+                first = sum(len(message.is_draft) for message in job.messages if message.at <= since)
+                flags = list(zip(job.is_draft, reference, strict=False))[first : first + NUM_BINS * BIN_TOKENS]
+                for place, (is_draft, was_draft) in enumerate(flags):
+                    self.steps[place // BIN_TOKENS] += not is_draft
+                    self.expected_steps[place // BIN_TOKENS] += not was_draft
+
+    @property
+    def shares(self) -> list[float]:
+        """Accept length over that of the reference, for each 25 tokens that any stream had."""
+        pairs = zip(self.expected_steps, self.steps, strict=True)
+        return [expected / steps for expected, steps in pairs if steps]
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of a stream until the accept length is back at 95 %; None if it is not, or no stream was long enough.
+
+        A multiple of 25.
+        """
+        below = [place for place, share in enumerate(self.shares) if share < RECOVERED]
+        back = 1 + max(below, default=-1)
+        return None if back >= len(self.shares) else BIN_TOKENS * back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """The outcome of a swap. Gaps are between tokens of a stream, from the call to half a second after the answer."""
+
+    before: str
+    after: str
+    seconds: float
+    """From the call to the answer, the new process's start included."""
+    gap_p50_ms: float
+    gap_worst_ms: float
+    calm_gap_worst_ms: float
+    """In 3 s before the call."""
+    accept_length_before: float
+    accept_length_after: float
+    step_ms_before: float
+    step_ms_after: float
+    tokens_per_second_before: float
+    tokens_per_second_after: float
+    rolled_back: bool
+    reason: str
+    recovery_tokens: int | None
+    """Tokens of a stream until the accept length is back at 95 %; None without a draft or if it was not."""
+
+
+class Swaps:
+    """Swaps and kills the draft of a server, and measures the streams."""
+
+    def __init__(self, plan: Plan, server: UpServer) -> None:
+        self._plan = plan
+        self._server = server
+        self._references: dict[str, list[list[bool]]] = {}
+        """By algorithm, for each stream."""
+        self.streams = Streams(server.address, plan.clients, plan.max_new_tokens)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The clients stream while the context lasts."""
+        await self.streams.reference()
+        self._references[STANDALONE] = [stream.jobs[0].is_draft for stream in self.streams.streams]
+        async with self.streams.running():
+            await self.streams.flow(time.monotonic(), timeout_s=TIMEOUT_S)
+            yield
+
+    async def swap(self, before: str, after: str, draft: Path | None) -> Swap:
+        """Swaps to the draft in this directory, None for none; `after` is its algorithm, or RANDOM."""
+        self.streams.forget()
+        await asyncio.sleep(CALM_S)
+        begun = time.monotonic()
+        algorithm = STANDALONE if after == RANDOM else after
+        async with background(self._joined(await self._draft(), algorithm)) as (joined,):
+            answer = await self._call(draft, algorithm)
+            ended = time.monotonic()
+            since = None if algorithm == NONE or answer.rolled_back else await joined
+        await asyncio.sleep(0.5)
+        gaps = self.streams.longest_gaps(begun, ended + 0.5)
+        calm = self.streams.longest_gaps(begun - CALM_S, begun - 0.5)
+        await self._jobs_of(time.monotonic())
+        recovery = Recovery()
+        if since is not None:
+            if algorithm not in self._references:
+                self._references[algorithm] = await self._reference()
+            recovery.add(self.streams, since, self._references[algorithm])
+        old, new = answer.before, answer.after
+        return Swap(
+            before=before,
+            after=after,
+            seconds=round(ended - begun, 2),
+            gap_p50_ms=_ms(median(gaps)),
+            gap_worst_ms=_ms(max(gaps)),
+            calm_gap_worst_ms=_ms(max(calm)),
+            accept_length_before=round(old.accept_length, 3),
+            accept_length_after=round(new.accept_length, 3),
+            step_ms_before=round(old.step_ms, 3),
+            step_ms_after=round(new.step_ms, 3),
+            tokens_per_second_before=round(old.tokens_per_second, 1),
+            tokens_per_second_after=round(new.tokens_per_second, 1),
+            rolled_back=answer.rolled_back,
+            reason=answer.reason,
+            recovery_tokens=recovery.tokens,
+        )
+
+    async def returns(self) -> Recovery:
+        """Kills the draft some times; returns how it came back, all times together."""
+        recovery = Recovery()
+        for _ in range(self._plan.kills):
+            self.streams.forget()
+            async with background(self._joined(await self._draft(), STANDALONE)) as (joined,):
+                self._server.send("draft", signal.SIGKILL)
+                since = await joined
+            await self._jobs_of(since)
+            recovery.add(self.streams, since, self._references[STANDALONE])
+        return recovery
+
+    async def _call(self, draft: Path | None, algorithm: str) -> scheduler_pb2.SwapDraftResponse:
+        request = supervisor_pb2.SwapDraftModelRequest(
+            draft="" if draft is None else str(draft),
+            algorithm=algorithm,
+            judge_steps=JUDGE_STEPS,
+            rollback_below=ROLLBACK_BELOW,
+        )
+        async with grpc.aio.insecure_channel(f"unix:{self._server.state_dir / 'supervisor.sock'}") as channel:
+            stub: Any = supervisor_pb2_grpc.SupervisorStub(channel)  # type: ignore[no-untyped-call]
+            answer: scheduler_pb2.SwapDraftResponse = await stub.SwapDraft(request, timeout=TIMEOUT_S)
+        return answer
+
+    async def _draft(self) -> int:
+        """The process id of the draft that takes part now; 0 for none."""
+        async with AsyncClient(self._server.address) as client:
+            return _draft_pid(await client.server_info())
+
+    async def _joined(self, before: int, algorithm: str) -> float:
+        """Waits until another draft process than `before` takes part; returns the time."""
+        async with AsyncClient(self._server.address) as client:
+            while True:
+                try:
+                    state = await client.server_info()
+                except SlipstreamError:
+                    state = None
+                if state is not None and state.algorithm == algorithm and _draft_pid(state) not in (0, before):
+                    return time.monotonic()
+                await asyncio.sleep(POLL_S)
+
+    async def _jobs_of(self, at: float) -> None:
+        """Waits until the jobs that run at this time are over."""
+        jobs = [stream.jobs[-1] for stream in self.streams.streams]
+        await self.streams.until(lambda: all(job.is_over for job in jobs), timeout_s=TIMEOUT_S)
+
+    async def _reference(self) -> list[list[bool]]:
+        """Waits until each stream has run a whole job from now on; returns their `is_draft`."""
+        numbers = [len(stream.jobs) for stream in self.streams.streams]
+        found = list(zip(self.streams.streams, numbers, strict=True))
+        await self.streams.until(
+            lambda: all(len(s.jobs) > n and s.jobs[n].is_over for s, n in found), timeout_s=TIMEOUT_S
+        )
+        return [stream.jobs[number].is_draft for stream, number in found]
+
+
+def _draft_pid(state: ServerState) -> int:
+    return next((service.pid for service in state.services if service.name == "draft"), 0)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 1)
+
+
+def random_draft(folder: Path) -> Path:
+    """Writes a standalone draft of the bundled one's shape with random weights."""
+    torch.manual_seed(1)
+    shutil.copytree(standalone_dir(), folder)
+    weights = folder / "model.safetensors"
+    drawn = {name: 0.02 * torch.randn_like(weight) for name, weight in load_file(weights).items()}
+    save_file(drawn, weights, metadata={"format": "pt"})
+    return folder
+
+
+async def measure(plan: Plan) -> dict[str, Any]:
+    """Serves, swaps and kills, and returns the run as it is in the file of results."""
+    options = words(device=plan.device, slots=plan.clients, dtype="float32" if plan.device == "cuda" else None)
+    with TemporaryDirectory() as directory:
+        steps = (
+            (STANDALONE, EAGLE3, eagle3_dir()),
+            (EAGLE3, NONE, None),
+            (NONE, STANDALONE, standalone_dir()),
+            (STANDALONE, RANDOM, random_draft(Path(directory) / "random")),
+        )
+        rows = []
+        async with up_server(*options) as server:
+            swaps = Swaps(plan, server)
+            async with swaps.running():
+                for before, after, draft in steps:
+                    rows.append(await swaps.swap(before, after, draft))
+                    print(_line(rows[-1]), flush=True)
+                recovery = await swaps.returns()
+    return {
+        "host": host(plan.device),
+        "plan": asdict(plan),
+        "swaps": [asdict(row) for row in rows],
+        "return": {"tokens": recovery.tokens, "bin_tokens": BIN_TOKENS, "accept_length_shares": recovery.shares},
+        "jobs": swaps.streams.num_jobs,
+        "errors": swaps.streams.errors,
+    }
+
+
+def _line(row: Swap) -> str:
+    back = "" if row.recovery_tokens is None else f", acceptance is back after {row.recovery_tokens} tokens of a stream"
+    return (
+        f"{row.before} -> {row.after}{' (rolled back)' if row.rolled_back else ''}: {row.seconds:.1f} s, longest gap "
+        f"{row.gap_worst_ms:.0f} ms (before: {row.calm_gap_worst_ms:.0f} ms), accept length "
+        f"{row.accept_length_before:.2f} -> {row.accept_length_after:.2f}{back}"
+    )
+
+
+def main(
+    clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a job.")] = Plan.max_new_tokens,
+    kills: Annotated[int, typer.Option(help="Kills of the draft.")] = Plan.kills,
+    device: DeviceOption = Plan.device,
+    json: JsonOption = None,
+) -> None:
+    """Swaps the draft and kills it, and prints how the streams do."""
+    run = asyncio.run(measure(Plan(clients=clients, max_new_tokens=max_new_tokens, kills=kills, device=device)))
+    shares = ", ".join(f"{share:.2f}" for share in run["return"]["accept_length_shares"])
+    print(f"{run['host']}; {clients} clients")
+    print(f"{kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")
+    print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
+    print("\n".join(run["errors"]))
+    write_json(run, json)
+    sys.exit(bool(run["errors"]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

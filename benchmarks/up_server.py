@@ -1,0 +1,125 @@
+"""`slipstream up` as a process of a benchmark, whose services can be killed, stopped and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import psutil
+
+from slipstream.benchmarks.stack import free_ports
+from slipstream.cli.status import wait_until_serving
+from slipstream.client import AsyncClient
+from slipstream.common.errors import SlipstreamError
+from slipstream.common.rpc.scrape import scrape
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from slipstream.common.rpc.scrape import Scrape
+
+SERVICES = ("gateway", "scheduler", "verify", "draft")
+START_TIMEOUT_S = 300.0
+RESTORE_TIMEOUT_S = 120.0
+POLL_S = 0.05
+STOP_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+"""The signals of a service's faults, by name."""
+ANY_DEATHS = ("--restart-window-s", "0.001")
+"""A benchmark kills more often than a server's bound on restarts allows."""
+
+
+class UpServer:
+    """A running `slipstream up`."""
+
+    def __init__(self, address: str, state_dir: Path, process: psutil.Process) -> None:
+        """`process`: that of `up` itself, whose children are the services."""
+        self.address = address
+        self.state_dir = state_dir
+        self.process = process
+
+    def services(self) -> dict[str, psutil.Process]:
+        """The processes that run now, by service. Those of a draft that is on its way in or out are left out."""
+        found: dict[str, psutil.Process] = {}
+        for child in sorted(self.process.children(), key=lambda child: child.create_time(), reverse=True):
+            try:
+                command = child.cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            for service in SERVICES:
+                if any(word.endswith(f".{service}.main") for word in command):
+                    found[service] = child
+        return found
+
+    def send(self, service: str, number: signal.Signals) -> psutil.Process:
+        """Sends a signal to a service, and returns the process that got it. Raises KeyError if there is none."""
+        process = self.services()[service]
+        process.send_signal(number)
+        return process
+
+    async def metrics(self) -> Scrape:
+        """Reads the scheduler's metrics."""
+        async with AsyncClient(self.address) as client:
+            state = await client.server_info()
+        return await scrape(next(service.metrics_port for service in state.services if service.name == "scheduler"))
+
+    async def restored(self, algorithm: str, *, without: psutil.Process | None = None) -> None:
+        """Waits until every service is there, drafts are made by `algorithm`, and `without` runs no more.
+
+        Raises TimeoutError.
+        """
+        async with asyncio.timeout(RESTORE_TIMEOUT_S), AsyncClient(self.address) as client:
+            while True:
+                try:
+                    state = await client.server_info()
+                except SlipstreamError:
+                    await asyncio.sleep(POLL_S)
+                    continue
+                pids = {service.pid for service in state.services}
+                known = {process.pid for process in self.services().values()}
+                is_new = without is None or without.pid not in pids | known
+                if is_new and state.algorithm == algorithm and pids == known:
+                    return
+                await asyncio.sleep(POLL_S)
+
+
+@asynccontextmanager
+async def up_server(*options: str) -> AsyncIterator[UpServer]:
+    """Runs `slipstream up` with these options until the context ends. Prints its log when the context fails."""
+    with TemporaryDirectory(prefix="slipstream-") as directory:
+        address, log = f"127.0.0.1:{free_ports(1)[0]}", Path(directory) / "up.log"
+        private = ("--listen", address, "--state-dir", directory, "--metrics-port", "0")
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options),
+                stdout=output,
+                stderr=output,
+            )
+        server = UpServer(address, Path(directory), psutil.Process(process.pid))
+        try:
+            await _until_serving(process, address)
+            yield server
+        except BaseException:
+            print(log.read_text(encoding="utf-8"), file=sys.stderr)
+            raise
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                await process.wait()
+
+
+async def _until_serving(process: asyncio.subprocess.Process, address: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    serving = asyncio.ensure_future(wait_until_serving(address))
+    try:
+        while not serving.done():
+            if process.returncode is not None or time.monotonic() > deadline:
+                raise RuntimeError("slipstream up does not serve")
+            await asyncio.wait([serving], timeout=POLL_S)
+    finally:
+        serving.cancel()

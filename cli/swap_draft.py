@@ -1,0 +1,120 @@
+"""`slipstream swap-draft`: has a running server change its draft, and shows what that brought."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slipstream.cli.model_choice import ALGORITHMS
+from slipstream.common.api.draft_swap import (
+    DEFAULT_JUDGE_STEPS,
+    DEFAULT_ROLLBACK_BELOW,
+    MAX_JUDGE_STEPS,
+    DraftSwap,
+    SwapOutcome,
+    SwapTerms,
+)
+from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.address import parse_address
+from slipstream.common.settings import Settings, setting, shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapOptions(Settings):
+    """The options of the command. Raises ConfigError naming what contradicts another."""
+
+    draft: str | None = setting(
+        None, unit="DIR", help="Directory of the new draft model; with --address, the address of its service."
+    )
+    algorithm: str | None = setting(
+        None, choices=ALGORITHMS, help="How it drafts; none takes the draft away. With --address, only none."
+    )
+    num_draft_tokens: int | None = setting(
+        None, unit="K", help="Tokens drafted in a step.", unset="as many as before", low=1, high=16
+    )
+    judge_steps: int = setting(
+        DEFAULT_JUDGE_STEPS,
+        unit="N",
+        help="Steps before and after that are compared; 0 does not judge.",
+        low=0,
+        high=MAX_JUDGE_STEPS,
+    )
+    rollback_below: float = setting(
+        DEFAULT_ROLLBACK_BELOW,
+        unit="R",
+        help="The old draft comes back if the new one has fewer than R times its accepted tokens in a step.",
+        low=0,
+        high=1000,
+    )
+    address: str | None = setting(
+        None, unit="ADDRESS", help="Of a scheduler to ask, where no `up` runs: in containers.", unset="none"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm == "none":
+            for name in ("draft", "num_draft_tokens"):
+                if (given := getattr(self, name)) is not None:
+                    raise ConfigError(name, given, "only with a draft, and algorithm none has none")
+        elif self.draft is None:
+            raise ConfigError("draft", None, "a draft, or --algorithm none")
+        elif self.address is None and self.algorithm is None:
+            raise ConfigError("algorithm", None, ", ".join(ALGORITHMS))
+        elif self.address is not None and self.algorithm is not None:
+            raise ConfigError("algorithm", self.algorithm, "only none with --address: a draft service has its own")
+        for name in ("address", "draft") if self.address is not None else ():
+            if (given := getattr(self, name)) is not None:
+                parse_address(given, field=name)
+
+    @property
+    def directory(self) -> Path | None:
+        """The draft's, absolute."""
+        return None if self.draft is None else Path(self.draft).absolute()
+
+
+async def run_swap(options: SwapOptions, state_dir: Path, *, as_json: bool) -> int:
+    """Asks the `up` with this state directory, or a scheduler; gives the exit status: 1 if it was rolled back.
+
+    Raises SlipstreamError when nothing was swapped.
+    """
+    outcome = await (_ask_up(options, state_dir) if options.address is None else _ask_scheduler(options))
+    if as_json:
+        print(json.dumps(asdict(outcome)))
+    else:
+        print_outcome(outcome)
+    return 1 if outcome.rolled_back else 0
+
+
+async def _ask_up(options: SwapOptions, state_dir: Path) -> SwapOutcome:
+    from slipstream.cli.up.control import request_swap
+
+    assert options.algorithm is not None, "checked with the options"
+    return await request_swap(state_dir, options.directory, options.algorithm, shared(SwapTerms, options))
+
+
+async def _ask_scheduler(options: SwapOptions) -> SwapOutcome:
+    from slipstream.cli.up.draft_swaps import swap_at
+
+    assert options.address is not None, "one of two ways"
+    return await swap_at(options.address, DraftSwap(address=options.draft or "", terms=shared(SwapTerms, options)))
+
+
+def print_outcome(outcome: SwapOutcome) -> None:
+    """Prints the figures as a table, and below it what became of the new draft."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("", "algorithm", "draft tokens", "steps", "accept length", "tokens/s", "step ms"):
+        table.add_column(heading, justify="left" if heading in ("", "algorithm") else "right")
+    for name, figures in (("before", outcome.before), ("after", outcome.after)):
+        means = (f"{figures.accept_length:.2f}", f"{figures.tokens_per_second:.0f}", f"{figures.step_ms:.2f}")
+        counted = means if figures.num_steps else ("-", "-", "-")
+        table.add_row(name, figures.algorithm, f"{figures.num_draft_tokens}", f"{figures.num_steps}", *counted)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"rolled back: {outcome.reason}" if outcome.rolled_back else "swapped", markup=False)
+    if outcome.longest_pause_ms:
+        console.print(f"longest pause between two steps: {outcome.longest_pause_ms:.1f} ms")

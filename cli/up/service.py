@@ -1,0 +1,126 @@
+"""A service that a supervisor keeps: its command, the process that it has now, and what became of those before."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import TYPE_CHECKING
+
+from slipstream.cli.cancellation import background
+from slipstream.cli.status import wait_until_serving
+from slipstream.cli.up.heartbeat import until_hung
+from slipstream.cli.up.process import ServiceProcess, ServiceReport
+from slipstream.cli.up.smg import HTTP, wait_until_smg_serves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.cli.up.process import ServiceCommand
+
+
+class ServiceState(enum.Enum):
+    """State of a service, as `on_change` gets it."""
+
+    LOADING = "loading"
+    READY = "ready"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    DIED = "died"
+
+
+class Service:
+    """Belongs to the supervisor, which starts and ends its processes."""
+
+    def __init__(self, command: ServiceCommand, *, is_kept: bool = True) -> None:
+        self.command = command
+        """For the next start."""
+        self.is_kept = is_kept
+        """True if it is started again when it dies."""
+        self.state = ServiceState.LOADING
+        self.num_restarts = 0
+        self.last_end = ""
+        self.was_ever_ready = False
+        self.num_failed_starts = 0
+        """Processes in a row that ended before they were ready."""
+        self.due: float | None = None
+        """When it is started again, by `time.monotonic`; None while it is to have the process that it has."""
+        self.is_leaving = False
+        """True once its process is ended by plan."""
+        self.process: ServiceProcess
+        self.watching: asyncio.Task[str]
+        """Ends with the process, whose fault is its result: "did not answer for 10 s"; empty if it ended by itself.
+        A TimeoutError says that it was not ready in time."""
+
+    @property
+    def name(self) -> str:
+        """The service's name."""
+        return self.command.name
+
+    @property
+    def group(self) -> str:
+        """Name of the group that it is started again with, as its process was placed."""
+        return self.process.command.group or self.name
+
+    @property
+    def is_ready(self) -> bool:
+        """True if its process was ready."""
+        return self.process.ready.is_set()
+
+    @property
+    def is_running(self) -> bool:
+        """True if its process has not ended."""
+        return not self.process.ended.is_set()
+
+    @property
+    def ended_at_work(self) -> bool:
+        """True if its process ended in the midst of its work, which breaks its group.
+
+        One that hangs is let go of before it is killed, and one that ends by itself before it is ready has no work.
+        """
+        process = self.process
+        is_orderly = process.exit_status == 0 or (process.exit_status is not None and not self.is_ready)
+        return not process.fault and not is_orderly
+
+    def report(self) -> ServiceReport:
+        """What it is now."""
+        return ServiceReport(
+            name=self.name,
+            pid=self.process.pid if self.is_running else 0,
+            state=self.state.value,
+            num_restarts=self.num_restarts,
+            last_end=self.last_end,
+        )
+
+    def start(
+        self, command: ServiceCommand, *, ready_timeout_s: float, hang_timeout_s: float, on_ready: Callable[[], None]
+    ) -> None:
+        """Starts a process by `command`, and watches it."""
+        self.due = None
+        self.process = ServiceProcess(command)
+        self.watching = asyncio.create_task(self._watch(self.process, ready_timeout_s, hang_timeout_s, on_ready))
+
+    async def stop_watching(self) -> None:
+        """From here on its process is ended by plan."""
+        self.is_leaving, self.due = True, None
+        self.watching.cancel()
+        await asyncio.gather(self.watching, return_exceptions=True)
+
+    @staticmethod
+    async def _watch(
+        process: ServiceProcess, ready_timeout_s: float, hang_timeout_s: float, on_ready: Callable[[], None]
+    ) -> str:
+        async def become_ready() -> str:
+            async with asyncio.timeout(ready_timeout_s):
+                await _until_serving(process.command.address)
+            process.ready.set()
+            on_ready()
+            await until_hung(process.command.address, hang_timeout_s)
+            return f"did not answer for {hang_timeout_s:g} s"
+
+        async with background(become_ready(), process.ended.wait()) as (living, ending):
+            await asyncio.wait((living, ending), return_when=asyncio.FIRST_COMPLETED)
+            return "" if ending.done() else await living
+
+
+async def _until_serving(address: str) -> None:
+    await (wait_until_smg_serves(address) if address.startswith(HTTP) else wait_until_serving(address))

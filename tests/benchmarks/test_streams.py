@@ -1,0 +1,59 @@
+"""Gaps and accept lengths from what clients saw, and how soon a draft is as good as before."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.benchmarks.streams import JobLog, Message, Stream, Streams
+from slipstream.benchmarks.swap import BIN_TOKENS, NUM_BINS, Recovery
+
+STEP = (True, True, True, False)
+"""Three accepted draft tokens, and the bonus token."""
+
+
+def job(*times: float, is_draft: tuple[bool, ...] = STEP) -> JobLog:
+    return JobLog([Message(at, is_draft) for at in times])
+
+
+def test_a_gap_is_between_messages_of_one_job() -> None:
+    stream = Stream(0, [job(0.0, 1.0, 1.1), job(9.0, 9.5)])
+    assert stream.longest_gap(0.0, 20.0) == pytest.approx(1.0)
+    assert stream.longest_gap(1.05, 8.0) == pytest.approx(0.1)
+    assert stream.longest_gap(0.5, 0.6) == pytest.approx(1.0)
+    assert stream.longest_gap(0.0, 20.0, begun_after=0.5) == pytest.approx(0.5)
+    assert stream.longest_gap(2.0, 8.0) is None
+
+
+async def test_accept_length_is_tokens_over_steps() -> None:
+    streams = Streams("unix:nowhere", 1, 8)
+    streams.streams[0].jobs = [job(0.0, 1.0, 2.0, is_draft=(True, False)), job(3.0, 4.0)]
+    assert streams.accept_length(0.5, 2.5) == pytest.approx(2.0)
+    assert streams.accept_length(0.5, 4.5) == pytest.approx(8 / 3)
+    assert streams.accept_length(10.0, 11.0) == 1.0
+
+
+async def test_acceptance_is_back_where_steps_are_as_few_as_with_the_draft_from_the_beginning() -> None:
+    streams = Streams("unix:nowhere", 2, 1000)
+    reference = list(STEP) * 200
+    slow = [Message(at, (False,)) for at in range(50)]
+    after = [Message(100.0 + at, STEP) for at in range(100)]
+    poor = [Message(60.0 + at, (False,)) for at in range(30)]
+    # One stream has no draft for the first 30 tokens after the return; the job of the other began behind it.
+    streams.streams[0].jobs = [JobLog([*slow, *poor, *after])]
+    streams.streams[1].jobs = [JobLog(after)]
+    recovery = Recovery()
+    recovery.add(streams, 55.0, [reference, reference])
+    assert recovery.shares[0] == pytest.approx(0.25, abs=0.03)
+    assert recovery.shares[1] < 0.95
+    assert recovery.shares[2:] == pytest.approx([1.0] * (NUM_BINS - 2), abs=0.2)
+    assert recovery.tokens is not None
+    assert recovery.tokens >= 2 * BIN_TOKENS
+
+
+def test_acceptance_that_does_not_come_back_is_said() -> None:
+    recovery = Recovery()
+    assert recovery.tokens is None
+    recovery.steps, recovery.expected_steps = [10] * NUM_BINS, [10] * (NUM_BINS - 1) + [5]
+    assert recovery.tokens is None
+    recovery.expected_steps = [5] + [10] * (NUM_BINS - 1)
+    assert recovery.tokens == BIN_TOKENS

@@ -1,0 +1,217 @@
+"""Swaps of the draft of a running `up` through its control service: fake drafts, and a scripted scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.up import draft_swaps
+from slipstream.cli.up.config import UpConfig
+from slipstream.cli.up.control import control_server, fetch_reports, request_swap
+from slipstream.cli.up.draft_swaps import DraftSwaps
+from slipstream.cli.up.supervisor import Supervisor
+from slipstream.common.api.draft_swap import DraftFigures, DraftSwap, SwapOutcome, SwapTerms
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MismatchError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.protos import scheduler_pb2_grpc
+from tests.harness.grpc_server import running_server
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from slipstream.cli.up.process import ServiceCommand
+    from tests.cli.conftest import MakeCommand
+
+pytestmark = pytest.mark.timeout(30)
+
+SWAPPED = SwapOutcome(
+    before=DraftFigures(algorithm="standalone", num_draft_tokens=4),
+    after=DraftFigures(algorithm="eagle3", num_draft_tokens=2, num_steps=9, accept_length=2.0),
+)
+
+
+class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Answers swaps as told, once it may."""
+
+    def __init__(self) -> None:
+        self.swaps: list[DraftSwap] = []
+        self.answer: SwapOutcome | SlipstreamError = SWAPPED
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def SwapDraft(self, request: Any, context: object) -> Any:  # noqa: N802
+        self.swaps.append(DraftSwap.from_pb(request))
+        await self.may_answer.wait()
+        if isinstance(self.answer, SlipstreamError):
+            raise self.answer
+        return self.answer.to_pb()
+
+
+class Up:
+    """What `up` is made of, without the other services."""
+
+    def __init__(
+        self, config: UpConfig, supervisor: Supervisor, scheduler: ScriptedScheduler, logs: list[Path]
+    ) -> None:
+        self.logs = logs
+        self.config = config
+        self.supervisor = supervisor
+        self.scheduler = scheduler
+        self.old = supervisor.service("draft")
+        self.old_process = psutil.Process(self.old.process.pid)
+        self.new = config.models.target.parent / "new"
+
+    async def swap(self, algorithm: str = "eagle3", draft: Path | None = None, **terms: Any) -> SwapOutcome:
+        draft = None if algorithm == "none" else draft or self.new
+        return await request_swap(self.config.state_dir, draft, algorithm, SwapTerms(**terms))
+
+    def drafts(self) -> list[str]:
+        return [one.name for one in self.supervisor.services() if one.name.startswith("draft")]
+
+
+@pytest.fixture
+async def up(tmp_path: Path, fake_service: MakeCommand, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Up]:
+    def worker_command(config: UpConfig, name: str) -> ServiceCommand:
+        address, broken = config.socket(config.draft_instance), str(config.models.draft) + "/broken"
+        command = fake_service(name, "--die-when", broken)
+        argv = tuple(address if word == command.address else word for word in command.argv)
+        log_path = config.log_path(config.draft_instance)
+        return replace(command, argv=argv, address=address, log_path=log_path, restarts=True, is_optional=True)
+
+    monkeypatch.setattr(draft_swaps, "worker_command", worker_command)
+    for name in ("target", "old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    state_dir = tmp_path / "state"
+    (state_dir / "sockets").mkdir(parents=True)
+    for folder in (state_dir, state_dir / "sockets"):
+        folder.chmod(0o700)
+    models = ModelChoice(target=tmp_path / "target", draft=tmp_path / "old")
+    config = UpConfig(models=models, device="cpu", state_dir=state_dir, listen="127.0.0.1:0")
+    scheduler, logs = ScriptedScheduler(), list[Path]()
+    service = ("slipstream.v1.Scheduler", scheduler_pb2_grpc.add_SchedulerServicer_to_server, scheduler)
+    async with (
+        running_server(service, address=config.socket("scheduler")),
+        Supervisor(ready_timeout_s=20, drain_timeout_s=5) as supervisor,
+        control_server(state_dir, supervisor, DraftSwaps(config, supervisor, logs.append)),
+    ):
+        supervisor.start(worker_command(config, "draft"))
+        supervisor.start(fake_service("scheduler"))
+        await until(lambda: all(one.is_ready for one in supervisor.services()))
+        async with watching(supervisor):
+            yield Up(config, supervisor, scheduler, logs)
+
+
+@asynccontextmanager
+async def watching(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Keeps the services meanwhile; none may die for good."""
+    task = asyncio.create_task(supervisor.watch())
+    try:
+        yield
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_the_new_draft_takes_over_and_is_the_one_that_is_started_again(up: Up) -> None:
+    assert await up.swap(num_draft_tokens=2, judge_steps=7) == SWAPPED
+    address = up.config.socket("draft-2")
+    assert up.scheduler.swaps == [DraftSwap(address=address, terms=SwapTerms(num_draft_tokens=2, judge_steps=7))]
+    assert up.logs == [up.config.log_path("draft-2")]
+    assert not up.old_process.is_running()
+    assert up.drafts() == ["draft"]
+    words = up.supervisor.service("scheduler").command.argv
+    assert words[words.index("--draft") + 1] == address
+    assert words[words.index("--num-draft-tokens") + 1] == "2"
+    draft = up.supervisor.service("draft")
+    os.kill(draft.process.pid, signal.SIGKILL)
+    await until(lambda: draft.num_restarts == 1 and draft.is_ready)
+    assert draft.process.command.address == address
+    (report,) = (one for one in await fetch_reports(up.config.state_dir) if one.name == "draft")
+    assert (report.pid, report.state, report.num_restarts) == (draft.process.pid, "ready", 1)
+    assert report.last_end == "was killed by SIGKILL"
+    assert await up.swap("none") == SWAPPED
+    assert up.scheduler.swaps[-1].address == ""
+    assert up.drafts() == []
+    assert "--draft" not in up.supervisor.service("scheduler").command.argv
+    with pytest.raises(FailedPreconditionError, match="there is no draft to take away"):
+        await up.swap("none")
+
+
+async def test_a_draft_that_is_rolled_back_is_ended_and_the_old_one_stays(up: Up) -> None:
+    before = up.supervisor.service("scheduler").command
+    up.scheduler.answer = replace(SWAPPED, rolled_back=True, reason="worse")
+    assert await up.swap() == up.scheduler.answer
+    assert up.supervisor.services()[0] is up.old
+    assert up.drafts() == ["draft"]
+    assert up.old_process.is_running()
+    assert up.supervisor.service("scheduler").command == before
+
+
+async def test_a_draft_that_does_not_fit_is_ended_and_the_client_is_told_what_differs(up: Up) -> None:
+    up.scheduler.answer = MismatchError(["the vocabulary differs"])
+    with pytest.raises(MismatchError, match="the vocabulary differs"):
+        await up.swap()
+    assert up.drafts() == ["draft"]
+    assert up.old_process.is_running()
+
+
+async def test_a_draft_that_does_not_start_is_an_error_with_the_end_of_its_log(up: Up) -> None:
+    (up.new / "broken").touch()
+    with pytest.raises(
+        FailedPreconditionError, match="the new draft ended with exit status 1 before it was ready"
+    ) as caught:
+        await up.swap()
+    assert "fake service cannot load its model" in str(caught.value)
+    assert up.scheduler.swaps == []
+    assert up.drafts() == ["draft"]
+
+
+async def test_one_swap_at_a_time_which_outlives_its_client(up: Up) -> None:
+    up.scheduler.may_answer.clear()
+    client = asyncio.create_task(up.swap())
+    await until(lambda: bool(up.scheduler.swaps))
+    with pytest.raises(FailedPreconditionError, match="another swap of the draft is under way"):
+        await up.swap()
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+    up.scheduler.may_answer.set()
+    await until(lambda: not up.old_process.is_running())
+    assert up.drafts() == ["draft"]
+
+
+@pytest.mark.parametrize(
+    ("field", "algorithm", "draft"),
+    [("draft", "eagle3", "nothing"), ("algorithm", "medusa", "new"), ("draft", "none", "new")],
+)
+async def test_what_makes_no_sense_is_refused_by_name(up: Up, field: str, algorithm: str, draft: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: "):
+        await request_swap(up.config.state_dir, up.new.parent / draft, algorithm, SwapTerms())
+    assert up.scheduler.swaps == []
+
+
+async def test_an_algorithm_without_a_model_is_refused(up: Up) -> None:
+    with pytest.raises(InvalidArgumentError, match="a draft model for"):
+        await request_swap(up.config.state_dir, None, "eagle3", SwapTerms())
+
+
+async def test_without_an_up_there_is_one_clear_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=f"^no `slipstream up` answers in {tmp_path}$"):
+        await request_swap(tmp_path, None, "none", SwapTerms())
+    assert await fetch_reports(tmp_path) == []

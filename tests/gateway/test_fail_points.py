@@ -1,0 +1,66 @@
+"""A gateway that dies, hangs or stops at its points: its clients get every token once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.common.fail_points import EXIT_STATUS
+from tests.harness.gateway_processes import GatewayProcesses, gateway_processes
+from tests.harness.generation_server import collect, tokens_of
+from tests.harness.planted_faults import PlantedFaults
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.api.output_chunk import OutputChunk
+
+pytestmark = pytest.mark.timeout(120)
+
+PROMPT = [5, 6, 7, 8, 9]
+NUM_TOKENS = 90
+POINTS = (
+    "gateway.before_submit:{}@1",
+    "gateway.before_delivery:{}@2",
+    "gateway.before_commit:{}@2",
+    "gateway.after_commit:{}@2",
+    "gateway.before_write:{}@1",
+)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("action", ["kill", "exit", "hang", "stop"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_client_gets_every_token_once(tmp_path: Path, point: str, action: str) -> None:
+    faults = PlantedFaults(tmp_path / "record", point.format(action))
+    journal = ("--state-dir", str(tmp_path))
+    with gateway_processes(tmp_path, 1, *journal, environment=faults.environment) as gateways:
+        for chunks in asyncio.run(outputs_despite(faults, action, gateways)):
+            assert tokens_of(chunks) == (PROMPT * NUM_TOKENS)[:NUM_TOKENS]
+            assert chunks[-1].usage is not None
+            assert chunks[-1].usage.completion_tokens == NUM_TOKENS
+        assert gateways.stop() == [0]
+
+
+async def outputs_despite(faults: PlantedFaults, action: str, gateways: GatewayProcesses) -> list[list[OutputChunk]]:
+    """Runs two jobs, and starts the gateway again when it has failed."""
+    async with AsyncClient(gateways.addresses[0]) as client:
+        outputs = [
+            asyncio.create_task(collect(client.generate(PROMPT, job_id=name, max_new_tokens=NUM_TOKENS)))
+            for name in ("first", "second")
+        ]
+        await until(lambda: faults.have_failed)
+        if action == "stop":
+            gateways.send_signal(0, signal.SIGCONT)
+        else:
+            if action == "hang":
+                gateways.send_signal(0, signal.SIGKILL)
+            status = await asyncio.to_thread(gateways.wait, 0)
+            assert status == (EXIT_STATUS if action == "exit" else -signal.SIGKILL)
+            gateways.start(0)
+        return await asyncio.gather(*outputs)

@@ -1,0 +1,212 @@
+"""Simulated clients: what each asks for, when it leaves, comes back or cancels, and what it must get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.client.requests import OutputReader, can_go_on_after, job_request
+from slipstream.common.api.output_chunk import FinishReason
+from slipstream.common.errors import ConnectionLostError, ResourceExhaustedError, SlipstreamError
+from slipstream.gateway.validation import sample_seed
+from slipstream.protos import generation_pb2
+from tests.simulator.model import LEAST_TOKEN, NUM_TOKENS, reference
+from tests.simulator.transport import ClientCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from tests.simulator.processes import GatewayProcess
+    from tests.simulator.world import World
+
+PAUSE_S = 0.05
+"""Between two tries of a client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a client does."""
+
+    starts_at_s: float
+    prompt: tuple[int, ...]
+    seed: int
+    max_new_tokens: int
+    stops: tuple[int, ...]
+    num_samples: int
+    max_draft_tokens: int | None
+    creates: bool
+    """With CreateJob and WatchJob; else with Generate."""
+    is_named: bool
+    """True if it chooses the job's id."""
+    leaves_after: int | None
+    """Tokens after which it disconnects."""
+    returns_after_s: float | None
+    """Then; None is never."""
+    cancels_after: int | None
+    """Tokens after which it cancels the job by a call."""
+
+    @classmethod
+    def draw(cls, random: Random, *, context_tokens: int, num_draft_tokens: int) -> Plan:
+        """Draws one."""
+        prompt = tuple(random.randrange(LEAST_TOKEN, LEAST_TOKEN + NUM_TOKENS) for _ in range(random.randint(1, 20)))
+        most = random.randint(1, 16 if random.random() < 0.9 else context_tokens - len(prompt))
+        stops = random.sample(range(LEAST_TOKEN, LEAST_TOKEN + NUM_TOKENS), random.choice((0, 0, 0, 1, 4, 10)))
+        what = random.random()
+        creates = random.random() < 0.4
+        return cls(
+            starts_at_s=random.random() * 0.03,
+            prompt=prompt,
+            seed=random.getrandbits(32),
+            max_new_tokens=most,
+            stops=tuple(stops),
+            num_samples=2 if random.random() < 0.15 else 1,
+            max_draft_tokens=random.choice((0, 1)) if num_draft_tokens and random.random() < 0.2 else None,
+            creates=creates,
+            is_named=creates or random.random() < 0.8,
+            leaves_after=random.randint(0, most) if what < 0.3 else None,
+            returns_after_s=random.choice((None, 0.0, 0.01, 0.5)),
+            cancels_after=random.randint(0 if creates else 1, most) if what > 0.8 else None,
+        )
+
+
+class Client:
+    """A client with one job. It belongs to no process of the server."""
+
+    def __init__(self, world: World, number: int, plan: Plan, find: Callable[[], GatewayProcess | None]) -> None:
+        self.plan = plan
+        self.name = f"job-{number}"
+        self.is_over = False
+        """True if it wants nothing any more."""
+        self.tokens: list[list[int]] = [[] for _ in range(plan.num_samples)]
+        self.ends: list[FinishReason | None] = [None] * plan.num_samples
+        self._world = world
+        self._find = find
+        self._reader = OutputReader()
+        self._job_id = self.name if plan.is_named else ""
+        self._call: ClientCall | None = None
+        self._has_created = not plan.creates
+        self._has_left = self._has_cancelled = False
+        self._expected = [
+            reference(plan.prompt, sample_seed(plan.seed, index), plan.max_new_tokens, plan.stops)
+            for index in range(plan.num_samples)
+        ]
+        world.at(plan.starts_at_s, self._open)
+
+    def _open(self) -> None:
+        if self.is_over:
+            return
+        if not self._has_created:
+            request = self._request(generation_pb2.CreateJobRequest)
+            self._start(lambda gateway, context: gateway.servicer.CreateJob(request, context), self._created)
+        elif self.plan.creates:
+            watch = self._reader.watch_request(self._job_id)
+            self._start(lambda gateway, context: gateway.servicer.WatchJob(watch, context), self._read)
+        else:
+            generate = self._reader.resumed(self._request(generation_pb2.GenerateRequest))
+            self._start(lambda gateway, context: gateway.servicer.Generate(generate, context), self._read)
+        self._look()
+
+    def _request(self, kind: Any) -> Any:
+        plan = self.plan
+        return job_request(
+            kind,
+            plan.prompt,
+            self._job_id,
+            {
+                "max_new_tokens": plan.max_new_tokens,
+                "seed": plan.seed,
+                "stop_token_ids": list(plan.stops),
+                "n": plan.num_samples,
+                "max_draft_tokens": plan.max_draft_tokens,
+            },
+        )
+
+    def _start(self, handle: Any, on_message: Callable[[Any], None]) -> None:
+        self._call = ClientCall(self._world, self._find(), handle, on_message=on_message, on_end=self._ended)
+
+    def _created(self, _: Any) -> None:
+        self._has_created = True
+
+    def _read(self, message: Any) -> None:
+        if isinstance(message, bytes):
+            # As the gateway sends most chunks of plain text.
+            message = generation_pb2.GenerateResponse.FromString(message)
+        try:
+            chunk = self._reader.read(message)
+        except SlipstreamError as error:
+            self._world.fail(f"{self.name}: {error}")
+            return
+        self._job_id = self._job_id or message.job_id
+        if chunk is not None:
+            index = chunk.sample_index
+            self.tokens[index] += chunk.token_ids
+            if self.tokens[index] != self._expected[index][: len(self.tokens[index])]:
+                self._world.fail(f"{self.name}: got {self.tokens[index]}, expected {self._expected[index]}")
+            if chunk.finish_reason is not None:
+                self._check_end(index, chunk.finish_reason)
+        self._look()
+
+    def _check_end(self, index: int, reason: FinishReason) -> None:
+        if self.ends[index] is not None:
+            self._world.fail(f"{self.name}: a second end, {reason}")
+        self.ends[index] = reason
+        expected = self._expected[index]
+        if reason is FinishReason.ABORT:
+            if not self._has_cancelled:
+                self._world.fail(f"{self.name}: ended with {reason}, and no client cancelled it")
+        elif self.tokens[index] != expected:
+            self._world.fail(f"{self.name}: ended with {self.tokens[index]}, expected {expected}")
+        elif (reason is FinishReason.STOP) != (expected[-1] in self.plan.stops):
+            self._world.fail(f"{self.name}: ended with {reason} after {expected}")
+
+    def _ended(self, error: SlipstreamError | None) -> None:
+        if self.is_over:
+            return
+        if self._reader.is_over:
+            self.is_over = True
+        elif error is None and self._has_created and self.plan.creates and not self._reader.is_over:
+            self._world.at(0.0 if not sum(map(len, self.tokens)) else PAUSE_S, self._open)
+        elif isinstance(error, ResourceExhaustedError) or can_go_on_after(
+            error or ConnectionLostError("an end without an end")
+        ):
+            self._world.at(PAUSE_S * (0.5 + self._world.random.random()), self._open)
+        else:
+            self._world.fail(f"{self.name}: {error!r}")
+
+    def _look(self) -> None:
+        """Leaves or cancels if it is time to."""
+        plan, count = self.plan, sum(map(len, self.tokens))
+        if self._call is None or self.is_over or not self._has_created:
+            return
+        if plan.cancels_after is not None and count >= plan.cancels_after and not self._has_cancelled and self._job_id:
+            self._has_cancelled = True
+            self._cancel()
+        if plan.leaves_after is not None and count >= plan.leaves_after and not self._has_left:
+            self._has_left = True
+            self._call.cancel()
+            self._world.note(self.name, "leaves")
+            if plan.returns_after_s is None:
+                self.is_over = True
+            else:
+                self._world.at(plan.returns_after_s, self._open)
+
+    def _cancel(self) -> None:
+        request = generation_pb2.CancelJobRequest(job_id=self._job_id)
+        self._world.note(self.name, "cancels")
+
+        def ended(error: SlipstreamError | None) -> None:
+            if error is None:
+                return
+            if can_go_on_after(error):
+                self._world.at(PAUSE_S, self._cancel)
+            elif not self.is_over:
+                self._world.fail(f"{self.name}: CancelJob: {error!r}")
+
+        ClientCall(
+            self._world,
+            self._find(),
+            lambda gateway, context: gateway.servicer.CancelJob(request, context),  # type: ignore[union-attr]
+            on_message=lambda _: None,
+            on_end=ended,
+        )

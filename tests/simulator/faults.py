@@ -1,0 +1,80 @@
+"""The faults of a schedule: which process dies, stops, or becomes slow, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from tests.simulator.processes import Machine
+
+PROCESSES = ("gateway", "scheduler", "verify", "draft")
+KINDS = ("kill", "kill", "kill", "stop", "cut", "slow", "hang")
+TYPICAL_EVENTS = 1200
+KEEPALIVE_S = 2.0
+"""A process that is stopped for longer loses its connections."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, before the event of a number."""
+
+    event: int
+    kind: str
+    """kill: SIGKILL. stop: SIGSTOP for `seconds`. cut: the stream between gateway and scheduler breaks.
+    slow, hang: the stream of the worker rests for `seconds`, or for ever."""
+    process: str
+    seconds: float
+
+
+@dataclass
+class Faults:
+    """All faults of a schedule."""
+
+    faults: list[Fault]
+    num_done: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def draw(cls, random: Random, count: int) -> Faults:
+        """Draws them; some follow closely on the one before, some come at the same time."""
+        faults: list[Fault] = []
+        for _ in range(count):
+            event = int(random.random() ** 1.5 * TYPICAL_EVENTS)
+            if faults and random.random() < 0.5:
+                event = faults[-1].event + random.choice((0, 1, 10, 100, 300))
+            kind, process = random.choice(KINDS), random.choice(PROCESSES)
+            if kind in ("slow", "hang") and process not in ("verify", "draft"):
+                kind = "kill"
+            faults.append(Fault(event, kind, process, random.choice((0.001, 0.02, 0.3, 3.0))))
+        return cls(faults)
+
+    def plant(self, machine: Machine) -> None:
+        """Lets them happen when it is time."""
+        for fault in self.faults:
+            machine.world.at_event(fault.event, lambda fault=fault: self._happen(machine, fault))
+
+    def _happen(self, machine: Machine, fault: Fault) -> None:
+        process, world = machine.find(fault.process), machine.world
+        if process is None:
+            return
+        self.num_done += 1
+        world.note(f"event {world.num_events}:", fault.kind, fault.process, fault.seconds)
+        match fault.kind:
+            case "kill":
+                process.kill()
+            case "stop":
+                process.stop()
+                world.at(fault.seconds, process.go_on)
+                if fault.seconds > KEEPALIVE_S:
+                    world.at(KEEPALIVE_S, process.lose_connections)
+            case "cut":
+                gateway = machine.find("gateway")
+                if gateway is not None and gateway.connection.stream is not None:
+                    gateway.connection.stream.break_off()
+            case "slow":
+                process.stream.paused_until = world.now + fault.seconds
+            case "hang":
+                process.stream.is_stuck = True

@@ -1,0 +1,150 @@
+"""The scheduler's links to simulated workers."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from slipstream.common.errors import SlipstreamError, UnavailableError
+from tests.simulator.threads import Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.step import Role, StepCommand
+    from slipstream.common.worker.trace import HostRecords
+    from tests.simulator.workers import SimulatedWorker
+    from tests.simulator.world import Process
+
+T = TypeVar("T")
+ATTACH_S = 0.05
+"""At most so long a worker needs to open an epoch."""
+
+
+class SimulatedLink:
+    """Implements `Link`: a stream of commands over an ordered connection that may break, and calls beside it."""
+
+    def __init__(self, scheduler: Process, role: Role, find: Callable[[], SimulatedWorker | None]) -> None:
+        """`find` returns the worker that listens at the address now."""
+        self.role = role
+        self.failure: SlipstreamError | None = None
+        self._scheduler = scheduler
+        self._world = scheduler.world
+        self._find = find
+        self._worker: SimulatedWorker | None = None
+        self._changed = Signal(self._world)
+        self._acknowledged = 0
+        self._epoch = 0
+        self._is_open = False
+        self._last_up = self._last_down = 0.0
+
+    def describe(self) -> WorkerDescription:
+        """See `Link.describe`."""
+        return self._call(lambda worker, answer: answer(worker.describe(), None))
+
+    def attach(self, attachment: Attachment) -> None:
+        """See `Link.attach`."""
+
+        def attach(worker: SimulatedWorker, answer: Callable[[None, SlipstreamError | None], None]) -> None:
+            opening_s = self._world.random.random() * ATTACH_S
+            worker.at(opening_s, worker.attach, attachment, lambda error: answer(None, error))
+
+        self._call(attach)
+        self._world.may_be_interrupted()
+        self._worker, self._epoch, self._is_open = self._find(), attachment.epoch, True
+        worker = self._worker
+        if worker is None or not worker.is_alive:
+            self.lost("it died")
+            return
+        self._send_up(worker.open_stream, self)
+
+        def broken() -> None:
+            self.lost("the connection broke")
+            worker.soon(worker.end_stream, self)
+
+        worker.on_lost.append(broken)
+        self._scheduler.on_lost.append(broken)
+
+    def send(self, command: StepCommand) -> None:
+        """See `Link.send`."""
+        self._world.may_be_interrupted()
+        if self.failure is not None:
+            raise self.failure
+        assert self._worker is not None, "a link is attached before it sends"
+        self._send_up(self._worker.take, self, command)
+        self._world.may_be_interrupted()
+
+    def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
+        """See `Link.wait_for_acknowledgement`."""
+        came = self._changed.wait_for(lambda: self._acknowledged >= step or self.failure is not None, timeout_s)
+        if self.failure is not None:
+            raise self.failure
+        return came
+
+    def read_records(self, from_step: int) -> HostRecords | None:
+        """See `Link.read_records`."""
+        return None
+
+    def detach(self, *, drain: bool) -> None:
+        """See `Link.detach`."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        if drain and self.failure is None:
+            with suppress(UnavailableError):
+                self._call(lambda found, answer: found.drain(self._epoch, lambda: answer(None, None)))
+        self._is_open = False
+        self._send_up(worker.end_stream, self)
+
+    def acknowledge(self, step: int) -> None:
+        """Called by the worker: it has enqueued a step."""
+        self._last_down = max(self._last_down, self._world.now + self._world.latency())
+        self._scheduler.at(self._last_down - self._world.now, self._acknowledge, step)
+
+    def lost(self, reason: str) -> None:
+        """The connection broke; the scheduler learns of it soon."""
+        self._scheduler.soon(self._fail, reason)
+
+    def _acknowledge(self, step: int) -> None:
+        if self._is_open:
+            self._acknowledged = step
+            self._changed.changed()
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None and self._is_open:
+            self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
+            self._changed.changed()
+
+    def _send_up(self, call: Callable[..., None], *arguments: object) -> None:
+        """In the order of the stream."""
+        worker = call.__self__  # type: ignore[attr-defined]
+        self._last_up = max(self._last_up, self._world.now + self._world.latency())
+        if self._scheduler.is_alive:
+            worker.at(self._last_up - self._world.now, call, *arguments)
+
+    def _call(self, ask: Callable[[SimulatedWorker, Callable[[T, SlipstreamError | None], None]], None]) -> T:
+        """A call beside the stream. Blocks; raises the worker's error, or UnavailableError."""
+        world, worker = self._world, self._find()
+        world.may_be_interrupted()
+        answered: list[tuple[T | None, SlipstreamError | None]] = []
+        changed = Signal(world)
+
+        def arrive(result: T | None, error: SlipstreamError | None) -> None:
+            if not answered:
+                answered.append((result, error))
+                changed.changed()
+
+        def refuse() -> None:
+            self._scheduler.soon(arrive, None, UnavailableError(f"the {self.role.value} service is not there"))
+
+        if worker is None or not worker.is_alive:
+            refuse()
+        else:
+            worker.on_lost.append(refuse)
+            worker.soon(ask, worker, lambda result, error: self._scheduler.soon(arrive, result, error))
+        changed.wait_for(lambda: bool(answered))
+        result, error = answered[0]
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]

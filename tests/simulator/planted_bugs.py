@@ -1,0 +1,89 @@
+"""Bugs to plant into the real code: the simulator must find each of them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.gateway.job_journal import JobJournal
+from slipstream.gateway.journal_codec import rows_of
+from slipstream.scheduler.core.allocators import SlotAllocator
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.workers.link import DispatchAcknowledged
+from tests.simulator.schedule import run_schedule
+from tests.simulator.world import SimulationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    """A method of the real code, and a wrong one for its place."""
+
+    name: str
+    owner: type
+    method: str
+    make_wrong: Callable[[Any], Any]
+    """Makes the wrong method of the right one."""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The bug is there meanwhile."""
+        right = getattr(self.owner, self.method)
+        setattr(self.owner, self.method, self.make_wrong(right))
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.method, right)
+
+    def find(self, seeds: Iterable[int]) -> tuple[int, int, str] | None:
+        """Runs schedules until one fails: how many it took, the seed and the verdict; None if all of them pass."""
+        with self.planted():
+            for count, seed in enumerate(seeds, start=1):
+                try:
+                    run_schedule(seed)
+                except SimulationError as error:
+                    return count, seed, str(error)
+        return None
+
+
+def _free_twice(release: Any) -> Any:
+    def wrong(self: SlotAllocator, lease: Any) -> None:
+        release(self, lease)
+        self._free.append(lease.slot)
+
+    return wrong
+
+
+def _send_before_commit(_: Any) -> Any:
+    def wrong(self: JobJournal, step: Any, running: Any, then: Any) -> None:
+        keys = {number: running[number].key for number in (*step.sequences, *step.admitted) if number in running}
+        self._journal.outputs(rows_of(step, keys))
+        then()
+
+    return wrong
+
+
+def _believe_the_step_before(wait: Any) -> Any:
+    return lambda self, producer, step: wait(self, producer, step - 1)
+
+
+def _forget_to_notify(_: Any) -> Any:
+    def wrong(self: WaitingQueue, *sequences: Any, epoch: int | None = None) -> bool:
+        if self._epoch is None or epoch not in (None, self._epoch):
+            return False
+        for sequence in sequences:
+            self._add(sequence)
+        return True
+
+    return wrong
+
+
+BUGS = (
+    PlantedBug("a slot freed twice", SlotAllocator, "release", _free_twice),
+    PlantedBug("an output sent before its commit", JobJournal, "take_in", _send_before_commit),
+    PlantedBug("a late acknowledgement believed", DispatchAcknowledged, "_wait", _believe_the_step_before),
+    PlantedBug("a submission that wakes no one", WaitingQueue, "add", _forget_to_notify),
+)

@@ -1,0 +1,240 @@
+"""The processes under test: a scheduler and a gateway of the real parts, on the simulated world."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.api.server_state import SchedulerDescription, SchedulerState, ServerState
+from slipstream.common.worker.step import Role
+from slipstream.gateway.fair_turns import FairTurns
+from slipstream.gateway.home import ALONE
+from slipstream.gateway.job_store import JobStore
+from slipstream.gateway.journal_file import JournalFile, JournalMode
+from slipstream.gateway.manager import JobManager
+from slipstream.gateway.request_metrics import RequestMetrics
+from slipstream.gateway.scheduler_link import SchedulerLink
+from slipstream.gateway.served_model import ServedModel
+from slipstream.gateway.servicer import GenerationServicer
+from slipstream.gateway.validation import RequestLimits
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.servicer import SchedulerServicer
+from slipstream.scheduler.workers.session import WorkerSession
+from tests.harness.tokenizers_by_kind import make_tokenizer
+from tests.harness.workers import VOCAB_SIZE
+from tests.simulator.event_loop import SimulatedLoop
+from tests.simulator.links import SimulatedLink
+from tests.simulator.memory import SimulatedDevice
+from tests.simulator.transport import SimulatedConnection
+from tests.simulator.world import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.gateway.peers import Peers
+    from slipstream.scheduler.config import SchedulerConfig
+    from slipstream.scheduler.core.outbox import Outgoing
+    from slipstream.scheduler.workers.epoch import Epoch
+    from tests.simulator.memory import Host
+    from tests.simulator.workers import SimulatedWorker
+    from tests.simulator.world import World
+
+EOS_ID = 1
+"""Never said by the model."""
+RETURN_S = 2.0
+"""Clients may take so long to come back to a gateway that was started again."""
+
+
+class SchedulerProcess(Process):
+    """The real session, loop, batch, queue and servicer. Implements `SessionListener` and `OutputSink`."""
+
+    def __init__(
+        self,
+        world: World,
+        host: Host,
+        config: SchedulerConfig,
+        find: Callable[[Role], SimulatedWorker | None],
+        fence_kind: str,
+    ) -> None:
+        super().__init__(world, "scheduler")
+        self.loop = SimulatedLoop(self)
+        self.config = config
+        self.servicer: SchedulerServicer | None = None
+        self.epoch: Epoch | None = None
+        """The epoch that is served."""
+        self._find = find
+        self._device = SimulatedDevice(host, self, fence_kind)
+        self.soon(self.loop.run_call, self._start)
+
+    def _start(self) -> None:
+        self.queue = WaitingQueue(self.config.max_sequences)
+        self.servicer = SchedulerServicer(self.queue, self.describe)
+        session = WorkerSession(
+            self.config,
+            cast("Any", self._device),
+            self.queue,
+            registry=CollectorRegistry(),
+            listener=self,
+            sink=self,
+            make_links=self._links,
+        )
+        session._thread.start()
+
+    def _links(self) -> dict[Role, Any]:
+        roles = (Role.VERIFY, Role.DRAFT) if self.config.draft else (Role.VERIFY,)
+        return {role: SimulatedLink(self, role, lambda role=role: self._find(role)) for role in roles}
+
+    def put(self, outgoing: Outgoing) -> None:
+        """See `OutputSink.put`."""
+        assert self.servicer is not None
+        self.world.may_be_interrupted()
+        self.servicer.put(outgoing)
+        self.world.may_be_interrupted()
+
+    def attached(self, epoch: Epoch) -> None:
+        """See `SessionListener.attached`."""
+        self.epoch = epoch
+        self._change(SchedulerState(serving=self.describe()))
+
+    def detached(self, reason: str) -> None:
+        """See `SessionListener.detached`."""
+        self.epoch = None
+        self._change(SchedulerState(paused=reason))
+
+    def failed(self, error: SlipstreamError) -> None:
+        """See `SessionListener.failed`."""
+        if self.is_alive:
+            self.world.fail(f"the scheduler gave up: {error!r}")
+
+    def _change(self, state: SchedulerState) -> None:
+        assert self.servicer is not None
+        self.world.note("scheduler:", f"epoch {state.serving.server.epoch}" if state.serving else state.paused)
+        self.world.may_be_interrupted()
+        self.loop.call_soon_threadsafe(self.servicer.set_state, state)
+
+    def describe(self) -> SchedulerDescription:
+        """What the epoch serves."""
+        assert self.epoch is not None
+        sizes = self.epoch.sizes
+        server = ServerState(
+            version="1",
+            model="checksum",
+            vocab_size=VOCAB_SIZE,
+            context_tokens=sizes.context_tokens,
+            algorithm="standalone",
+            num_draft_tokens=sizes.batch.num_draft_tokens,
+            run_ahead=sizes.batch.run_ahead,
+            num_slots=self.epoch.batch.slots.num_slots,
+            page_tokens=sizes.batch.page_tokens,
+            num_pages=self.epoch.batch.pages.num_pages,
+            num_free_pages=self.epoch.batch.pages.num_free,
+            queue_capacity=self.queue.capacity,
+            num_waiting=len(self.queue),
+            num_running=self.epoch.batch.num_running,
+            epoch=self.epoch.number,
+            services=(),
+            fence="timeline",
+        )
+        return SchedulerDescription(
+            server=server, tokenizer_path="/nowhere", eos_token_ids=(EOS_ID,), max_sequences=self.queue.capacity
+        )
+
+
+@lru_cache
+def _tokenizer() -> Any:
+    return make_tokenizer("byte level")
+
+
+@lru_cache
+def _metrics() -> RequestMetrics:
+    return RequestMetrics(CollectorRegistry(), num_running=lambda: 0, num_waiting=lambda: 0)
+
+
+@lru_cache
+def _model(context_tokens: int) -> ServedModel:
+    limits = RequestLimits(
+        vocab_size=VOCAB_SIZE, context_tokens=context_tokens, eos_token_ids=frozenset({EOS_ID}), num_draft_tokens=16
+    )
+    return ServedModel(_tokenizer(), limits, identity="checksum")
+
+
+class _Alone:
+    """The peers of a gateway that is alone."""
+
+    home = ALONE
+
+
+class GatewayProcess(Process):
+    """The real manager, journal, scheduler link and servicer."""
+
+    def __init__(self, world: World, journal: Path, find: Callable[[], SchedulerProcess | None], *, queue: int) -> None:
+        super().__init__(world, "gateway")
+        self.loop = SimulatedLoop(self)
+        self.servicer: GenerationServicer | None = None
+        """None until it listens."""
+        self._file = JournalFile.open(journal, JournalMode.PROCESS)
+        self.unwind.append(self._file.close)
+        self.connection = SimulatedConnection(self, find)
+        self.soon(self.loop.run_call, self._start, queue)
+
+    def _start(self, queue: int) -> None:
+        self.link = SchedulerLink(
+            "simulated",
+            lambda description, _: _model(description.server.context_tokens),
+            capacity=queue,
+            outage_timeout_s=600.0,
+            connect=lambda _: self.connection,
+        )
+        store = JobStore(capacity=1000, ttl_s=1000.0, clock=lambda: self.world.now)
+        self.manager = JobManager(self.link, store, _metrics(), journal_file=self._file, return_s=RETURN_S)
+        self.servicer = GenerationServicer(
+            self.manager,
+            model=self.link.model,
+            state=None,  # type: ignore[arg-type]  # clients of the simulation ask for none
+            turns=FairTurns(None),  # type: ignore[arg-type]  # nor for text to be tokenised
+            peers=cast("Peers", _Alone()),
+            read_timeout_s=60.0,
+        )
+        self.loop.create_task(self.link.run(self.manager))
+
+
+class Machine:
+    """All processes of one server, and what starts them again."""
+
+    def __init__(
+        self,
+        world: World,
+        host: Host,
+        make: dict[str, Callable[[], Process]],
+    ) -> None:
+        self.world = world
+        self.host = host
+        self._make = make
+        self.now: dict[str, Process] = {}
+        """The last process of each name, dead or alive."""
+        self.all: list[Process] = []
+
+    def start(self, name: str) -> None:
+        """Starts a process unless it runs."""
+        if name not in self.now or not self.now[name].is_alive:
+            process = self.now[name] = self._make[name]()
+            self.all.append(process)
+            self.world.note("started", name)
+            process.on_lost.append(lambda: self._lost(process))
+
+    def find(self, name: str) -> Any:
+        """The process that listens at an address now, or None."""
+        process = self.now.get(name)
+        return process if process is not None and process.is_alive else None
+
+    def _lost(self, process: Process) -> None:
+        if process.is_alive:
+            # It was stopped for too long, and has lost its connections alone.
+            process.on_lost.append(lambda: self._lost(process))
+        else:
+            restart_s = self.world.random.choice((0.0, 0.01, 0.3)) * self.world.random.random()
+            self.world.at(restart_s, self.start, process.name)

@@ -1,0 +1,165 @@
+"""A schedule: a server, its clients and its faults, all drawn from one seed; and the oracle."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from slipstream.common.device.manifest import EVENT, HOST
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.config import SchedulerConfig
+from tests.harness.workers import describe
+from tests.simulator.clients import Client, Plan
+from tests.simulator.faults import Faults
+from tests.simulator.memory import Host
+from tests.simulator.processes import GatewayProcess, Machine, SchedulerProcess
+from tests.simulator.substitutes import substituted
+from tests.simulator.workers import HIDDEN_WIDTH, DraftSkill, SimulatedWorker
+from tests.simulator.world import SimulationError, World
+
+CONTEXT_TOKENS = 64
+END_S = 60.0
+"""On the world's clock: every schedule is over by then."""
+QUIET_S = 20.0
+"""After the last client's end."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a schedule."""
+
+    seed: int
+    digest: int
+    """The same for two runs of one schedule."""
+    num_events: int
+    num_faults: int
+    num_tokens: int
+
+
+class Schedule:
+    """One run, from its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.world = World(seed)
+        random = Random(f"setting {seed}")
+        self.has_draft = random.random() < 0.8
+        self.num_faults = random.choice((0, 1, 1, 2, 2, 3, 4))
+        self.skill = DraftSkill(
+            reads_hidden=random.random() < 0.4,
+            quality=random.choice((0.0, 0.5, 0.9, 1.0)),
+        )
+        self.fence_kind = EVENT if random.random() < 0.2 else HOST
+        self.page_tokens = random.choice((3, 4, 8))
+        self.config = SchedulerConfig(
+            verify="unix:/verify",
+            draft="unix:/draft" if self.has_draft else None,
+            run_ahead=random.choice((0, 1, 1, 2)),
+            slots=random.choice((1, 2, 4)),
+            context_tokens=CONTEXT_TOKENS,
+            kv_memory_mib=1,
+            page_tokens=self.page_tokens,
+            chunk_tokens=random.choice((5, 16)),
+            num_draft_tokens=random.choice((1, 2, 4)),
+            step_timeout_s=5.0,
+            debug=random.random() < 0.7,
+        )
+        self.queue = random.choice((2, 100, 100))
+        # Some have room for one long sequence only: they wait for pages.
+        self.num_contexts = random.choice((1.0, 1.5, 4.0))
+        if self.skill.quality == 1.0:
+            self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0, is_watched=True)
+        self.plans = [
+            Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.num_draft_tokens)
+            for _ in range(random.randint(1, 6))
+        ]
+        if self.skill.is_watched and any(plan.max_draft_tokens == 0 for plan in self.plans):
+            # Plain steps leave gaps in what a draft knows.
+            self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0)
+        self.faults = Faults.draw(random, self.num_faults)
+
+    def run(self) -> Result:
+        """Runs it. Raises SimulationError, with the seed and the story, unless the oracle is content."""
+        with substituted(self.world), tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            machine = self._machine(Path(directory))
+            try:
+                return self._run(machine)
+            except SimulationError as error:
+                story = "\n".join(self.world.notes)
+                raise SimulationError(f"seed {self.seed}: {error}\n{story}") from None
+            finally:
+                for process in machine.all:
+                    process.on_lost.clear()
+                    process.kill()
+
+    def _run(self, machine: Machine) -> Result:
+        world = self.world
+        for name in ("verify", "draft", "scheduler", "gateway"):
+            if name != "draft" or self.has_draft:
+                machine.start(name)
+        clients = [
+            Client(world, number, plan, lambda: machine.find("gateway"))  # type: ignore[no-any-return]
+            for number, plan in enumerate(self.plans)
+        ]
+        self.faults.plant(machine)
+        until = world.now + END_S
+        world.run(lambda: all(client.is_over for client in clients), until=until)
+        world.note("all clients are content")
+        world.run(lambda: self._is_quiet(machine), until=world.now + QUIET_S)
+        num_tokens = sum(len(tokens) for client in clients for tokens in client.tokens)
+        return Result(self.seed, world.digest, world.num_events, self.faults.num_done, num_tokens)
+
+    def _machine(self, directory: Path) -> Machine:
+        world = self.world
+        host = Host(world)
+        needed = -(-(CONTEXT_TOKENS + 20) // self.page_tokens) + 1
+        num_pages = int(needed * self.num_contexts) + 2
+        width = HIDDEN_WIDTH if self.skill.reads_hidden and self.has_draft else 0
+        bytes_per_token = max(1, _MIB // (num_pages * self.page_tokens * (2 if self.has_draft else 1)))
+
+        def worker(role: Role) -> SimulatedWorker:
+            description = describe(role, kv_bytes_per_token=bytes_per_token, hidden_width=width)
+            return SimulatedWorker(world, host, description, self.skill, self.fence_kind)
+
+        machine = Machine(
+            world,
+            host,
+            {
+                "verify": partial(worker, Role.VERIFY),
+                "draft": partial(worker, Role.DRAFT),
+                "scheduler": lambda: SchedulerProcess(
+                    world, host, self.config, lambda role: machine.find(role.value), self.fence_kind
+                ),
+                "gateway": lambda: GatewayProcess(
+                    world, directory / "journal", lambda: machine.find("scheduler"), queue=self.queue
+                ),
+            },
+        )
+        return machine
+
+    @staticmethod
+    def _is_quiet(machine: Machine) -> bool:
+        """True if every slot, page and sequence is given back."""
+        gateway, scheduler = machine.find("gateway"), machine.find("scheduler")
+        if gateway is None or scheduler is None or gateway.servicer is None or scheduler.epoch is None:
+            return False
+        batch = scheduler.epoch.batch
+        return bool(
+            gateway.manager._is_complete
+            and not gateway.manager._alive
+            and not gateway.link._sequences
+            and not gateway.link.running
+            and not scheduler.queue.num_held
+            and not batch.num_running
+            and batch.slots.num_free == batch.slots.num_slots
+            and batch.pages.num_free == batch.pages.num_pages
+        )
+
+
+def run_schedule(seed: int) -> Result:
+    """Runs the schedule of a seed."""
+    return Schedule(seed).run()

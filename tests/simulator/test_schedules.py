@@ -1,0 +1,66 @@
+"""Schedules of the simulator: 300 in the quick tests, 10,000 in all tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulator.planted_bugs import BUGS, PlantedBug
+from tests.simulator.schedule import Schedule, run_schedule
+from tests.simulator.world import SimulationError
+
+QUICK, QUICK_AT_ONCE = 300, 50
+ALL, AT_ONCE = 10_000, 250
+
+
+def run_all(first: int, count: int) -> None:
+    """Runs schedules; the first that fails says its seed."""
+    results = [run_schedule(seed) for seed in range(first, first + count)]
+    assert sum(result.num_faults for result in results) > count / 2, "most schedules have faults"
+    assert sum(result.num_tokens for result in results) > 5 * count, "and clients get tokens"
+
+
+@pytest.mark.parametrize("first", range(0, QUICK, QUICK_AT_ONCE))
+def test_some_schedules(first: int) -> None:
+    """Whatever goes wrong, every job ends with the reference's tokens, and everything is given back."""
+    run_all(first, QUICK_AT_ONCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, QUICK + ALL, AT_ONCE))
+def test_many_schedules(first: int) -> None:
+    """The same for many more."""
+    run_all(first, AT_ONCE)
+
+
+def test_a_seed_is_a_schedule() -> None:
+    """The same seed gives the same events, another one gives others."""
+    results = [run_schedule(seed) for seed in (7, 7, 8)]
+    assert results[0] == results[1]
+    assert results[0].digest != results[2].digest
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bugs_are_found(bug: PlantedBug) -> None:
+    """A bug makes a schedule fail, which says its seed; with that seed it fails again in the same way, and passes
+    without the bug.
+    """
+    found = bug.find(range(QUICK))
+    assert found is not None, "none of the quick schedules has found it"
+    number, seed, verdict = found
+    print(f"{bug.name}: found after {number} schedules")
+    assert verdict.startswith(f"seed {seed}: ")
+    assert bug.find([seed]) == (1, seed, verdict)
+    run_schedule(seed)
+
+
+def test_a_run_leaves_nothing_behind() -> None:
+    """The modules under test have their own clock and threads again, also after a failure."""
+    from slipstream.gateway import journal
+    from slipstream.scheduler.core import loop
+
+    before = journal.threading, loop.time
+    schedule = Schedule(3)
+    schedule.world.at(0.01, schedule.world.fail, "on purpose")
+    with pytest.raises(SimulationError, match="seed 3: on purpose"):
+        schedule.run()
+    assert (journal.threading, loop.time) == before

@@ -1,0 +1,345 @@
+"""Simulated workers: a process with a stream, a model of checksums and the real FutureMap; and a link to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    SlipstreamError,
+    StaleEpochError,
+)
+from slipstream.common.worker.access_log import AccessLog
+from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.services.worker.future_map import FutureMap, VerifyResult
+from tests.harness.workers import VOCAB_SIZE
+from tests.simulator.memory import SimulatedDevice
+from tests.simulator.model import PagedTokens, extend, token_of
+from tests.simulator.threads import Signal
+from tests.simulator.world import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.step import PrefillChunk, StepCommand
+    from tests.simulator.links import SimulatedLink
+    from tests.simulator.memory import Host, SimulatedArena, SimulatedFence
+    from tests.simulator.world import World
+
+RELEASE_INTERVAL_S = 0.05
+RELEASE_TIMEOUT_S = 5.0
+HIDDEN_WIDTH = 2
+"""A checksum of 32 bits as two numbers that float32 holds exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSkill:
+    """How a draft guesses."""
+
+    reads_hidden: bool = False
+    quality: float = 0.8
+    """Share of the guesses that are right."""
+    is_watched: bool = False
+    """True if a wrong guess of a draft of quality 1 is a finding: no fault excuses it."""
+
+
+class Epoch:
+    """A worker's part of an epoch."""
+
+    def __init__(self, attachment: Attachment, arena: SimulatedArena, role: Role) -> None:
+        self.number = attachment.epoch
+        self.shape = attachment.shape
+        self.map = FutureMap(attachment.shape, arena, role, VOCAB_SIZE, AccessLog(), is_debug=attachment.is_debug)
+        self.tokens = PagedTokens.of(attachment.num_pages, attachment.page_tokens)
+        self.fences = {name: arena.fence(name) for name in FenceName}
+        self.waited: dict[SimulatedFence, int] = {}
+        self.shared = arena.shared
+        self.last_step = 0
+        self.is_ending = False
+        """True once it takes no more commands."""
+        self.is_abandoned = False
+
+    def limits(self, slots: tuple[int, ...]) -> torch.Tensor:
+        """The limits of these slots."""
+        return torch.tensor([self.tokens.slots[slot].limit_tokens for slot in slots])
+
+
+class SimulatedWorker(Process):
+    """A draft or verify process."""
+
+    def __init__(self, world: World, host: Host, description: WorkerDescription, skill: DraftSkill, fence_kind: str):
+        super().__init__(world, description.role.value)
+        self.role = description.role
+        self.skill = skill
+        self.epoch: Epoch | None = None
+        self.last_epoch = 0
+        self.link: SimulatedLink | None = None
+        """The one whose stream of commands it has."""
+        self._description = description
+        self._device = SimulatedDevice(host, self, fence_kind)
+        self.stream = self._device.create_stream(self.name, self._broken)
+        self._closed = Signal(world)
+        self._steps = {Role.VERIFY: self._verify, Role.DRAFT: self._draft}[self.role]
+
+    # The calls of the worker contract.
+
+    def describe(self) -> WorkerDescription:
+        """See worker.proto."""
+        return replace(self._description, last_epoch=self.last_epoch, has_scheduler=self.link is not None)
+
+    def attach(self, attachment: Attachment, then: Callable[[SlipstreamError | None], None]) -> None:
+        """See worker.proto. Answers when the epoch before has ended."""
+        if self.link is not None:
+            then(FailedPreconditionError("another scheduler has the stream of this worker"))
+        elif self.epoch is not None:
+            # Its scheduler was lost between the call and the stream, or it still ends.
+            self._closed.watchers.append(lambda: self.soon(self.attach, attachment, then))
+            self.abandon(self.epoch)
+        elif attachment.epoch <= self.last_epoch:
+            then(StaleEpochError(f"epoch {attachment.epoch} after {self.last_epoch}"))
+        else:
+            try:
+                arena = self._device.open_arena(attachment.manifest)
+            except SlipstreamError as error:
+                then(error)
+                return
+            self.epoch = Epoch(attachment, arena, self.role)
+            self.last_epoch = attachment.epoch
+            then(None)
+
+    def open_stream(self, link: SimulatedLink) -> None:
+        """The scheduler's stream of commands begins."""
+        if self.epoch is None or self.link is not None or self.epoch.is_ending:
+            link.lost("refused")
+        else:
+            self.link = link
+
+    def take(self, link: SimulatedLink, command: StepCommand) -> None:
+        """A command came."""
+        epoch = self.epoch
+        if self.link is not link or epoch is None or epoch.is_ending:
+            return
+        try:
+            if command.epoch != epoch.number:
+                raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {epoch.number}")
+            if command.step <= epoch.last_step:
+                raise InvalidArgumentError("step", command.step, f"above {epoch.last_step}")
+        except SlipstreamError as error:
+            self.end_stream(link)
+            link.lost(str(error))
+            return
+        epoch.last_step = command.step
+        for update in command.updates:
+            self.stream.enqueue(lambda update=update: epoch.tokens.update(update))
+        for point in command.ops.waits:
+            fence = epoch.fences[point.fence]
+            epoch.waited[fence] = max(point.value, epoch.waited.get(fence, 0))
+            fence.wait(self.stream, point.value)
+        start, end = epoch.map.stamps(self.role, command.step)
+        self.stream.enqueue(lambda: self._stamp(start))
+        for number, (name, work) in enumerate(self._steps(epoch, command)):
+            self.stream.enqueue(work)
+            if number == 0:
+                self.stream.enqueue(lambda: self._stamp(end))
+            for point in command.ops.signals:
+                if point.fence is name:
+                    epoch.fences[name].signal(self.stream, point.value)
+        if command.wants_acknowledgement:
+            link.acknowledge(command.step)
+
+    def end_stream(self, link: SimulatedLink) -> None:
+        """The stream of commands ended: so does the epoch."""
+        if self.link is link:
+            self.link = None
+            if self.epoch is not None:
+                self.abandon(self.epoch)
+
+    def drain(self, epoch: int, then: Callable[[], None]) -> None:
+        """See worker.proto."""
+        if self.epoch is None or self.epoch.number != epoch:
+            then()
+        elif self.stream.is_idle:
+            self._close(self.epoch)
+            then()
+        else:
+            self.epoch.is_ending = True
+            self.stream.idle.watchers.append(lambda: self.soon(self.drain, epoch, then))
+
+    def abandon(self, epoch: Epoch) -> None:
+        """Ends an epoch after its scheduler was lost, releasing what the stream waits for again and again."""
+        if not epoch.is_abandoned:
+            epoch.is_ending = epoch.is_abandoned = True
+            self._release(epoch, self.world.now + RELEASE_TIMEOUT_S)
+
+    def _release(self, epoch: Epoch, until: float) -> None:
+        if self.epoch is not epoch:
+            return
+        for fence, value in epoch.waited.items():
+            fence.release(value)
+        if self.stream.is_idle:
+            self._close(epoch)
+        elif self.world.now > until:
+            # The stream is lost, and the process with it.
+            self.world.at(0.0, self.kill)
+        else:
+            self.at(RELEASE_INTERVAL_S, self._release, epoch, until)
+
+    def _close(self, epoch: Epoch) -> None:
+        if self.epoch is epoch:
+            self.epoch = None
+            self._closed.changed()
+
+    def _broken(self, error: BaseException) -> None:
+        if self.epoch is not None and self.epoch.shared.is_released:
+            # Work behind a released wait finds what it should not, which debug mode does not let pass.
+            self.world.at(0.0, self.kill)
+            return
+        self.world.fail(f"the stream of {self.name} broke: {error!r}")
+
+    def _stamp(self, target: torch.Tensor) -> None:
+        target.fill_(round(self.world.now * 1e9))
+
+    # Verify's steps.
+
+    def _verify(self, epoch: Epoch, command: StepCommand) -> list[tuple[FenceName, Callable[[], None]]]:
+        results: list[tuple[torch.Tensor, VerifyResult]] = []
+
+        def publish() -> None:
+            is_prefill = command.kind is StepKind.PREFILL
+            rows, result = self._prefill(epoch, command) if is_prefill else self._decode(epoch, command)
+            if result is not None:
+                results.append((rows, result))
+                epoch.map.publish(command.step, rows, result)
+
+        def stash() -> None:
+            for rows, result in results:
+                epoch.map.stash(command.step, rows, result)
+
+        return [(FenceName.VERIFY_PUBLISH, publish), (FenceName.VERIFY_STASH, stash)]
+
+    def _prefill(self, epoch: Epoch, command: StepCommand) -> tuple[torch.Tensor, VerifyResult | None]:
+        epoch.map.forget(command.step, torch.tensor([one.slot for one in command.chunks if one.start == 0]).long())
+        for chunk in command.chunks:
+            epoch.tokens.write(chunk.slot, chunk.start, chunk.tokens)
+        if epoch.shape.hidden_width:
+            states = [state for chunk in command.chunks for state in self._states(epoch, chunk)]
+            epoch.map.stash_prefill(command.step, _hidden([states])[0])
+        ends = [chunk for chunk in command.chunks if chunk.is_last]
+        rows = torch.tensor([chunk.slot for chunk in ends]).long()
+        if not ends:
+            return rows, None
+        lengths = [chunk.start + len(chunk.tokens) for chunk in ends]
+        last = [epoch.tokens.state(chunk.slot, length) for chunk, length in zip(ends, lengths, strict=True)]
+        result = VerifyResult(
+            seq_lens=torch.tensor(lengths),
+            num_accepted=torch.zeros(len(ends), dtype=torch.int64),
+            tokens=torch.tensor([[token_of(state)] for state in last]),
+            hidden_states=_hidden([[state] for state in last]) if epoch.shape.hidden_width else None,
+        )
+        return rows, result
+
+    @staticmethod
+    def _states(epoch: Epoch, chunk: PrefillChunk) -> list[int]:
+        """The checksums behind each token of a chunk."""
+        state, states = epoch.tokens.state(chunk.slot, chunk.start), []
+        for token in chunk.tokens:
+            state = extend(state, (token,))
+            states.append(state)
+        return states
+
+    def _decode(self, epoch: Epoch, command: StepCommand) -> tuple[torch.Tensor, VerifyResult | None]:
+        slots = command.slots
+        rows = torch.tensor(slots)
+        if not slots:
+            return rows, None
+        lengths, bonus = epoch.map.gather_ends(command.step, rows, epoch.limits(slots))
+        drafts: list[list[int]] = [[] for _ in slots]
+        if command.kind is StepKind.DECODE:
+            drafts = epoch.map.copy_in(command.step, rows).tolist()
+        accepted, tokens, hidden = [], [], []
+        for slot, length, last, draft in zip(slots, lengths.tolist(), bonus.tolist(), drafts, strict=True):
+            epoch.tokens.write(slot, length, [last, *draft])
+            state, said, states = epoch.tokens.state(slot, length), [], []
+            for token in (last, *draft):
+                state = extend(state, (token,))
+                states.append(state)
+                said.append(token_of(state))
+            accepted.append(self._accept(epoch, slot, length, draft, said))
+            tokens.append(said)
+            hidden.append(states)
+        num_accepted = torch.tensor(accepted)
+        return rows, VerifyResult(
+            seq_lens=lengths + num_accepted + 1,
+            num_accepted=num_accepted,
+            tokens=torch.tensor(tokens),
+            hidden_states=_hidden(hidden) if epoch.shape.hidden_width else None,
+        )
+
+    def _accept(self, epoch: Epoch, slot: int, length: int, draft: list[int], said: list[int]) -> int:
+        held, count = epoch.tokens.slots[slot], 0
+        most = len(draft) if held.max_draft_tokens is None else min(len(draft), held.max_draft_tokens)
+        while count < most and draft[count] == said[count]:
+            count += 1
+        is_undisturbed = self.skill.is_watched and not epoch.shared.is_released
+        if is_undisturbed and count < most and length + len(draft) < held.limit_tokens:
+            self.world.fail(f"slot {slot}: a draft that knows everything guessed {draft}, not {said}")
+        return count
+
+    # Draft's steps.
+
+    def _draft(self, epoch: Epoch, command: StepCommand) -> list[tuple[FenceName, Callable[[], None]]]:
+        prefill = command.kind is StepKind.PREFILL
+        return [(FenceName.DRAFT_DONE, lambda: (self._take_in if prefill else self._propose)(epoch, command))]
+
+    def _take_in(self, epoch: Epoch, command: StepCommand) -> None:
+        """A draft's own prefill."""
+        for chunk in command.chunks:
+            epoch.tokens.write(chunk.slot, chunk.start, chunk.tokens)
+        if self.skill.reads_hidden:
+            expected = [state for chunk in command.chunks for state in self._states(epoch, chunk)]
+            found = _states_of(epoch.map.gather_prefill(command.step, len(expected)))
+            if self.skill.is_watched and found != expected and not epoch.shared.is_released:
+                self.world.fail(f"step {command.step}: draft read the hidden states of another chunk")
+
+    def _propose(self, epoch: Epoch, command: StepCommand) -> None:
+        rows = torch.tensor(command.slots).long()
+        if not command.slots:
+            return
+        stash = epoch.map.gather(command.step, rows, epoch.limits(command.slots))
+        hidden = None if stash.hidden_states is None else stash.hidden_states
+        guesses = []
+        columns = zip(
+            command.slots, stash.seq_lens.tolist(), stash.num_new.tolist(), stash.last_tokens.tolist(), strict=True
+        )
+        for row, (slot, length, num_new, last) in enumerate(columns):
+            new = last[:num_new]
+            epoch.tokens.write(slot, max(0, length - num_new + 1), new)
+            if hidden is not None:
+                state = extend(_states_of(hidden[row])[num_new - 1], new[-1:])
+            else:
+                state = extend(epoch.tokens.state(slot, length), new[-1:])
+            guesses.append(self._guess(state, epoch.shape.num_draft_tokens))
+        epoch.map.propose(command.step, rows, torch.tensor(guesses))
+
+    def _guess(self, state: int, count: int) -> list[int]:
+        guesses = []
+        for _ in range(count):
+            token = token_of(state)
+            guesses.append(token if state % 1000 < 1000 * self.skill.quality else token + 1)
+            state = extend(state, guesses[-1:])
+        return guesses
+
+
+def _hidden(states: list[list[int]]) -> torch.Tensor:
+    """[B, W, HIDDEN_WIDTH] float32."""
+    return torch.tensor([[[state >> 16, state & 0xFFFF] for state in row] for row in states], dtype=torch.float32)
+
+
+def _states_of(hidden: torch.Tensor) -> list[int]:
+    """[W, HIDDEN_WIDTH] back to checksums; anything else gives any number."""
+    return [(int(high) << 16 | int(low)) & 0xFFFFFFFF for high, low in hidden.tolist()]
