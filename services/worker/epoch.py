@@ -98,7 +98,7 @@ class SharedMemory:
         with ExitStack() as opened:
             arenas = []
             for manifest, names, is_writable in pieces:
-                arenas.append((_open_arena(device, manifest, is_writable=is_writable), names))
+                arenas.append((device.open_arena(manifest, read_only=not is_writable), names))
                 opened.callback(arenas[-1][0].close)
             memory = cls(*arenas)
             opened.pop_all()
@@ -134,10 +134,6 @@ class SharedMemory:
         """Closes it."""
         for arena in self._arenas:
             arena.close()
-
-
-def _open_arena(device: Device, manifest: Manifest, *, is_writable: bool) -> Arena:
-    return device.open_arena(manifest)
 
 
 class Epoch:

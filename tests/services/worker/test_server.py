@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.errors import UnavailableError
-from slipstream.common.worker.layout import BufferName
-from slipstream.common.worker.step import Role
+from slipstream.common.worker.step import FenceOps, Role, StepKind
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
-from slipstream.services.worker.future_map import POISON
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.worker_processes import WorkerProcesses
-from tests.harness.workers import attachment_to, decode, make_arena
+from tests.harness.workers import SharedArenas, attachment_to, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from slipstream.common.device.cpu.arena import HostArena
 
 
 STUCK_WORKER = Path(__file__).parents[2] / "harness" / "stuck_worker.py"
@@ -49,14 +46,14 @@ def thread() -> Iterator[LinkThread]:
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
+def arena() -> Iterator[SharedArenas]:
     """Shared with the worker."""
-    made = make_arena()
+    made = SharedArenas()
     yield made
     made.close()
 
 
-def attached(address: str, role: Role, thread: LinkThread, arena: HostArena) -> WorkerLink:
+def attached(address: str, role: Role, thread: LinkThread, arena: SharedArenas) -> WorkerLink:
     """A link to the worker, when it is ready."""
     give_up_at = time.monotonic() + 30.0
     while True:
@@ -68,12 +65,12 @@ def attached(address: str, role: Role, thread: LinkThread, arena: HostArena) -> 
             assert time.monotonic() < give_up_at, "the worker does not start"
             time.sleep(0.05)
         else:
-            link.attach(attachment_to(arena, is_debug=True))
+            link.attach(attachment_to(arena, role=role, is_debug=True))
             return link
 
 
 def test_it_ends_though_its_stream_waits_for_what_never_comes(
-    processes: WorkerProcesses, thread: LinkThread, arena: HostArena
+    processes: WorkerProcesses, thread: LinkThread, arena: SharedArenas
 ) -> None:
     link = attached(processes.address(Role.DRAFT), Role.DRAFT, thread, arena)
     for step in (1, 2, 3):
@@ -87,11 +84,11 @@ def test_it_ends_though_its_stream_waits_for_what_never_comes(
 
 
 def test_it_ends_and_says_so_when_its_stream_is_broken(
-    processes: WorkerProcesses, thread: LinkThread, arena: HostArena
+    processes: WorkerProcesses, thread: LinkThread, arena: SharedArenas
 ) -> None:
     link = attached(processes.address(Role.VERIFY), Role.VERIFY, thread, arena)
-    arena.tensor(BufferName.SEQ_LENS).fill_(POISON)
-    link.send(decode(1, 1, role=Role.VERIFY))
+    # In debug mode a slot that was never filled is an error.
+    link.send(replace(decode(1, 1, role=Role.VERIFY), kind=StepKind.PLAIN, attachment=0, ops=FenceOps()))
     with pytest.raises(UnavailableError, match="the verify service is lost"):
         link.wait_for_acknowledgement(1, 4.0)
     assert processes.wait(Role.VERIFY) == 1
@@ -99,7 +96,7 @@ def test_it_ends_and_says_so_when_its_stream_is_broken(
 
 
 def test_it_ends_at_once_when_its_stream_waits_for_what_nobody_can_release(
-    tmp_path: Path, thread: LinkThread, arena: HostArena
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
 ) -> None:
     address = f"unix:{tmp_path}/draft.sock"
     model = write_checkpoint(tmp_path / "model")
