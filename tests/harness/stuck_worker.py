@@ -9,7 +9,7 @@ import threading
 
 from slipstream.benchmarks.dummy_worker import main
 from slipstream.common.device.cpu.arena import HostArena
-from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence
 from slipstream.common.rpc.service_options import run_command
 from slipstream.services.worker import epoch
 
@@ -25,6 +25,6 @@ def _nothing(*_: object) -> None:
 if __name__ == "__main__":
     epoch.HOPELESS_TIMEOUT_S = 0.1
     HostFence.is_releasable = False  # type: ignore[assignment, method-assign]
-    HostFence.release = _nothing  # type: ignore[method-assign]
+    HostFence.release = ReadOnlyFence.release = _nothing  # type: ignore[method-assign]
     HostArena.close = _never  # type: ignore[method-assign]
     run_command(main)

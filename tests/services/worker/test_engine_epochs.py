@@ -12,7 +12,7 @@ import torch
 
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.cpu.fence import HostFence, ReadOnlyFence
 from slipstream.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -169,7 +169,7 @@ def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
     with monkeypatch.context() as patch:
         patch.setattr(epoch, "HOPELESS_TIMEOUT_S", 0.1)
         patch.setattr(HostFence, "is_releasable", False)
-        patch.setattr(HostFence, "release", lambda *_: None)
+        patch.setattr(ReadOnlyFence, "release", lambda *_: None)
         patch.setattr(HostArena, "close", closed.append)
         with pytest.raises(ProcessEnds):
             worker.engine.abandon(3)

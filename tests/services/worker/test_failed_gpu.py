@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from slipstream.common.device.cpu.fence import HostFence
+from slipstream.common.device.cpu.fence import ReadOnlyFence
 from slipstream.common.errors import DeviceError
 from slipstream.common.worker.step import FenceName
 from slipstream.services.worker import engine
@@ -35,7 +35,7 @@ def test_abandon_gives_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with attached(role) as (worker, arena):
         worker.send(decode(1, 1, waits=1))
         with monkeypatch.context() as patch:
-            patch.setattr(HostFence, "release", fail)
+            patch.setattr(ReadOnlyFence, "release", fail)
             worker.engine.abandon(1)
         ends_with(worker, LOST)
         assert worker.engine.epoch is None

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-
 STUCK_WORKER = Path(__file__).parents[2] / "harness" / "stuck_worker.py"
 
 
@@ -57,7 +56,7 @@ def attached(address: str, role: Role, thread: LinkThread, arena: SharedArenas) 
     """A link to the worker, when it is ready."""
     give_up_at = time.monotonic() + 30.0
     while True:
-        link = WorkerLink(role, address, thread)
+        link = WorkerLink(role, address, thread, on_failure=lambda: None)
         try:
             link.describe()
         except UnavailableError:
