@@ -251,9 +251,12 @@ class WorkerLink:
                 # Encoded here, and not by the step loop, whose thread has the more to do.
                 await call.write(command_to_pb(command))
             await call.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError, ValueError) as error:
-            # ValueError: a number that the message cannot hold.
+        except ValueError as error:
+            # A number that the message cannot hold.
             self._fail(error)
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            # The call is over. This says only that nothing can be written: `_read` gets the status, which says why.
+            logger.debug("a command cannot be written", exc_info=True)
 
     async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
         try:

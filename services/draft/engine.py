@@ -70,9 +70,11 @@ class DraftEngine:
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """See `RoleEngine.phases`. Raises InvalidArgumentError for a step that is not for this draft."""
         reads_hidden = state.region.shape.hidden_width > 0
-        if command.kind is StepKind.PLAIN or (command.kind is StepKind.CATCH_UP and reads_hidden):
-            accepted = "PREFILL or DECODE, for a draft that reads hidden states" if reads_hidden else "no PLAIN"
-            raise InvalidArgumentError("kind", command.kind.name, accepted)
+        if command.kind is StepKind.PLAIN:
+            raise InvalidArgumentError("kind", command.kind.name, "no PLAIN")
+        if command.kind is StepKind.CATCH_UP and reads_hidden and command.chunks:
+            accepted = "none to catch up with, for a draft that reads hidden states"
+            raise InvalidArgumentError("chunks", len(command.chunks), accepted)
         if not command.slots:
             return [Phase(lambda: None, FenceName.DRAFT_DONE)]
         if command.kind is StepKind.DECODE and self._graphs is not None:

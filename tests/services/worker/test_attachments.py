@@ -14,7 +14,7 @@ from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, MismatchError, StaleEpochError
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepCommand, StepKind
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, StepCommand, StepKind
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from tests.harness.checkpoints import write_checkpoint
@@ -268,8 +268,11 @@ def test_drafting_needs_an_attachment_and_catching_up_a_draft(target: Path, head
         with pytest.raises(InvalidArgumentError, match=r"kind|chunks"):
             driven.verify.send(replace(command, kind=kind))
     draft = driven.make_draft(_head(head, target, device), number=2)
+    chunk = PrefillChunk(slot=1, start=0, tokens=(1, 2), is_last=False)
     with pytest.raises(InvalidArgumentError, match="for a draft that reads hidden states"):
-        draft.worker.send(replace(command, epoch=2, kind=StepKind.CATCH_UP, slots=()))
+        draft.worker.send(replace(command, epoch=2, kind=StepKind.CATCH_UP, chunks=(chunk,)))
+    # Slots that it is told of, and nothing to take in.
+    draft.worker.send(replace(command, epoch=2, kind=StepKind.CATCH_UP, slots=()))
     stash = FencePoint(FenceName.VERIFY_STASH, 50)
     with pytest.raises(InvalidArgumentError, match="fence: got 'VERIFY_STASH', accepted: one without an attachment"):
         driven.verify.send(replace(command, kind=StepKind.PLAIN, ops=FenceOps((), (stash,))))
