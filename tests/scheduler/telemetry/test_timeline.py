@@ -31,7 +31,7 @@ from tests.harness.counted_jobs import Job
 from tests.harness.grpc_server import running_server
 from tests.harness.trace_format import check
 from tests.harness.worker_processes import WorkerProcesses, running_session, timeline_server
-from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,7 +176,7 @@ async def test_a_request_out_of_range_names_the_field(processes: WorkerProcesses
 async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> None:
     """Nor need it know that anybody does: a drafter of another make answers that there is no such call."""
     worker = LocalWorker(DummyDraft(describe(Role.DRAFT), 0))
-    arena, thread = make_arena(), LinkThread()
+    arena, thread = SharedArenas(), LinkThread()
     with ThreadPoolExecutor(1) as device_thread:
         service = WorkerServicer(worker.engine, device_thread)
         recorder = RecorderServicer(worker.engine.recorder, HostDevice())
@@ -185,7 +185,7 @@ async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> N
             (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder),
         ]
         async with running_server(*services[: 1 + is_recording], address=f"unix:{tmp_path}/draft.sock") as server:
-            link = WorkerLink(Role.DRAFT, server.address, thread)
+            link = WorkerLink(Role.DRAFT, server.address, thread, on_failure=lambda: None)
             assert link.read_records(0) is None
             try:
                 found = await asyncio.to_thread(use, link, arena)

@@ -24,16 +24,19 @@ from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchToge
 from slipstream.services.worker.servicer import WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
-from tests.harness.workers import LocalWorker, attachment_to, decode, describe, make_arena
+from tests.harness.workers import LocalWorker, SharedArenas, attach, attachment_to, decode, describe
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
-    from slipstream.common.device.cpu.arena import HostArena
     from slipstream.common.rpc.serving import GrpcServer
 
 pytestmark = pytest.mark.timeout(30)
+
+
+def ignore() -> None:
+    """For losses that a test looks for by itself."""
 
 
 @dataclass
@@ -74,16 +77,16 @@ async def _tasks() -> list[Any]:
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
+def arena() -> Iterator[SharedArenas]:
     """Shared by all workers of a test."""
-    made = make_arena()
+    made = SharedArenas()
     yield made
     made.close()
 
 
-async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: LinkThread, arena: HostArena) -> None:
+async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: LinkThread, arena: SharedArenas) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
 
         def use() -> None:
             assert link.describe() == draft.worker.describe()
@@ -99,12 +102,12 @@ async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: Lin
         assert draft.worker.engine.epoch is None
 
 
-async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: HostArena) -> None:
+async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: SharedArenas) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
 
         def use(epoch: int) -> None:
             thread = LinkThread()
-            link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+            link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
             link.describe()
             link.attach(attachment_to(arena, epoch))
             link.send(decode(1, 1, epoch=epoch))
@@ -122,7 +125,7 @@ async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: 
 
 
 async def test_a_worker_that_is_not_there_is_unavailable(tmp_path: Path, thread: LinkThread) -> None:
-    link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/nobody.sock", thread)
+    link = WorkerLink(Role.DRAFT, f"unix:{tmp_path}/nobody.sock", thread, on_failure=ignore)
     with pytest.raises(UnavailableError):
         await asyncio.to_thread(link.describe)
     await asyncio.to_thread(link.detach, drain=True)
@@ -130,17 +133,17 @@ async def test_a_worker_that_is_not_there_is_unavailable(tmp_path: Path, thread:
 
 async def test_a_worker_of_the_other_role_is_not_taken(tmp_path: Path, thread: LinkThread) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.VERIFY, draft.server.address, thread)
+        link = WorkerLink(Role.VERIFY, draft.server.address, thread, on_failure=ignore)
         with pytest.raises(UnavailableError, match="is a draft service, not verify"):
             await asyncio.to_thread(link.describe)
         await asyncio.to_thread(link.detach, drain=False)
 
 
 async def test_what_the_worker_refuses_arrives_as_what_it_is(
-    tmp_path: Path, thread: LinkThread, arena: HostArena
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
 ) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         with pytest.raises(MismatchError, match="vocabulary size: draft has 272, verify has 5"):
             await asyncio.to_thread(link.attach, attachment_to(arena, peer=describe(Role.VERIFY, vocab_size=5)))
         await asyncio.to_thread(link.attach, attachment_to(arena))
@@ -152,9 +155,11 @@ async def test_what_the_worker_refuses_arrives_as_what_it_is(
         await asyncio.to_thread(link.detach, drain=True)
 
 
-async def test_the_loss_of_the_worker_wakes_whoever_waits(tmp_path: Path, thread: LinkThread, arena: HostArena) -> None:
+async def test_the_loss_of_the_worker_wakes_whoever_waits(
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         await asyncio.to_thread(link.attach, attachment_to(arena))
         waiting = asyncio.create_task(asyncio.to_thread(link.wait_for_acknowledgement, 1, 20.0))
         await draft.server.stop(0)
@@ -164,10 +169,10 @@ async def test_the_loss_of_the_worker_wakes_whoever_waits(tmp_path: Path, thread
 
 
 async def test_a_worker_that_stops_while_it_attaches_is_unavailable_not_a_mistake(
-    tmp_path: Path, thread: LinkThread, arena: HostArena
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
 ) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         busy = threading.Event()
         draft.device_thread.submit(busy.wait)
         attaching = asyncio.create_task(asyncio.to_thread(link.attach, attachment_to(arena)))
@@ -200,7 +205,7 @@ def _pair(step: int) -> tuple[StepCommand, StepCommand]:
 
 @pytest.mark.parametrize("acknowledge_done", [False, True])
 async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_acknowledgement(
-    tmp_path: Path, thread: LinkThread, arena: HostArena, acknowledge_done: bool
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas, acknowledge_done: bool
 ) -> None:
     metrics = RecordingStalls()
     async with (
@@ -208,17 +213,18 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
         served(tmp_path, Role.VERIFY, acknowledge_done=acknowledge_done) as verify,
     ):
         links = {
-            Role.DRAFT: WorkerLink(Role.DRAFT, draft.server.address, thread),
-            Role.VERIFY: WorkerLink(Role.VERIFY, verify.server.address, thread),
+            Role.DRAFT: WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
+            Role.VERIFY: WorkerLink(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
         }
-        dispatch = DispatchAcknowledged(links, metrics, timeout_s=10.0)  # type: ignore[arg-type]
+        dispatch = DispatchAcknowledged(metrics, 10.0, lambda: 10.0)  # type: ignore[arg-type]
 
         def use() -> None:
             for link in links.values():
-                link.attach(attachment_to(arena))
+                attach(link, arena)
             for step in range(1, 11):
                 first, second = _pair(step)
-                dispatch.send([(links[Role.DRAFT], first), (links[Role.VERIFY], second)])
+                dispatch.send(links[Role.DRAFT], first, links)
+                dispatch.send(links[Role.VERIFY], second, links)
                 if acknowledge_done:
                     # Verify's half is sent when draft's is done.
                     assert arena.fence(FenceName.DRAFT_DONE).poll() >= step
@@ -232,32 +238,33 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
 
 
 async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
-    tmp_path: Path, thread: LinkThread, arena: HostArena
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
 ) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
-        link = WorkerLink(Role.DRAFT, draft.server.address, thread)
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
         await asyncio.to_thread(link.attach, attachment_to(arena))
-        dispatch = DispatchAcknowledged({Role.DRAFT: link}, RecordingStalls(), timeout_s=0.02)  # type: ignore[arg-type]
+        dispatch = DispatchAcknowledged(RecordingStalls(), 10.0, lambda: 0.02)  # type: ignore[arg-type]
         late = replace(decode(2, 1), ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),)))
         with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
-            await asyncio.to_thread(dispatch.send, [(link, late)])
+            await asyncio.to_thread(dispatch.send, link, late, {Role.DRAFT: link})
         await asyncio.to_thread(link.detach, drain=False)
 
 
-async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: LinkThread, arena: HostArena) -> None:
+async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: LinkThread, arena: SharedArenas) -> None:
     """The one that is waited for comes last, and still both end."""
     async with served(tmp_path, Role.DRAFT) as draft, served(tmp_path, Role.VERIFY) as verify:
         links = [
-            WorkerLink(Role.DRAFT, draft.server.address, thread),
-            WorkerLink(Role.VERIFY, verify.server.address, thread),
+            WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore),
+            WorkerLink(Role.VERIFY, verify.server.address, thread, on_failure=ignore),
         ]
 
         def use() -> None:
             for link in links:
-                link.attach(attachment_to(arena))
+                attach(link, arena)
             for step in range(1, 6):
                 first, second = _pair(step)
-                DispatchTogether().send([(links[1], second), (links[0], first)])  # type: ignore[list-item]
+                for link, command in ((links[1], second), (links[0], first)):
+                    DispatchTogether().send(link, command, {})
             assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
             for link in links:
                 link.detach(drain=True)
