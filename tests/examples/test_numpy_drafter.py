@@ -18,7 +18,6 @@ from slipstream.bundled import target_dir
 from slipstream.cli.trace import fetch_trace, trace_json
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
-from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import Role
 from slipstream.common.worker.trace import TraceRequest
@@ -101,10 +100,9 @@ async def serve(
 ) -> list[list[int]]:
     """The tokens of jobs, by a session of their own."""
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
-        await client.attached.wait()
-        if has_draft:
-            assert client.epoch is not None
-            assert client.epoch.workers.algorithm == "ngram"
+        await client.served(with_draft=has_draft)
+        assert client.epoch is not None
+        assert client.epoch.algorithm == ("ngram" if has_draft else "none")
         outputs = await client.run(*jobs)
     assert client.errors == client.reasons == []
     return outputs
@@ -170,29 +168,29 @@ async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
         assert processes.end() == [0, 0]
 
 
-async def test_a_killed_drafter_is_lost_and_taken_back_like_any_other(processes: WorkerProcesses) -> None:
+async def test_a_killed_drafter_costs_no_sequence_and_is_taken_back(processes: WorkerProcesses) -> None:
     expected = await serve(processes, make_jobs(3))
     with running_session(processes, **settings(run_ahead=1)) as client:
-        await client.attached.wait()
+        await client.served()
         jobs = make_jobs(3, max_new_tokens=400)
-        running = [asyncio.create_task(client.run(job)) for job in jobs]
+        running = asyncio.create_task(client.run(*jobs))
         await until(lambda: jobs[0].stats.num_output_tokens > 10)
         processes.send_signal(Role.DRAFT, signal.SIGKILL)
-        ends = await asyncio.gather(*running, return_exceptions=True)
-        assert all(isinstance(end, UnavailableError) for end in ends), ends
-        assert "draft" in str(ends[0])
-        await until(lambda: bool(client.reasons))
         assert processes.wait(Role.DRAFT) == -signal.SIGKILL
+        await until(lambda: client.draft_state != "attached")
         processes.start(Role.DRAFT)
-        await client.attached.wait()
+        outputs = await running
+        assert [len(output) for output in outputs] == [400] * 3
+        assert [output[:40] for output in outputs] == expected
+        await client.served()
         assert await client.run(*make_jobs(3)) == expected
-    assert client.errors == []
+    assert client.errors == client.reasons == []
 
 
 async def test_its_steps_are_traced_by_its_stamps_alone(processes: WorkerProcesses) -> None:
     """It does not record what its host does, and need not."""
     with running_session(processes, **settings()) as client:
-        await client.attached.wait()
+        await client.served()
         async with timeline_server(client) as address:
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=10)))
             _, trace = await asyncio.gather(client.run(*make_jobs(3, max_new_tokens=120)), asked)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOG = JsonLinesAccessLog(Path(sys.argv.pop(1)), StreamName.DRAFT)
 READS = (BufferName.SEQ_LENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS)
-step = 0
+step = attachment = 0
 
 
 class LoggedFence(arena.Fence):
@@ -31,14 +31,14 @@ class LoggedFence(arena.Fence):
 
     def signal(self, value: int) -> None:
         """See `Fence.signal`."""
-        LOG.fence(LogOp.SIGNAL, self.name, value, step=step)
+        LOG.fence(LogOp.SIGNAL, self.name, value, step=step, attachment=attachment)
         super().signal(value)
 
     def wait(self, value: int, is_over: Callable[[], bool]) -> bool:
         """See `Fence.wait`."""
         arrived = super().wait(value, is_over)
         if arrived:
-            LOG.fence(LogOp.WAIT, self.name, value, step=step)
+            LOG.fence(LogOp.WAIT, self.name, value, step=step, attachment=attachment)
         return arrived
 
 
@@ -57,16 +57,16 @@ class LoggedEpoch(epoch.Epoch):
     """Logs what each step reads and writes."""
 
     def _carry_out(self, command: Any) -> None:
-        global step
-        step = command.step
+        global step, attachment
+        step, attachment = command.step, command.epoch
         LOG.recv(epoch=command.epoch, step=step)
         super()._carry_out(command)
 
     def _propose(self, slot: int) -> list[int]:
         for name in READS:
-            LOG.access(name, [slot], is_write=False, step=step)
+            LOG.access(name, [slot], is_write=False, step=step, attachment=attachment)
         guesses = super()._propose(slot)
-        LOG.access(BufferName.DRAFT_TOKENS, [slot], is_write=True, step=step)
+        LOG.access(BufferName.DRAFT_TOKENS, [slot], is_write=True, step=step, attachment=attachment)
         return guesses
 
 
