@@ -119,9 +119,7 @@ class DraftAttachment:
             with suppress(SlipstreamError):
                 verify.detach_draft(self._epoch, self.number)
         self._is_known_to_verify = False
-        drained = drain and self.link.failure is None
-        self.link.detach(drain=drain)
-        self._has_drained = drained and self.link.failure is None
+        self._has_drained = self.link.detach(drain=drain)
 
     @property
     def is_gone(self) -> bool:

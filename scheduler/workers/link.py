@@ -92,8 +92,8 @@ class Link(Protocol):
         """Reads the worker's records of steps from this one on; None if it has none. Called on any thread."""
         ...
 
-    def detach(self, *, drain: bool) -> None:
-        """Ends the epoch; with `drain` the worker finishes what it was sent first."""
+    def detach(self, *, drain: bool) -> bool:
+        """Ends the epoch; with `drain` the worker finishes what it was sent first. Returns True if it has."""
         ...
 
 
@@ -191,9 +191,9 @@ class WorkerLink:
         """See `Link.read_records`."""
         return self._thread.call(self._read_records(from_step))
 
-    def detach(self, *, drain: bool) -> None:
+    def detach(self, *, drain: bool) -> bool:
         """See `Link.detach`."""
-        self._thread.call(self._detach(drain=drain))
+        return self._thread.call(self._detach(drain=drain))
 
     async def _connect(self) -> pb_grpc.WorkerStub:
         if self._channel is None:
@@ -280,9 +280,10 @@ class WorkerLink:
             self._changed.notify_all()
         self._on_failure()
 
-    async def _detach(self, *, drain: bool) -> None:
+    async def _detach(self, *, drain: bool) -> bool:
+        has_drained = False
         if drain and self.failure is None and self._channel is not None:
-            await self._drain(pb_grpc.WorkerStub(self._channel))  # type: ignore[no-untyped-call]
+            has_drained = await self._drain(pb_grpc.WorkerStub(self._channel))  # type: ignore[no-untyped-call]
         self._outbox.put_nowait(None)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=1.0)
@@ -292,13 +293,16 @@ class WorkerLink:
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = None
+        return has_drained
 
-    async def _drain(self, stub: pb_grpc.WorkerStub) -> None:
+    async def _drain(self, stub: pb_grpc.WorkerStub) -> bool:
         try:
             await stub.Drain(pb.DrainRequest(epoch=self._epoch), timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             # The end of the stream ends the epoch in any case.
             logger.warning("the %s service did not drain: %s", self.role.value, error_from_rpc(error))
+            return False
+        return True
 
 
 def failure_of(link: Link) -> SlipstreamError:

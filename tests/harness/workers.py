@@ -119,11 +119,12 @@ class LocalWorker:
         """See `WorkerLink.wait_for_acknowledgement`."""
         return True
 
-    def detach(self, *, drain: bool) -> None:
+    def detach(self, *, drain: bool) -> bool:
         """See `WorkerLink.detach`."""
         if drain:
             self.engine.drain(self._epoch)
         self.engine.abandon(self._epoch)
+        return drain
 
     def close(self) -> None:
         """The process ends."""

@@ -24,7 +24,12 @@ class BufferGroup(enum.IntEnum):
     PREFILL_HIDDEN = 2
     DRAFT_TOKENS = 3
     DRAFT_STAMPS = 4
-    VERIFY_STAMPS = 5
+    """In the draft's own memory, as verify reads them."""
+    LATE_STAMPS = 5
+    """The same buffer, as the scheduler reads it where verify has not copied it in time."""
+    VERIFY_STAMPS = 6
+    COPIED_STAMPS = 7
+    """In the results: verify's copy of the draft's stamps."""
 
     @property
     def writer(self) -> StreamName:
@@ -35,6 +40,11 @@ class BufferGroup(enum.IntEnum):
     def reader(self) -> StreamName:
         """The only stream that reads the group, apart from its writer."""
         return _READERS[self]
+
+    @property
+    def is_in_region(self) -> bool:
+        """True if the buffers belong to the draft's attachment."""
+        return self not in (BufferGroup.RESULTS, BufferGroup.VERIFY_STAMPS, BufferGroup.COPIED_STAMPS)
 
     def buffers(self, draft: DraftTraits) -> tuple[BufferName, ...]:
         """The buffers of the group that exist for this draft."""
@@ -77,6 +87,8 @@ class Rows(enum.Enum):
     """
     RING = "ring"
     """The row `step % ring`."""
+    LAST_TWO = "last two"
+    """That row and the one of the step before."""
     SPARE = "spare"
     """The row of the next step, which the writer poisons in debug mode."""
     WHOLE = "whole"
@@ -118,37 +130,43 @@ def declared_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
 
 
 def _draft_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
-    start_stamp = _write(Phase.DRAFT, BufferGroup.DRAFT_STAMPS, Rows.RING)
-    end_stamp = start_stamp
+    stamps = (
+        _write(Phase.DRAFT, BufferGroup.DRAFT_STAMPS, Rows.RING),
+        _write(Phase.DRAFT, BufferGroup.LATE_STAMPS, Rows.RING),
+    )
     if kind is StepKind.DECODE:
         gather = _read(Phase.DRAFT, BufferGroup.STASH, Rows.SLOTS)
-        return start_stamp, gather, _write(Phase.DRAFT, BufferGroup.DRAFT_TOKENS, Rows.SLOTS), end_stamp
-    if draft.reads_hidden:
-        return start_stamp, _read(Phase.DRAFT, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE), end_stamp
-    return start_stamp, end_stamp
+        return *stamps, gather, _write(Phase.DRAFT, BufferGroup.DRAFT_TOKENS, Rows.SLOTS), *stamps
+    if kind is StepKind.PREFILL and draft.reads_hidden:
+        return *stamps, _read(Phase.DRAFT, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE), *stamps
+    return *stamps, *stamps
 
 
 def _verify_accesses(kind: StepKind, draft: DraftTraits) -> tuple[Access, ...]:
     accesses = [_write(Phase.COPY_IN, BufferGroup.VERIFY_STAMPS, Rows.RING)]
     if kind is StepKind.DECODE:
         accesses.append(_read(Phase.COPY_IN, BufferGroup.DRAFT_TOKENS, Rows.SLOTS))
-    if kind is not StepKind.PREFILL:
-        accesses.append(_read(Phase.COPY_IN, BufferGroup.STASH, Rows.SLOTS))
+        accesses.append(_read(Phase.COPY_IN, BufferGroup.DRAFT_STAMPS, Rows.LAST_TWO))
+        accesses.append(_write(Phase.COPY_IN, BufferGroup.COPIED_STAMPS, Rows.LAST_TWO))
     accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.RING))
     accesses.append(_write(Phase.PUBLISH, BufferGroup.RESULTS, Rows.SPARE))
-    if kind is StepKind.PREFILL and draft.is_present and draft.reads_hidden:
-        accesses.append(_write(Phase.STASH, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE))
-    accesses.append(_write(Phase.STASH, BufferGroup.STASH, Rows.SLOTS))
+    if draft.is_present:
+        if kind is StepKind.PREFILL and draft.reads_hidden:
+            accesses.append(_write(Phase.STASH, BufferGroup.PREFILL_HIDDEN, Rows.WHOLE))
+        accesses.append(_write(Phase.STASH, BufferGroup.STASH, Rows.SLOTS))
     accesses.append(_write(Phase.STASH, BufferGroup.VERIFY_STAMPS, Rows.RING))
     return tuple(accesses)
 
 
 def _scheduler_accesses(*, has_stamps_of_draft: bool) -> tuple[Access, ...]:
-    result = _read(Phase.CONSUME, BufferGroup.RESULTS, Rows.RING)
-    stamps = _read(Phase.CONSUME_NEXT, BufferGroup.VERIFY_STAMPS, Rows.RING)
+    accesses = (
+        _read(Phase.CONSUME, BufferGroup.RESULTS, Rows.RING),
+        _read(Phase.CONSUME_NEXT, BufferGroup.VERIFY_STAMPS, Rows.RING),
+        _read(Phase.CONSUME_NEXT, BufferGroup.COPIED_STAMPS, Rows.RING),
+    )
     if not has_stamps_of_draft:
-        return result, stamps
-    return result, stamps, _read(Phase.CONSUME_NEXT, BufferGroup.DRAFT_STAMPS, Rows.RING)
+        return accesses
+    return *accesses, _read(Phase.CONSUME_NEXT, BufferGroup.LATE_STAMPS, Rows.RING)
 
 
 def _read(phase: Phase, group: BufferGroup, rows: Rows) -> Access:
@@ -174,7 +192,9 @@ _WRITERS = {
     BufferGroup.PREFILL_HIDDEN: StreamName.VERIFY,
     BufferGroup.DRAFT_TOKENS: StreamName.DRAFT,
     BufferGroup.DRAFT_STAMPS: StreamName.DRAFT,
+    BufferGroup.LATE_STAMPS: StreamName.DRAFT,
     BufferGroup.VERIFY_STAMPS: StreamName.VERIFY,
+    BufferGroup.COPIED_STAMPS: StreamName.VERIFY,
 }
 
 _READERS = {
@@ -182,8 +202,10 @@ _READERS = {
     BufferGroup.STASH: StreamName.DRAFT,
     BufferGroup.PREFILL_HIDDEN: StreamName.DRAFT,
     BufferGroup.DRAFT_TOKENS: StreamName.VERIFY,
-    BufferGroup.DRAFT_STAMPS: StreamName.SCHEDULER,
+    BufferGroup.DRAFT_STAMPS: StreamName.VERIFY,
+    BufferGroup.LATE_STAMPS: StreamName.SCHEDULER,
     BufferGroup.VERIFY_STAMPS: StreamName.SCHEDULER,
+    BufferGroup.COPIED_STAMPS: StreamName.SCHEDULER,
 }
 
 _FOR_HIDDEN_STATES = frozenset({BufferName.HIDDEN_STATES, BufferName.PREFILL_HIDDEN})
@@ -207,5 +229,7 @@ _MEMBERS = {
     BufferGroup.PREFILL_HIDDEN: (BufferName.PREFILL_HIDDEN,),
     BufferGroup.DRAFT_TOKENS: (BufferName.DRAFT_TOKENS,),
     BufferGroup.DRAFT_STAMPS: (BufferName.DRAFT_STAMPS,),
+    BufferGroup.LATE_STAMPS: (BufferName.DRAFT_STAMPS,),
     BufferGroup.VERIFY_STAMPS: (BufferName.VERIFY_STAMPS,),
+    BufferGroup.COPIED_STAMPS: (BufferName.DRAFT_STAMPS,),
 }

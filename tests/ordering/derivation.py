@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.access_log import StreamName
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, FenceOps, FencePoint
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 from slipstream.scheduler.core.plan import PlannedStep
 from tests.ordering.accesses import BufferGroup
 from tests.ordering.halves import DRAFT, SCHEDULER, VERIFY, halves_by_kind, row_masks
@@ -34,7 +33,6 @@ from tests.ordering.knowledge import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from slipstream.common.worker.step import StepKind
     from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
     from tests.ordering.halves import Half, Halves, PlannedAccess
 
@@ -53,6 +51,8 @@ class DerivedState(NamedTuple):
     """By the number of the BufferGroup."""
     published: tuple[Signal, ...]
     """The publish signals of the steps that are not consumed yet, oldest first."""
+    stashed: int = 0
+    """Mask of the slots that verify has stashed for since draft is there."""
 
     @property
     def consumed(self) -> int:
@@ -68,15 +68,22 @@ def initial_state(draft: DraftTraits, run_ahead: int) -> DerivedState:
 
 
 def with_draft(state: DerivedState, draft: DraftTraits) -> DerivedState:
-    """The state when draft has left or another one has joined: it knows nothing and has rows of its own."""
-    histories = list(state.histories)
-    for group in BufferGroup:
-        if group.writer is StreamName.DRAFT:
-            histories[group] = GroupHistory()
-        elif group.reader is StreamName.DRAFT:
-            histories[group] = GroupHistory(writes=histories[group].writes)
-    knows = (NOTHING_KNOWN, state.knows[VERIFY], state.knows[SCHEDULER])
-    return state._replace(draft=draft, halves=halves_by_kind(draft), knows=knows, histories=tuple(histories))
+    """The state when draft has left or another one has joined: it knows nothing, and its memory is its own."""
+    histories = tuple(
+        GroupHistory() if group.is_in_region else history
+        for group, history in zip(BufferGroup, state.histories, strict=True)
+    )
+    knows = (NOTHING_KNOWN, _of_results(state.knows[VERIFY]), _of_results(state.knows[SCHEDULER]))
+    published = tuple(one._replace(known=_of_results(one.known)) for one in state.published)
+    return state._replace(
+        draft=draft, halves=halves_by_kind(draft), knows=knows, histories=histories, published=published, stashed=0
+    )
+
+
+def _of_results(known: Known) -> Known:
+    """What is known beside the fences of a draft's attachment."""
+    consumed, _, publish, _ = known
+    return consumed, 0, publish, 0
 
 
 def plan_step(state: DerivedState, command: OrderedStep) -> tuple[PlannedStep, DerivedState]:
@@ -88,6 +95,8 @@ def plan_step(state: DerivedState, command: OrderedStep) -> tuple[PlannedStep, D
         raise OrderingError(f"step {command.step} is planned after step {state.step}")
     if command.kind not in state.halves:
         raise OrderingError(f"step {command.step} is a {command.kind.name} step, and there is no draft")
+    if command.kind is StepKind.DECODE and command.rows & ~state.stashed:
+        raise OrderingError(f"step {command.step}: draft reads what was never stashed for it")
     planning = _Planning(state, command)
     draft, verify, copy = planning.fence_ops()
     assert verify is not None, "every step has a command for verify"
@@ -145,6 +154,7 @@ class _Planning:
             (draft, verify, scheduler),
             tuple(self._histories),
             self._published,
+            state.stashed | self._command.rows if state.draft.is_present else 0,
         )
 
     def _waits(self, half: Half) -> tuple[Known, list[Signal]]:

@@ -45,16 +45,17 @@ class Half(NamedTuple):
 
 def halves_by_kind(draft: DraftTraits) -> Mapping[StepKind, Halves]:
     """The halves of every kind of step that is possible with this draft."""
-    kinds = StepKind if draft.is_present else (StepKind.PREFILL, StepKind.PLAIN)
-    return {kind: _cut(declared_accesses(kind, draft)) for kind in kinds}
+    kinds = (StepKind.PREFILL, StepKind.PLAIN, *(StepKind.DECODE,) * draft.is_present)
+    return {kind: _cut(declared_accesses(kind, draft), draft) for kind in kinds}
 
 
-def row_masks(rows: int, step: int, num_ring_rows: int) -> tuple[int, int, int, int]:
+def row_masks(rows: int, step: int, num_ring_rows: int) -> tuple[int, ...]:
     """The rows of a step, in the order of `ROWS_ORDER`; `rows` is the mask of its slots."""
-    return rows, 1 << step % num_ring_rows, 1 << (step + 1) % num_ring_rows, 1
+    row, before = 1 << step % num_ring_rows, 1 << (step - 1) % num_ring_rows
+    return rows, row, 1 << (step + 1) % num_ring_rows, 1, row | before
 
 
-ROWS_ORDER = (Rows.SLOTS, Rows.RING, Rows.SPARE, Rows.WHOLE)
+ROWS_ORDER = (Rows.SLOTS, Rows.RING, Rows.SPARE, Rows.WHOLE, Rows.LAST_TWO)
 
 _SIGNALS = {
     StreamName.DRAFT: (FenceName.DRAFT_DONE,),
@@ -74,13 +75,13 @@ _COUNTERS = {
 }
 
 
-def _cut(accesses: tuple[Access, ...]) -> Halves:
+def _cut(accesses: tuple[Access, ...], draft: DraftTraits) -> Halves:
     streams = dict.fromkeys(access.phase.stream for access in accesses)
     return tuple(
         Half(
             _STREAM_NUMBERS[stream],
             _reduced(access for access in accesses if access.phase.stream is stream),
-            _SIGNALS[stream],
+            _SIGNALS[stream] if draft.is_present or stream is not StreamName.VERIFY else (FenceName.VERIFY_PUBLISH,),
         )
         for stream in streams
     )
@@ -91,6 +92,9 @@ def _reduced(accesses: Iterable[Access]) -> tuple[PlannedAccess, ...]:
     # command the last one stands: waits come before both, and an access after the last one is after both.
     reduced: dict[tuple[BufferGroup, Rows, bool], PlannedAccess] = {}
     for access in accesses:
+        # The copy of draft's stamps is read before the step after the next may write it: like the results.
+        if access.group is BufferGroup.COPIED_STAMPS:
+            continue
         if access.is_write or access.group.writer is not access.phase.stream:
             reduced[access.group, access.rows, access.is_write] = _in_numbers(access)
     return tuple(reduced.values())

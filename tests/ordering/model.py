@@ -9,11 +9,12 @@ from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.plan import consume, initial_state, plan_step, with_draft
 from tests.ordering.checker import Operation, run
 from tests.ordering.plan_checker import PlanChecker
-from tests.ordering.step_operations import step_operations
+from tests.ordering.step_operations import ATTACHMENT, catch_up_operations, step_operations
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, PlannedStep
     from tests.ordering.checker import Race, Stuck
+    from tests.ordering.plan_checker import Unwritten
     from tests.ordering.step_operations import Lanes, StepOperations
 
 DRAFT, NUM_LANES = 0, 3
@@ -35,6 +36,8 @@ class Model:
         self.state = initial_state(draft, run_ahead)
         self.checker = PlanChecker(NUM_LANES)
         self.stuck: list[Stuck] = []
+        self.attachment = ATTACHMENT
+        """The draft's; each has memory and fences of its own."""
         self.last_sent: OrderedStep | None = None
         self._alter = alter
         # Of the steps that are not consumed, and of the last that is.
@@ -46,15 +49,16 @@ class Model:
         twin.state = self.state
         twin.checker = self.checker.copy()
         twin.stuck = self.stuck.copy()
+        twin.attachment = self.attachment
         twin.last_sent = self.last_sent
         twin._alter = alter or self._alter
         twin._steps = self._steps.copy()
         return twin
 
     @property
-    def problems(self) -> list[Race | Stuck]:
+    def problems(self) -> list[Race | Unwritten | Stuck]:
         """Everything that is wrong so far."""
-        return [*self.checker.races, *self.stuck]
+        return [*self.checker.races, *self.checker.unwritten, *self.stuck]
 
     @property
     def has_unconsumed(self) -> bool:
@@ -64,7 +68,7 @@ class Model:
     def send(self, command: OrderedStep) -> PlannedStep:
         """Plans the step, sends its commands, and carries them out."""
         planned, self.state = plan_step(self.state, command)
-        operations = step_operations(command, planned, self.state.draft, self.state.run_ahead)
+        operations = step_operations(command, planned, self.state.draft, self.state.run_ahead, self.attachment)
         self._steps[command.step] = command.kind, operations
         self._carry_out(command.kind, operations.send_lanes)
         self.last_sent = command
@@ -81,9 +85,14 @@ class Model:
             self._carry_out(kind, ((), (), operations.consume_next))
 
     def change_draft(self, draft: DraftTraits) -> None:
-        """Draft is lost, or another one joins."""
+        """Draft is lost, or another one joins, which catches up with what it has missed."""
         self.state = with_draft(self.state, draft)
         self.checker.restart(DRAFT)
+        self.attachment += 1
+        if draft.is_present and self.state.step:
+            number = self.state.step
+            lanes = catch_up_operations(number, draft, self.state.run_ahead, self.attachment)
+            self._carry_out(StepKind.CATCH_UP, lanes)
 
     def operations(self, step: int) -> StepOperations:
         """The operations of a step that is not consumed."""

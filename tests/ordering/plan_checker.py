@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.access_log import LogOp
+from slipstream.common.worker.layout import BufferName
 from tests.ordering.checker import Checker, joined, run
 
 if TYPE_CHECKING:
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
     from tests.ordering.checker import Clock, Operation
 
 
+_STASH = {BufferName.SEQ_LENS, BufferName.BONUS_TOKENS, BufferName.NUM_NEW, BufferName.LAST_TOKENS}
+
+
+class Unwritten(NamedTuple):
+    """A read of a stash that verify has never written for this draft."""
+
+    operation: Operation
+
+    def __str__(self) -> str:
+        return f"{self.operation}: nothing was stashed there for this draft"
+
+
 class PlanChecker(Checker):
     """A plan must hold whether or not a poll was seen true: a poll orders only the reads that follow it at once."""
 
@@ -22,6 +35,7 @@ class PlanChecker(Checker):
         super().__init__(num_lanes)
         self._polled: dict[int, Clock] = {}
         """For a lane whose last fence operation was a poll, what it may look at."""
+        self.unwritten: list[Unwritten] = []
 
     def apply(self, lane: int, operation: Operation) -> bool:
         """The lane does the operation; False, with nothing done, if that has to wait for another lane."""
@@ -33,11 +47,18 @@ class PlanChecker(Checker):
         if operation.buffer is None:
             self._polled.pop(lane, None)
             return super().apply(lane, operation)
+        self._check_written(operation)
         own = self._clocks[lane]
         self._clocks[lane] = self._polled.get(lane, own)
         super().apply(lane, operation)
         self._clocks[lane] = own
         return True
+
+    def _check_written(self, operation: Operation) -> None:
+        if operation.op is LogOp.READ and operation.buffer in _STASH:
+            cells = (self._cells.get((operation.epoch, operation.buffer, row)) for row in operation.rows)
+            if not all(cell is not None and cell[0] is not None for cell in cells):
+                self.unwritten.append(Unwritten(operation))
 
     def restart(self, lane: int) -> None:
         """Another process takes the lane's place: what the lane did is forgotten, and it knows nothing."""
@@ -52,6 +73,7 @@ class PlanChecker(Checker):
         twin.num_ordered = self.num_ordered
         twin._clocks = self._clocks.copy()
         twin._polled = self._polled.copy()
+        twin.unwritten = self.unwritten.copy()
         twin._signals = {key: signals.copy() for key, signals in self._signals.items()}
         twin._sends = self._sends.copy()
         twin._cells = self._cells.copy()

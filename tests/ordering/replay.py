@@ -110,7 +110,8 @@ class Replay:
         for index, operation in enumerate(self._logs[number].operations()):
             if index == 1:
                 self._supersede_drafts_before(number)
-            self._last_epoch = max(self._last_epoch, operation.epoch)
+            if operation.op is LogOp.SEND and operation.role is Role.VERIFY:
+                self._last_epoch = max(self._last_epoch, operation.epoch)
             if operation.op is LogOp.RELEASE:
                 self._released[operation.epoch] = max(self._released.get(operation.epoch, 0), operation.value)
             yield operation
@@ -135,7 +136,7 @@ class Replay:
         if self._logs[stuck.lane].is_superseded:
             return False
         epoch = stuck.operation.epoch
-        return epoch == self._last_epoch or any(operation.epoch > epoch for operation in rest)
+        return epoch >= self._last_epoch or any(operation.epoch > epoch for operation in rest)
 
 
 def read_log(path: Path) -> Iterator[Operation]:
@@ -176,7 +177,8 @@ def _operation(record: dict[str, Any]) -> Operation:
         op=LogOp(record["op"]),
         stream=StreamName(record["stream"]),
         step=int(record["step"]),
-        epoch=int(record["epoch"]),
+        # An attachment's memory is apart from all else; its number is no epoch's.
+        epoch=int(record.get("attachment") or record["epoch"]),
         buffer=None if buffer is None else BufferName(buffer),
         rows=tuple(rows),
         fence=None if fence is None else FenceName[fence],

@@ -63,12 +63,14 @@ class Visit:
 
 
 @cache
-def moves(num_slots: int, ready: int, *, has_draft: bool) -> tuple[Move, ...]:
-    """Every valid next step when the slots of the mask `ready` have had their last chunk."""
+def moves(num_slots: int, ready: int, *, drafted: int) -> tuple[Move, ...]:
+    """Every valid next step when the slots of the mask `ready` have had their last chunk.
+
+    `drafted`: mask of the slots that verify has stashed for since the present draft is there.
+    """
     ready_subsets = [rows for rows in range(1 << num_slots) if rows & ~ready == 0]
     found = [Move(StepKind.PLAIN, rows, ready) for rows in ready_subsets]
-    if has_draft:
-        found.extend(Move(StepKind.DECODE, rows, ready) for rows in ready_subsets if rows)
+    found.extend(Move(StepKind.DECODE, rows, ready) for rows in ready_subsets if rows and not rows & ~drafted)
     for rows in range(1, 1 << num_slots):
         # Any of the chunks may be the last one of its prompt.
         found.extend(
@@ -109,7 +111,7 @@ class Walk:
         ready = sends[-1].move.ready if sends else 0
         for before in self._befores(model):
             after = before
-            for move in moves(self.num_slots, ready, has_draft=before.state.draft.is_present):
+            for move in moves(self.num_slots, ready, drafted=before.state.stashed):
                 present = tuple(move.rows >> slot & 1 | (move.ready >> slot & 1) << 1 for slot in range(self.num_slots))
                 if not _is_first_of_its_kind(pasts, present):
                     continue

@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import ring_rows
-from slipstream.common.worker.step import FenceName, Role
+from slipstream.common.worker.step import FenceName, Role, StepKind
+from slipstream.scheduler.core.plan import OrderedStep, catch_up
 from tests.ordering.accesses import BufferGroup, Phase, Rows, declared_accesses, has_draft_half
 from tests.ordering.checker import Operation
 
 if TYPE_CHECKING:
     from slipstream.common.worker.step import FenceOps
-    from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, PlannedStep
+    from slipstream.scheduler.core.plan import DraftTraits, PlannedStep
     from tests.ordering.accesses import Access
 
+
+ATTACHMENT = 1000
+"""Number of an attachment where there is one."""
 
 Lanes = tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]
 """The operations of draft, verify and the scheduler."""
@@ -38,13 +42,25 @@ class StepOperations(NamedTuple):
         return self.draft, self.verify, self.sends
 
 
+def catch_up_operations(number: int, draft: DraftTraits, run_ahead: int, attachment: int = ATTACHMENT) -> Lanes:
+    """Lays out what the streams do for a command that brings a draft known tokens."""
+    layout = _Layout(OrderedStep(number, StepKind.CATCH_UP, 0), draft, run_ahead, attachment)
+    draft_lane = layout.worker(StreamName.DRAFT, catch_up(number), _DRAFT_PHASES)
+    return draft_lane, (), (layout.send(Role.DRAFT),)
+
+
 @cache
-def step_operations(command: OrderedStep, planned: PlannedStep, draft: DraftTraits, run_ahead: int) -> StepOperations:
-    """Lays out everything that the streams do in a step, as the commands declare it."""
-    layout = _Layout(command, draft, run_ahead)
+def step_operations(
+    command: OrderedStep, planned: PlannedStep, draft: DraftTraits, run_ahead: int, attachment: int = ATTACHMENT
+) -> StepOperations:
+    """Lays out everything that the streams do in a step, as the commands declare it.
+
+    `attachment`: the number of the draft's, whose memory and fences are apart from those of every other one.
+    """
+    layout = _Layout(command, draft, run_ahead, attachment)
     roles = (Role.VERIFY,) if planned.draft is None else (Role.DRAFT, Role.VERIFY)
     return StepOperations(
-        sends=tuple(Operation(LogOp.SEND, StreamName.SCHEDULER, command.step, role=role) for role in roles),
+        sends=tuple(layout.send(role) for role in roles),
         draft=layout.worker(StreamName.DRAFT, planned.draft, _DRAFT_PHASES) if planned.draft else (),
         verify=layout.worker(StreamName.VERIFY, planned.verify, _VERIFY_PHASES),
         consume=(*layout.waits(StreamName.SCHEDULER, planned.copy), *layout.accesses(Phase.CONSUME)),
@@ -63,7 +79,8 @@ _VERIFY_PHASES = (
 class _Layout:
     """The operations of one step."""
 
-    def __init__(self, command: OrderedStep, draft: DraftTraits, run_ahead: int) -> None:
+    def __init__(self, command: OrderedStep, draft: DraftTraits, run_ahead: int, attachment: int) -> None:
+        self._attachment = attachment
         self._step = command.step
         self._draft = draft
         self._declared = declared_accesses(command.kind, draft)
@@ -72,6 +89,7 @@ class _Layout:
         self._rows = {
             Rows.SLOTS: tuple(row for row in range(command.rows.bit_length()) if command.rows >> row & 1),
             Rows.RING: (command.step % ring,),
+            Rows.LAST_TWO: tuple(sorted({(command.step - 1) % ring, command.step % ring})),
             Rows.SPARE: ((command.step + 1) % ring,),
             Rows.WHOLE: (0,),
         }
@@ -80,13 +98,19 @@ class _Layout:
         self, stream: StreamName, ops: FenceOps, phases: tuple[tuple[Phase, FenceName | None], ...]
     ) -> tuple[Operation, ...]:
         """A worker's command: waits, then each phase and the signal that ends it."""
-        laid_out = [Operation(LogOp.RECV, stream, self._step), *self.waits(stream, ops)]
+        epoch = self._attachment if stream is StreamName.DRAFT else 0
+        laid_out = [Operation(LogOp.RECV, stream, self._step, epoch), *self.waits(stream, ops)]
         values = {point.fence: point.value for point in ops.signals}
         for phase, fence in phases:
             laid_out.extend(self.accesses(phase))
             if fence in values:
                 laid_out.append(self._fence_op(LogOp.SIGNAL, stream, fence, values[fence]))
         return tuple(laid_out)
+
+    def send(self, role: Role) -> Operation:
+        """The scheduler sends a command."""
+        epoch = self._attachment if role is Role.DRAFT else 0
+        return Operation(LogOp.SEND, StreamName.SCHEDULER, self._step, epoch, role=role)
 
     def waits(self, stream: StreamName, ops: FenceOps) -> list[Operation]:
         """The waits at the beginning of a command."""
@@ -102,13 +126,13 @@ class _Layout:
         ]
 
     def stamps(self) -> tuple[Operation, ...]:
-        """The reads of the stamps, each behind the poll of the fence that its writer signals after them."""
-        fences = {BufferGroup.VERIFY_STAMPS: FenceName.VERIFY_STASH, BufferGroup.DRAFT_STAMPS: FenceName.DRAFT_DONE}
+        """The reads of the stamps; in the draft's own memory behind a poll of its fence."""
         laid_out: list[Operation] = []
         for access in self._declared:
             if access.phase is Phase.CONSUME_NEXT:
-                fence = fences[access.group]
-                laid_out.append(self._fence_op(LogOp.POLL, StreamName.SCHEDULER, fence, self._step))
+                if access.group is BufferGroup.LATE_STAMPS:
+                    fence = FenceName.DRAFT_DONE
+                    laid_out.append(self._fence_op(LogOp.POLL, StreamName.SCHEDULER, fence, self._step))
                 laid_out.extend(self._buffer_by_buffer(access))
         return tuple(laid_out)
 
@@ -119,7 +143,9 @@ class _Layout:
             return []
         stream = access.phase.stream
         buffers = access.group.buffers(self._draft)
-        return [Operation(op, stream, self._step, buffer=buffer, rows=rows) for buffer in buffers]
+        epoch = self._attachment if access.group.is_in_region else 0
+        return [Operation(op, stream, self._step, epoch, buffer=buffer, rows=rows) for buffer in buffers]
 
     def _fence_op(self, op: LogOp, stream: StreamName, fence: FenceName, value: int) -> Operation:
-        return Operation(op, stream, self._step, fence=fence, value=value)
+        epoch = 0 if fence is FenceName.VERIFY_PUBLISH else self._attachment
+        return Operation(op, stream, self._step, epoch, fence=fence, value=value)

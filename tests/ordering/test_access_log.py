@@ -35,12 +35,21 @@ def test_one_json_object_a_line(tmp_path: Path) -> None:
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {**every, "seq": 0, "op": "send", "role": "draft"},
         {**every, "seq": 1, "op": "recv"},
-        {**every, "seq": 2, "op": "wait", "fence": "VERIFY_STASH", "value": 6},
-        {**every, "seq": 3, "op": "read", "buffer": "seq_lens", "rows": [1, 3]},
-        {**every, "seq": 4, "op": "write", "buffer": "draft_tokens", "rows": [1, 3]},
-        {**every, "seq": 5, "op": "signal", "fence": "DRAFT_DONE", "value": 7},
-        {**every, "seq": 6, "op": "poll", "fence": "DRAFT_DONE", "value": 7, "step": 8},
-        {**every, "seq": 7, "op": "release", "fence": "VERIFY_PUBLISH", "value": 5, "step": 5, "epoch": 1},
+        {**every, "seq": 2, "op": "wait", "attachment": 0, "fence": "VERIFY_STASH", "value": 6},
+        {**every, "seq": 3, "op": "read", "attachment": 0, "buffer": "seq_lens", "rows": [1, 3]},
+        {**every, "seq": 4, "op": "write", "attachment": 0, "buffer": "draft_tokens", "rows": [1, 3]},
+        {**every, "seq": 5, "op": "signal", "attachment": 0, "fence": "DRAFT_DONE", "value": 7},
+        {**every, "seq": 6, "op": "poll", "attachment": 0, "fence": "DRAFT_DONE", "value": 7, "step": 8},
+        {
+            **every,
+            "seq": 7,
+            "op": "release",
+            "attachment": 0,
+            "fence": "VERIFY_PUBLISH",
+            "value": 5,
+            "step": 5,
+            "epoch": 1,
+        },
         {**every, "seq": 8, "op": "recv", "step": 8},
     ]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slipstream.common.errors import OrderingError
-from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
+from slipstream.common.worker.access_log import StreamName
+from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.plan import DraftTraits
 from tests.ordering.accesses import (
@@ -19,17 +20,28 @@ NO_DRAFT = DraftTraits(is_present=False)
 LANGUAGE_MODEL = DraftTraits(is_present=True)
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
 
+SIZES = {"num_slots": 2, "run_ahead": 1, "num_draft_tokens": 1, "chunk_tokens": 1}
+SHAPE = DraftShape(hidden_width=1, **SIZES)
+RESULTS, REGION = EpochShape(**SIZES).specs(), [*SHAPE.given_specs(), *SHAPE.own_specs()]
 COMMANDS = [
     (kind, draft)
-    for kind in StepKind
+    for kind in (StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN)
     for draft in (NO_DRAFT, LANGUAGE_MODEL, HEAD)
     if kind is not StepKind.DECODE or draft.is_present
 ]
 
 
 def test_every_buffer_is_in_one_group() -> None:
-    grouped = [buffer for group in BufferGroup for buffer in group.buffers(HEAD)]
-    assert sorted(grouped) == sorted(BufferName)
+    grouped = [
+        (buffer, group.is_in_region)
+        for group in BufferGroup
+        for buffer in group.buffers(HEAD)
+        # The same buffer, by its other reader.
+        if group is not BufferGroup.LATE_STAMPS
+    ]
+    assert sorted(grouped) == sorted(
+        [(BufferName(spec.name), False) for spec in RESULTS] + [(BufferName(spec.name), True) for spec in REGION]
+    )
 
 
 def test_buffers_of_hidden_states_exist_only_for_drafts_that_read_them() -> None:
@@ -52,9 +64,17 @@ def test_rows_are_slots_where_the_buffers_have_slots(kind: StepKind, draft: Draf
 
 
 @pytest.mark.parametrize(("kind", "draft"), COMMANDS)
-def test_every_kind_publishes_and_stashes(kind: StepKind, draft: DraftTraits) -> None:
+def test_every_kind_publishes_and_stashes_for_a_draft(kind: StepKind, draft: DraftTraits) -> None:
     written = {(access.phase, access.group) for access in declared_accesses(kind, draft) if access.is_write}
-    assert {(Phase.PUBLISH, BufferGroup.RESULTS), (Phase.STASH, BufferGroup.STASH)} <= written
+    assert (Phase.PUBLISH, BufferGroup.RESULTS) in written
+    assert ((Phase.STASH, BufferGroup.STASH) in written) == draft.is_present
+
+
+@pytest.mark.parametrize(("kind", "draft"), COMMANDS)
+def test_verify_reads_nothing_of_what_it_gives_to_a_draft(kind: StepKind, draft: DraftTraits) -> None:
+    for access in declared_accesses(kind, draft):
+        if access.phase.stream is StreamName.VERIFY and not access.is_write:
+            assert access.group in (BufferGroup.DRAFT_TOKENS, BufferGroup.DRAFT_STAMPS)
 
 
 def test_a_prefill_of_draft_reads_neither_lengths_nor_bonus_tokens() -> None:

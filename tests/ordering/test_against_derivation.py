@@ -62,8 +62,8 @@ def compare(randomness: random.Random, draft: DraftTraits, run_ahead: int, num_s
             both.consume()
         if randomness.random() < 0.1:
             both.change_draft(randomness.choice(DRAFTS))
-        command, ready = random_step(randomness, step, ready, all_slots, has_draft=both.table.draft.is_present)
-        if not both.table.draft.is_present:
+        command, ready = random_step(randomness, step, ready, all_slots, drafted=both.table.stashed)
+        if not both.table.draft.is_present or all_slots & ~both.table.stashed:
             both.refuse(OrderedStep(step, StepKind.DECODE, all_slots))
         both.refuse(OrderedStep(step + randomness.choice((-1, 1)), command.kind, command.rows))
         both.plan(command)
@@ -71,15 +71,15 @@ def compare(randomness: random.Random, draft: DraftTraits, run_ahead: int, num_s
 
 
 def random_step(
-    randomness: random.Random, step: int, ready: int, all_slots: int, *, has_draft: bool
+    randomness: random.Random, step: int, ready: int, all_slots: int, *, drafted: int
 ) -> tuple[OrderedStep, int]:
     """A valid step, and the slots that are ready to decode after it."""
     kind, rows = randomness.choice(KINDS), randomness.randint(0, all_slots)
     if kind is StepKind.PREFILL and rows:
         return OrderedStep(step, kind, rows), ready & ~rows | rows & randomness.randint(0, all_slots)
     rows &= ready
-    if kind is StepKind.DECODE and rows and has_draft:
-        return OrderedStep(step, kind, rows), ready
+    if kind is StepKind.DECODE and rows & drafted:
+        return OrderedStep(step, kind, rows & drafted), ready
     return OrderedStep(step, StepKind.PLAIN, rows), ready
 
 

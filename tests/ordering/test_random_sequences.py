@@ -26,16 +26,16 @@ def print_seed() -> None:
     print(f"@seed({RANDOM_SEED})")
 
 
-def draw_step(data: st.DataObject, step: int, ready: int, draft: DraftTraits) -> tuple[OrderedStep, int]:
-    """A valid step, and the slots that are ready after it."""
+def draw_step(data: st.DataObject, step: int, ready: int, drafted: int) -> tuple[OrderedStep, int]:
+    """A valid step, and the slots that are ready after it. `drafted`: mask of those that draft can draft for."""
     draw = data.draw
     rows = draw(st.integers(0, ALL_SLOTS))
     kind = draw(st.sampled_from((StepKind.DECODE, StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN)))
     if kind is StepKind.PREFILL and rows:
         return OrderedStep(step, kind, rows), ready & ~rows | rows & draw(st.integers(0, ALL_SLOTS))
     rows &= ready
-    if kind is StepKind.DECODE and rows and draft.is_present:
-        return OrderedStep(step, kind, rows), ready
+    if kind is StepKind.DECODE and rows & drafted:
+        return OrderedStep(step, kind, rows & drafted), ready
     return OrderedStep(step, StepKind.PLAIN, rows), ready
 
 
@@ -51,7 +51,7 @@ def test_nothing_collides_and_no_wait_is_needless(data: st.DataObject, run_ahead
             model.consume()
         if draw(st.integers(0, 9)) == 9:
             model.change_draft(draw(st.sampled_from(DRAFTS)))
-        command, ready = draw_step(data, step, ready, model.state.draft)
+        command, ready = draw_step(data, step, ready, model.state.stashed)
         before = model.copy()
         planned = model.send(command)
         note(f"{command}: {planned}")

@@ -84,16 +84,18 @@ def write_operation(log: JsonLinesAccessLog, operation: Operation, epoch: int = 
     match operation.op:
         case LogOp.SEND:
             assert operation.role is not None
-            log.send(operation.role, epoch=epoch, step=operation.step)
+            log.send(operation.role, epoch=operation.epoch or epoch, step=operation.step)
         case LogOp.RECV:
-            log.recv(epoch=epoch, step=operation.step)
+            log.recv(epoch=operation.epoch or epoch, step=operation.step)
         case LogOp.READ | LogOp.WRITE:
             assert operation.buffer is not None
             is_write = operation.op is LogOp.WRITE
-            log.access(operation.buffer, operation.rows, is_write=is_write, step=operation.step)
+            log.access(
+                operation.buffer, operation.rows, is_write=is_write, step=operation.step, attachment=operation.epoch
+            )
         case LogOp.SIGNAL | LogOp.WAIT | LogOp.POLL:
             assert operation.fence is not None
-            log.fence(operation.op, operation.fence, operation.value, step=operation.step)
+            log.fence(operation.op, operation.fence, operation.value, step=operation.step, attachment=operation.epoch)
 
 
 def random_commands(num_steps: int, num_slots: int) -> list[tuple[StepKind, int]]:
