@@ -15,6 +15,7 @@ from slipstream.scheduler.core.plan import (
     OrderedStep,
     PlannedStep,
     PlanState,
+    catch_up,
     consume,
     initial_state,
     mask_of,
@@ -81,7 +82,8 @@ def test_every_command_signals_its_own_step(draft: DraftTraits) -> None:
     if draft.is_present:
         steps.append(epoch.decode(A))
     for step, planned in enumerate(steps, start=1):
-        assert planned.verify.signals == (FencePoint(PUBLISH, step), FencePoint(STASH, step))
+        stash = (FencePoint(STASH, step),) if draft.is_present else ()
+        assert planned.verify.signals == (FencePoint(PUBLISH, step), *stash)
         assert planned.copy == FenceOps(waits=(FencePoint(PUBLISH, step),))
         assert planned.draft is None or planned.draft.signals == (FencePoint(DONE, step),)
     has_draft_half = [planned.draft is not None for planned in steps]
@@ -182,21 +184,35 @@ def test_plain_step_waits_for_nothing(draft: DraftTraits) -> None:
 
 class TestAnotherDraft:
     @pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD])
-    def test_joins_behind_the_last_stash(self, draft: DraftTraits) -> None:
+    def test_joins_behind_a_plain_step_that_stashes_for_it(self, draft: DraftTraits) -> None:
         epoch = drafts(draft)
         epoch.decode(A, B)
         epoch.state = with_draft(epoch.state, NO_DRAFT)
         epoch.plain(A, B)
         epoch.plain(A)
         epoch.state = with_draft(epoch.state, draft)
+        epoch.plain(A, B)
         planned = epoch.decode(A, B)
-        assert waits(planned.draft) == {STASH: 5}
-        assert waits(planned.verify) == {DONE: 6}
+        assert waits(planned.draft) == {STASH: 6}
+        assert waits(planned.verify) == {DONE: 7}
+
+    @pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD])
+    def test_drafts_for_no_slot_that_nothing_was_stashed_for(self, draft: DraftTraits) -> None:
+        epoch = drafts(draft)
+        epoch.state = with_draft(epoch.state, draft)
+        with pytest.raises(OrderingError, match="step 3 is a DECODE step"):
+            epoch.decode(A)
+        epoch.plain(A)
+        with pytest.raises(OrderingError, match="step 4 is a DECODE step"):
+            epoch.decode(A, B)
+        epoch.decode(A)
 
     def test_knows_nothing_of_what_the_one_before_it_knew(self) -> None:
         epoch = drafts(HEAD)
+        epoch.decode(A)
         epoch.state = with_draft(epoch.state, HEAD)
-        assert waits(epoch.decode(A).draft) == {STASH: 1}
+        epoch.plain(A)
+        assert waits(epoch.decode(A).draft) == {STASH: 4}
 
     def test_verify_does_not_wait_for_one_that_is_gone(self) -> None:
         epoch = drafts(HEAD)
@@ -208,6 +224,9 @@ class TestAnotherDraft:
         epoch.state = with_draft(epoch.state, NO_DRAFT)
         with pytest.raises(OrderingError, match="there is no draft"):
             epoch.decode(A)
+
+    def test_is_sent_tokens_that_are_known_without_a_wait(self) -> None:
+        assert catch_up(7) == FenceOps((), (FencePoint(DONE, 7),))
 
 
 class TestSendAfterConsume:
@@ -267,8 +286,9 @@ class TestCost:
         randomness = random.Random(seed)
         state = initial_state(HEAD, self.RUN_AHEAD)
         for _ in range(2000):
-            kind = randomness.choice(tuple(StepKind))
-            state = self._advance(state, kind, randomness.getrandbits(self.NUM_SLOTS) | 1)
+            kind = randomness.choice((StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN))
+            rows = randomness.getrandbits(self.NUM_SLOTS) | 1
+            state = self._advance(state, kind, rows & state.stashed if kind is StepKind.DECODE else rows)
             assert len(state.rows) <= self.RUN_AHEAD + 2
 
     def test_a_step_of_64_slots_costs_little(self) -> None:

@@ -200,7 +200,7 @@ class TestFaults:
         write_run(
             tmp_path,
             [PREFILL, *[DECODE] * 3, *[PLAIN] * 3],
-            keeps=lambda op: op != Operation(LogOp.SIGNAL, StreamName.DRAFT, 4, fence=FenceName.DRAFT_DONE, value=4),
+            keeps=lambda op: (op.op, op.fence, op.value) != (LogOp.SIGNAL, FenceName.DRAFT_DONE, 4),
         )
         assert "verify's wait of DRAFT_DONE 4 in step 4 never ends" in replayed(tmp_path, status=1)
         write_release(tmp_path, FenceName.DRAFT_DONE, 4)
