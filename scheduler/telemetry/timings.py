@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 VERIFY_TO_DRAFT = "verify_to_draft"
 DRAFT_TO_VERIFY = "draft_to_verify"
 VERIFY_TO_VERIFY = "verify_to_verify"
+_RESOLUTION_NS = 10**6
+"""Of the clocks of all GPUs."""
 _LONGEST_NS = 600 * 10**9
 """No step takes longer."""
 EDGES = (VERIFY_TO_DRAFT, DRAFT_TO_VERIFY, VERIFY_TO_VERIFY)
@@ -204,7 +206,7 @@ def _interval(stamps: torch.Tensor) -> Interval:
 
 def _is_plausible(kind: StepKind, verify: Interval, draft: Interval) -> bool:
     """False for stamps that no work left: a draft may write anything there."""
-    if kind is StepKind.DECODE and draft[1] > verify[0]:
+    if kind is StepKind.DECODE and draft[1] > verify[0] + _RESOLUTION_NS:
         return False
     return draft[0] <= draft[1] and all(abs(stamp - verify[0]) < _LONGEST_NS for stamp in draft)
 

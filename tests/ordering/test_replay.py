@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
 RUN_AHEAD = 1
 EPOCH = 3
+ATTACHMENTS = 1000
+"""The draft's attachment in an epoch has this number and the epoch's."""
 PREFILL, DECODE, PLAIN = ((kind, 0b110) for kind in (StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN))
 
 Filter = Callable[[Operation], bool]
@@ -65,7 +67,7 @@ def write_run(
         state = consume(state, consumed) if consumed > 0 else state
         command = OrderedStep(step, kind, rows)
         planned, state = plan_step(state, command)
-        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD)
+        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD, ATTACHMENTS + epoch)
         if is_hasty:
             write(steps[step].sends)
         if consumed > 0:
@@ -263,7 +265,7 @@ def replayed(folder: Path, *, status: int) -> str:
 def write_release(folder: Path, fence: FenceName, value: int) -> None:
     """The scheduler releases a fence, in a log of its own."""
     log = JsonLinesAccessLog(folder / "watchdog.jsonl", StreamName.SCHEDULER)
-    log.release(fence, value, epoch=EPOCH)
+    log.release(fence, value, epoch=EPOCH, attachment=ATTACHMENTS + EPOCH)
     log.close()
 
 

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
+from slipstream.common.api.draft_swap import SwapOutcome
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
@@ -80,9 +81,13 @@ async def test_describe_says_what_is_served(tmp_path: Path) -> None:
         message = await served.stub.Describe(pb.DescribeSchedulerRequest())
         description = SchedulerDescription.from_pb(message)
         assert description.max_sequences == 77
-        assert description == gateway.states[-1].serving
+        told = gateway.states[-1].serving
+        assert told is not None
+        since = description.server.draft_state_seconds
+        assert description == replace(told, server=replace(told.server, draft_state_seconds=since))
+        assert (description.server.draft_state, description.server.algorithm) == ("attached", "standalone")
         assert (description.server.vocab_size, description.server.context_tokens) == (VOCAB_SIZE, 96)
-        assert [service.name for service in description.server.services] == ["scheduler", "verify"]
+        assert [service.name for service in description.server.services] == ["scheduler", "verify", "draft"]
 
 
 @pytest.mark.parametrize(
@@ -220,12 +225,41 @@ async def test_a_lost_worker_pauses_and_the_next_epoch_takes_sequences_again(tmp
         assert gateway.refused == {}
 
 
-async def test_workers_that_do_not_fit_are_final(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_verify_that_does_not_fit_is_final(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with served_scheduler(tmp_path, DummyVerify(describe(Role.VERIFY, device="GPU-1"), 0.0)) as served:
+        assert await served.task == 1
+    assert "device: scheduler has 'cpu', verify has 'GPU-1'" in capsys.readouterr().err
+
+
+async def test_a_draft_that_does_not_fit_is_left_out_with_the_reason(tmp_path: Path) -> None:
     verify, _ = dummies()
     draft = DummyDraft(describe(Role.DRAFT, vocab_size=99), 0.0)
-    async with served_scheduler(tmp_path, verify, draft) as served:
-        assert await served.task == 1
-    assert "vocab" in capsys.readouterr().err
+    async with served_scheduler(tmp_path, verify, draft) as served, Gateway(served) as gateway:
+        await gateway.attached()
+        await gateway.run(SPEC)
+        message = await served.stub.Describe(pb.DescribeSchedulerRequest())
+        server = SchedulerDescription.from_pb(message).server
+        assert (server.algorithm, server.draft_state) == ("none", "missing")
+        assert "vocabulary size: verify has 272, draft has 99" in server.draft_problem
+        with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size") as caught:
+            await served.stub.SwapDraft(pb.SwapDraftRequest(address="unix:/none"))
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_swap_of_fields_that_cannot_be_honoured_is_refused(tmp_path: Path) -> None:
+    async with served_scheduler(tmp_path, *dummies()) as served, Gateway(served) as gateway:
+        await gateway.attached()
+        for request, field in (
+            (pb.SwapDraftRequest(address="nowhere"), "address"),
+            (pb.SwapDraftRequest(address="unix:/none", num_draft_tokens=99), "num_draft_tokens"),
+            (pb.SwapDraftRequest(rollback_below=-1.0), "rollback_below"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
+                await served.stub.SwapDraft(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        taken_away = SwapOutcome.from_pb(await served.stub.SwapDraft(pb.SwapDraftRequest(judge_steps=0)))
+        assert (taken_away.before.algorithm, taken_away.after.algorithm) == ("standalone", "none")
+        await gateway.run(SPEC)
 
 
 async def test_the_end_of_the_scheduler_lets_sequences_end_first(tmp_path: Path) -> None:

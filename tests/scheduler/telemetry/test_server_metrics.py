@@ -14,7 +14,6 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.telemetry.server_metrics import ServerMetrics
-from slipstream.scheduler.workers.sizing import Workers
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
@@ -43,11 +42,9 @@ def epoch_with(number: int = 1, *, draft_kv_bytes: int) -> Iterator[LocalEpoch]:
     """Dummies, described as if verify had 64 bytes of KV a token and draft this many."""
     draft = LocalWorker(DummyDraft(describe(Role.DRAFT), 0))
     verify = LocalWorker(DummyVerify(describe(Role.VERIFY), 0))
+    for worker, kv_bytes in ((verify, 64), (draft, draft_kv_bytes)):
+        worker.engine.description = replace(worker.engine.description, kv_bytes_per_token=kv_bytes)
     running = LocalEpoch(number, CONFIG, [draft, verify])
-    running.epoch.workers = Workers(
-        verify=replace(verify.describe(), kv_bytes_per_token=64),
-        draft=replace(draft.describe(), kv_bytes_per_token=draft_kv_bytes),
-    )
     yield running
     draft.close()
     verify.close()

@@ -73,7 +73,7 @@ def make_job(max_new_tokens: int = 400) -> Job:
 @pytest.mark.parametrize("run_ahead", [0, 1])
 async def test_every_process_is_there_in_every_step(processes: WorkerProcesses, run_ahead: int) -> None:
     with running_session(processes, run_ahead=run_ahead, **SETTINGS) as client:
-        await client.attached.wait()
+        await client.served()
         async with timeline_server(client) as address:
             before_ns = time.monotonic_ns()
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=30)))
@@ -124,7 +124,7 @@ def check_order(trace: Trace) -> None:
 
 async def test_when_requests_end_before_there_are_the_steps_so_far(processes: WorkerProcesses) -> None:
     with running_session(processes, **SETTINGS) as client:
-        await client.attached.wait()
+        await client.served()
         async with timeline_server(client) as address:
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=700)))
             _, trace = await asyncio.gather(client.run(make_job(60)), asked)
@@ -142,18 +142,18 @@ async def test_when_requests_end_before_there_are_the_steps_so_far(processes: Wo
 
 async def test_workers_that_are_lost_end_the_wait(processes: WorkerProcesses) -> None:
     with running_session(processes, **SETTINGS) as client:
-        await client.attached.wait()
+        await client.served()
         async with timeline_server(client) as address:
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=MAX_STEPS, wait_ms=MAX_WAIT_MS)))
             await client.run(make_job(40))
-            processes.send_signal(Role.DRAFT, signal.SIGKILL)
-            processes.wait(Role.DRAFT)
+            processes.send_signal(Role.VERIFY, signal.SIGKILL)
+            processes.wait(Role.VERIFY)
             with pytest.raises(UnavailableError, match="the workers were lost"):
                 await asked
             with pytest.raises(UnavailableError, match="not attached"):
                 await fetch_trace(address, TraceRequest(steps=1))
-            processes.start(Role.DRAFT)
-            await client.attached.wait()
+            processes.start(Role.VERIFY)
+            await client.served()
             asked = asyncio.create_task(fetch_trace(address, TraceRequest(steps=5)))
             await asyncio.gather(client.run(make_job()), asked)
             assert asked.result().epoch == client.epoch.number if client.epoch else False

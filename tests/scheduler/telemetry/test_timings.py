@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -16,8 +16,8 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import BufferName, FutureMapShape
-from slipstream.common.worker.step import FenceName, Role, StepCommand, StepKind
+from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape, EpochShape
+from slipstream.common.worker.step import Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import Step
@@ -30,12 +30,15 @@ from slipstream.scheduler.telemetry.timings import (
     StepTimings,
     time_step,
 )
+from slipstream.scheduler.workers.attachment import DraftAttachment
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from slipstream.scheduler.workers.link import Link
 
 DECODE, PREFILL, PLAIN = StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN
 
@@ -76,7 +79,8 @@ class TestFormulas:
         assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 0}
 
 
-SHAPE = FutureMapShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_tokens=8)
+SIZES = {"num_slots": 3, "run_ahead": 1, "num_draft_tokens": 2, "chunk_tokens": 8}
+SHAPE = EpochShape(**SIZES)
 LEASE = SlotLease(1, 1)
 
 
@@ -90,7 +94,11 @@ class Stamps:
 
     def __init__(self) -> None:
         self._timings: list[StepTiming] = []
-        self.arena = HostArena.create(SHAPE.specs(), list(FenceName))
+        self.arena = HostArena.create(SHAPE.specs(), RESULT_FENCES)
+        link = cast("Link", LocalWorker(DummyDraft(describe(Role.DRAFT), 0)))
+        self.draft = DraftAttachment(
+            2, link, describe(Role.DRAFT), DraftShape(**SIZES), HostDevice(), epoch=1, log=AccessLog()
+        )
         self.collector = StepTimings(HostDevice(), self.arena, SHAPE, AccessLog(), self._timings.append, StepRecorder())
 
     @property
@@ -101,15 +109,20 @@ class Stamps:
 
     def send(self, number: int, kind: StepKind = DECODE) -> None:
         """A step is sent."""
-        self.collector.sent(made_step(number, kind))
+        self.collector.sent(made_step(number, kind), None if kind is PLAIN else self.draft)
 
     def work(self, role: Role, number: int, start: int, end: int) -> None:
         """A worker does its part."""
         is_draft = role is Role.DRAFT
-        name = BufferName.DRAFT_STAMPS if is_draft else BufferName.VERIFY_STAMPS
-        self.arena.tensor(name)[number % SHAPE.ring, 0] = start
-        self.arena.tensor(name)[number % SHAPE.ring, 1] = end
-        self.arena.fence(FenceName.DRAFT_DONE if is_draft else FenceName.VERIFY_STASH).release(number)
+        stamps = self.draft.stamps if is_draft else self.arena.tensor(BufferName.VERIFY_STAMPS)
+        stamps[number % SHAPE.ring, 0] = start
+        stamps[number % SHAPE.ring, 1] = end
+        if is_draft:
+            self.draft.done.release(number)
+
+    def come(self, number: int, *before: tuple[int, int], kind: StepKind = DECODE) -> None:
+        """The result of a step comes, with the stamps of the one before."""
+        self.collector.came(made_step(number, kind), before or ((0, 0), (0, 0)))
 
 
 @pytest.fixture
@@ -117,74 +130,81 @@ def stamps() -> Iterator[Stamps]:
     """Three rows of stamps."""
     made = Stamps()
     yield made
+    cast("LocalWorker", made.draft.link).close()
+    made.draft.close()
     made.arena.close()
 
 
 class TestStepTimings:
-    """Stamps are read when the fences say that they are there, once, in order."""
-
-    def test_reads_a_step_when_both_halves_are_there(self, stamps: Stamps) -> None:
-        stamps.send(1)
-        stamps.collector.collect(1)
-        stamps.work(Role.VERIFY, 1, 30, 60)
-        stamps.collector.collect(1)
-        assert stamps.timings == []
-        stamps.work(Role.DRAFT, 1, 10, 20)
-        stamps.collector.collect(0)
-        assert stamps.timings == []
-        stamps.collector.collect(1)
-        stamps.collector.collect(1)
-        assert [(timing.draft_ns, timing.verify_ns, timing.wall_ns) for timing in stamps.timings] == [(10, 30, None)]
+    """Stamps are read when it is sure that they are there, once, in order."""
 
     def test_stamps_come_with_the_next_result(self, stamps: Stamps) -> None:
         """No fence is polled: all of them are at zero here."""
         stamps.send(1)
-        stamps.collector.came(made_step(1), ((0, 0), (0, 0)))
+        stamps.come(1)
         stamps.send(2)
-        stamps.collector.came(made_step(2), ((30, 60), (10, 20)))
+        stamps.come(2, (30, 60), (10, 20))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30)]
 
     def test_a_draft_that_no_step_waited_for_is_polled(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
         stamps.send(2, PREFILL)
         stamps.work(Role.VERIFY, 1, 30, 60)
-        stamps.collector.came(made_step(2, PREFILL), ((30, 60), (10, 0)))
+        stamps.come(2, (30, 60), (10, 0), kind=PREFILL)
         assert stamps.timings == []
         stamps.work(Role.DRAFT, 1, 10, 20)
         stamps.send(3)
-        stamps.collector.came(made_step(3), ((70, 80), (21, 30)))
+        stamps.come(3, (70, 80), (21, 30))
         assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(10, 30), (9, 10)]
 
     def test_a_step_waits_for_those_before_it(self, stamps: Stamps) -> None:
         stamps.send(1, PREFILL)
         stamps.send(2, PLAIN)
+        stamps.send(3, PLAIN)
         stamps.work(Role.VERIFY, 1, 10, 20)
         stamps.work(Role.VERIFY, 2, 25, 40)
-        stamps.collector.collect(2)
+        stamps.come(3, (25, 40), (0, 0), kind=PLAIN)
         assert stamps.timings == []
         stamps.work(Role.DRAFT, 1, 11, 22)
         stamps.collector.collect(2)
         assert [(timing.kind, timing.wall_ns) for timing in stamps.timings] == [(PREFILL, None), (PLAIN, 20)]
         assert stamps.timings[1].bubbles_ns == {VERIFY_TO_VERIFY: 3}
 
-    def test_rows_are_used_again(self, stamps: Stamps) -> None:
-        for number in range(1, 11):
-            stamps.send(number)
-            stamps.work(Role.DRAFT, number, 100 * number, 100 * number + 20)
-            stamps.work(Role.VERIFY, number, 100 * number + 25, 100 * number + 97)
-            stamps.collector.collect(number - 1)
-        stamps.collector.collect(10)
-        assert [timing.wall_ns for timing in stamps.timings] == [None, *[100] * 9]
-        assert stamps.timings[5].bubbles_ns == {VERIFY_TO_DRAFT: 3, DRAFT_TO_VERIFY: 5}
+    def test_verifys_stamps_are_not_read_before_the_next_result(self, stamps: Stamps) -> None:
+        stamps.send(1, PLAIN)
+        stamps.come(1, kind=PLAIN)
+        stamps.collector.collect(1)
+        assert stamps.timings == []
+
+    def test_a_draft_that_was_lost_leaves_no_stamps(self, stamps: Stamps) -> None:
+        stamps.send(1)
+        stamps.draft.release(1)
+        stamps.come(1)
+        stamps.send(2, PLAIN)
+        stamps.come(2, (30, 60), (10, 20), kind=PLAIN)
+        assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 30)]
+
+    @pytest.mark.parametrize(
+        "hostile", [(20, 10), (10, 2**62), (-(2**63), 2**63 - 1), (2**62, 2**62 + 1), (31, 5_000_000)]
+    )
+    def test_stamps_that_no_work_left_are_left_out(self, stamps: Stamps, hostile: tuple[int, int]) -> None:
+        stamps.send(1)
+        stamps.come(1)
+        stamps.send(2)
+        stamps.come(2, (30, 60), hostile)
+        stamps.send(3)
+        stamps.come(3, (90, 100), hostile)
+        assert [timing.draft_ns for timing in stamps.timings] == [0, 0]
+        assert all(bubble >= 0 for timing in stamps.timings for bubble in timing.bubbles_ns.values())
 
     def test_idle_time_is_not_counted(self, stamps: Stamps) -> None:
-        for number, start in ((1, 100), (2, 200), (3, 90_000), (4, 90_100)):
+        before: tuple[tuple[int, int], ...] = ()
+        for number, start in ((1, 100), (2, 200), (3, 90_000), (4, 90_100), (5, 90_200)):
             if number == 3:
                 stamps.collector.idle()
             stamps.send(number)
-            stamps.work(Role.DRAFT, number, start, start + 10)
-            stamps.work(Role.VERIFY, number, start + 10, start + 90)
-            stamps.collector.collect(number)
+            stamps.come(number, *before)
+            before = ((start + 10, start + 90), (start, start + 10))
         assert [timing.wall_ns for timing in stamps.timings] == [None, 100, None, 100]
         assert [sum(timing.bubbles_ns.values()) for timing in stamps.timings] == [0, 10, 0, 10]
 

@@ -13,8 +13,7 @@ from slipstream.common.device.manifest import EVENT, TIMELINE
 from slipstream.common.errors import MismatchError
 from slipstream.common.host import pid_namespace, shm_device
 from slipstream.common.worker.step import Role
-from slipstream.scheduler.workers.session import check_sharing
-from slipstream.scheduler.workers.sizing import Workers
+from slipstream.scheduler.workers.sharing import check_sharing
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import WorkerDescription
 
 GPU, OTHER_GPU = "GPU-7d9b2c3e", "GPU-00000001"
 HERE = {"device": GPU, "pid_namespace": pid_namespace(), "shm_device": shm_device()}
@@ -35,15 +35,14 @@ def gpu(fence_kind: str = TIMELINE) -> Device:
     return cast("Device", SimpleNamespace(identity=GPU, fence_kind=fence_kind))
 
 
-def workers(*, verify: dict[str, object] | None = None, draft: dict[str, object] | None = None) -> Workers:
+def workers(
+    *, verify: dict[str, object] | None = None, draft: dict[str, object] | None = None
+) -> list[WorkerDescription]:
     """Both beside the scheduler, but for what is given."""
-    return Workers(
-        verify=describe(Role.VERIFY, **(HERE | (verify or {}))),
-        draft=describe(Role.DRAFT, **(HERE | (draft or {}))),
-    )
+    return [describe(Role.VERIFY, **(HERE | (verify or {}))), describe(Role.DRAFT, **(HERE | (draft or {})))]
 
 
-def said(device: Device, found: Workers) -> tuple[str, ...]:
+def said(device: Device, found: list[WorkerDescription]) -> tuple[str, ...]:
     """The differences."""
     with pytest.raises(MismatchError) as caught:
         check_sharing(device, found)

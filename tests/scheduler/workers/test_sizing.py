@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, MismatchError, OutOfMemoryError
 from slipstream.common.worker.contract import DeviceMemory
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.workers.sharing import check_fits
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 from tests.harness.workers import describe
 
-VERIFY = describe(Role.VERIFY, max_context_tokens=1000, kv_bytes_per_token=1024)
-DRAFT = describe(Role.DRAFT, max_context_tokens=800, kv_bytes_per_token=256)
+VERIFY = describe(Role.VERIFY, max_context_tokens=800, kv_bytes_per_token=1024)
+DRAFT = describe(Role.DRAFT, max_context_tokens=200, kv_bytes_per_token=256)
 BOTH = Workers(verify=VERIFY, draft=DRAFT)
 CONFIG = SchedulerConfig(
     verify="unix:/v", slots=4, page_tokens=10, num_draft_tokens=4, run_ahead=1, kv_memory_mib=512, chunk_tokens=512
@@ -42,18 +44,16 @@ def test_memory_for_less_than_one_request_is_refused_with_what_it_takes() -> Non
     EpochSizes.decide(replace(config, kv_memory_mib=2), BOTH)
 
 
-def test_context_is_what_both_models_were_made_for() -> None:
-    assert EpochSizes.decide(CONFIG, Workers(verify=VERIFY, draft=None)).context_tokens == 1000
+def test_context_is_what_verify_was_made_for_whatever_a_draft_was() -> None:
+    assert EpochSizes.decide(CONFIG, Workers(verify=VERIFY, draft=None)).context_tokens == 800
     assert EpochSizes.decide(replace(CONFIG, context_tokens=100), BOTH).context_tokens == 100
     with pytest.raises(ConfigError, match="context_tokens: got 900, accepted: at most 800"):
         EpochSizes.decide(replace(CONFIG, context_tokens=900), BOTH)
 
 
-def test_without_a_draft_nothing_is_drafted_and_draft_costs_nothing() -> None:
-    workers = Workers(verify=VERIFY, draft=None)
-    sizes = EpochSizes.decide(replace(CONFIG, kv_memory_mib=2), workers)
-    assert workers.algorithm == "none"
-    assert sizes.batch.num_draft_tokens == 0
+def test_without_a_draft_its_pages_cost_nothing() -> None:
+    sizes = EpochSizes.decide(replace(CONFIG, kv_memory_mib=2), Workers(verify=VERIFY, draft=None))
+    assert sizes.batch.num_draft_tokens == 4, "one may come"
     assert sizes.batch.num_pages == 2 * 2**20 // (10 * 1024)
 
 
@@ -62,16 +62,16 @@ def test_a_chunk_is_no_longer_than_the_context() -> None:
 
 
 def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:
-    assert Workers(verify=replace(VERIFY, hidden_width=96), draft=DRAFT).hidden_width == 0
-    head = replace(DRAFT, hidden_width=96)
-    assert Workers(verify=replace(VERIFY, hidden_width=96), draft=head).hidden_width == 96
+    device, head = HostDevice(), replace(DRAFT, hidden_width=96)
+    check_fits(device, replace(VERIFY, hidden_width=96), DRAFT)
+    check_fits(device, replace(VERIFY, hidden_width=96), head)
     with pytest.raises(MismatchError, match="draft reads 96, verify writes 64"):
-        _ = Workers(verify=replace(VERIFY, hidden_width=64), draft=head).hidden_width
+        check_fits(device, replace(VERIFY, hidden_width=64), head)
 
 
 def test_workers_that_say_they_cost_nothing_are_no_reason_to_fail() -> None:
     free = Workers(verify=replace(VERIFY, kv_bytes_per_token=0), draft=None)
-    assert EpochSizes.decide(CONFIG, free).batch.num_pages == 4 * 101 + 1
+    assert EpochSizes.decide(CONFIG, free).batch.num_pages == 4 * 81 + 1
 
 
 MIB = 2**20
