@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
 RUN_AHEAD = 1
 EPOCH = 3
-ATTACHMENTS = 1000
-"""The draft's attachment in an epoch has this number and the epoch's."""
+"""The draft's attachment has the number behind it."""
 PREFILL, DECODE, PLAIN = ((kind, 0b110) for kind in (StepKind.PREFILL, StepKind.DECODE, StepKind.PLAIN))
 
 Filter = Callable[[Operation], bool]
@@ -67,7 +66,7 @@ def write_run(
         state = consume(state, consumed) if consumed > 0 else state
         command = OrderedStep(step, kind, rows)
         planned, state = plan_step(state, command)
-        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD, ATTACHMENTS + epoch)
+        steps[step] = step_operations(command, planned, HEAD, RUN_AHEAD, epoch + 1)
         if is_hasty:
             write(steps[step].sends)
         if consumed > 0:
@@ -192,7 +191,7 @@ class TestFaults:
         write_run(tmp_path, [PREFILL, *[DECODE] * 5], keeps=keeps)
         later = tmp_path / "later"
         later.mkdir()
-        write_run(later, [PREFILL, *[DECODE] * 5], epoch=EPOCH + 1)
+        write_run(later, [PREFILL, *[DECODE] * 5], epoch=EPOCH + 2)
         append_logs(later, tmp_path)
         assert "draft's wait of VERIFY_STASH 4 in step 5 never ends" in replayed(tmp_path, status=1)
         write_release(tmp_path, FenceName.VERIFY_STASH, 6)
@@ -265,7 +264,7 @@ def replayed(folder: Path, *, status: int) -> str:
 def write_release(folder: Path, fence: FenceName, value: int) -> None:
     """The scheduler releases a fence, in a log of its own."""
     log = JsonLinesAccessLog(folder / "watchdog.jsonl", StreamName.SCHEDULER)
-    log.release(fence, value, epoch=EPOCH, attachment=ATTACHMENTS + EPOCH)
+    log.release(fence, value, epoch=EPOCH, attachment=EPOCH + 1)
     log.close()
 
 
