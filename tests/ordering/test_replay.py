@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEAD = DraftTraits(is_present=True, reads_hidden=True)
+STAMPS = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
 RUN_AHEAD = 1
 EPOCH = 3
 """The draft's attachment has the number behind it."""
@@ -186,6 +187,9 @@ class TestFaults:
     def test_an_epoch_that_is_over_may_end_anywhere(self, tmp_path: Path) -> None:
         def keeps(operation: Operation) -> bool:
             """Verify ends in step 4. Draft has begun with the steps after it, whose results are never consumed."""
+            if operation.stream is StreamName.SCHEDULER and operation.step == 3:
+                # Stamps are read when the next step is consumed.
+                return operation.buffer not in STAMPS
             return operation.step < 4 or operation.stream is StreamName.DRAFT or operation.op is LogOp.SEND
 
         write_run(tmp_path, [PREFILL, *[DECODE] * 5], keeps=keeps)
