@@ -10,7 +10,7 @@ import pytest
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.plan import DraftTraits
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep
 from tests.ordering.accesses import BufferGroup
 from tests.ordering.model import Model
 from tests.ordering.sequences import Walk
@@ -63,12 +63,12 @@ OPERATIONS = {
 KEEPS_IN_ORDER = {
     Rule.DRAFT_WAITS_FOR_STASH: STASH | {BufferName.DRAFT_TOKENS},
     Rule.DRAFT_PREFILL_WAITS_FOR_STASH: {BufferName.PREFILL_HIDDEN},
-    Rule.VERIFY_WAITS_FOR_DONE: STASH | {BufferName.DRAFT_TOKENS},
+    Rule.VERIFY_WAITS_FOR_DONE: STASH | {BufferName.DRAFT_TOKENS, BufferName.DRAFT_STAMPS},
     Rule.VERIFY_PREFILL_WAITS_FOR_READER: {BufferName.PREFILL_HIDDEN},
-    Rule.COPY_WAITS_FOR_PUBLISH: RESULTS,
+    Rule.COPY_WAITS_FOR_PUBLISH: RESULTS | STAMPS,
     # The ring, and whatever a wait was left out for because the scheduler knew of it when it sent the command.
     Rule.SEND_AFTER_CONSUME: set(BufferName),
-    Rule.STAMPS_BEHIND_POLL: STAMPS,
+    Rule.STAMPS_BEHIND_POLL: {BufferName.DRAFT_STAMPS},
 }
 FOR_HIDDEN_STATES = {Rule.DRAFT_PREFILL_WAITS_FOR_STASH, Rule.VERIFY_PREFILL_WAITS_FOR_READER}
 
@@ -104,3 +104,15 @@ def test_without_it_two_accesses_collide(rule: Rule, draft: DraftTraits, run_ahe
         assert race.first.buffer in KEEPS_IN_ORDER[rule]
         assert race.first.stream is not race.second.stream
         assert LogOp.WRITE in (race.first.op, race.second.op)
+
+
+@pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD], ids=["language model", "head"])
+def test_without_a_step_that_stashes_for_it_a_draft_that_joins_reads_nothing(draft: DraftTraits) -> None:
+    """The plan refuses such a step; the checker names the read."""
+    model = Model(draft, 1)
+    model.send(OrderedStep(1, StepKind.PREFILL, 0b1))
+    model.change_draft(draft)
+    model.state = model.state._replace(stashed=0b1)
+    model.send(OrderedStep(2, StepKind.DECODE, 0b1))
+    assert not model.checker.races
+    assert "nothing was stashed there for this draft" in str(model.problems[0])
