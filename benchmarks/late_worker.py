@@ -70,10 +70,10 @@ class LateEngine(Engine):
             _spin()
         super().enqueue(command)
 
-    def _signal(self, opened: Epoch, point: FencePoint, step: int) -> None:
+    def _signal(self, opened: Epoch, point: FencePoint, command: StepCommand) -> None:
         if _SIGNALS.get(Late(self._control[0])) is point.fence:
             self._stream.enqueue(self._delay)
-        super()._signal(opened, point, step)
+        super()._signal(opened, point, command)
 
 
 def _spin() -> None:

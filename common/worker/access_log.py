@@ -16,12 +16,14 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Literal
 
+from slipstream.common.worker.step import Role
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from slipstream.common.worker.layout import BufferName
-    from slipstream.common.worker.step import FenceName, Role
+    from slipstream.common.worker.step import FenceName
 
 BUFFER_BYTES = 1 << 20
 
@@ -114,8 +116,11 @@ class JsonLinesAccessLog(AccessLog):
         self._epoch = current
 
     def send(self, role: Role, *, epoch: int, step: int) -> None:
-        self._epoch = epoch
+        current, self._epoch = self._epoch, epoch
         self._append(LogOp.SEND, step, f'"role":"{role.value}"')
+        if role is Role.DRAFT:
+            # The scheduler's own epoch is verify's.
+            self._epoch = current
         self._file.flush()
 
     def recv(self, *, epoch: int, step: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.common.errors import RETRY_AFTER_MS, UnavailableError
 from slipstream.common.worker.access_log import LogOp
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.device.interface import Arena, Device
+    from slipstream.common.device.interface import Arena, Device, Fence
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.layout import EpochShape
     from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.results import Interval, Step
-    from slipstream.scheduler.workers.attachment import DraftAttachment
 
 
 VERIFY_TO_DRAFT = "verify_to_draft"
@@ -80,17 +79,41 @@ def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: 
     )
 
 
+class StampedDraft(Protocol):
+    """An attachment of a draft, as far as its stamps go."""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def done(self) -> Fence:
+        """`draft.done`."""
+        ...
+
+    @property
+    def stamps(self) -> torch.Tensor:
+        """[ring, 2] int64, as draft wrote them: any numbers."""
+        ...
+
+    @property
+    def is_released(self) -> bool:
+        """True once steps may have gone on without it."""
+        ...
+
+
 class _Unread(NamedTuple):
     """A step whose stamps were not taken in."""
 
     step: Step
-    attachment: DraftAttachment | None
+    attachment: StampedDraft | None
     """The draft that has a command in it."""
     is_first: bool
     """True behind an idle time."""
 
     @property
-    def draft(self) -> DraftAttachment | None:
+    def draft(self) -> StampedDraft | None:
         """The draft whose stamps are to come: one that was lost leaves none."""
         return None if self.attachment is None or self.attachment.is_released else self.attachment
 
@@ -125,7 +148,7 @@ class StepTimings:
         """The last step whose result came: verify has stamped those before it."""
         self._before: Interval = (0, 0)
 
-    def sent(self, step: Step, attachment: DraftAttachment | None) -> None:
+    def sent(self, step: Step, attachment: StampedDraft | None) -> None:
         """Notes a step that was sent, whose stamps are to be read. `attachment`: the draft that has a command in it."""
         self._unread.append(_Unread(step, attachment, self._is_idle))
         self._is_idle = False
@@ -175,14 +198,14 @@ class StepTimings:
         self._unreported.append(time_step(step.kind, None if is_first else self._before, verify, draft))
         self._before = (verify[1], max(verify[1], draft[1] if draft is not None else self._before[1]))
 
-    def _is_done(self, step: Step, draft: DraftAttachment) -> bool:
+    def _is_done(self, step: Step, draft: StampedDraft) -> bool:
         if draft.done.poll() < step.number:
             return False
         if self._log.is_enabled:
             self._log.fence(LogOp.POLL, FenceName.DRAFT_DONE, step.number, step=step.number, attachment=draft.number)
         return True
 
-    def _read(self, step: Step, draft: DraftAttachment | None) -> tuple[Interval, Interval | None]:
+    def _read(self, step: Step, draft: StampedDraft | None) -> tuple[Interval, Interval | None]:
         """Reads verify's stamps from the results, and draft's from its own memory."""
         row = step.number % self._ring
         self._log_read(step, BufferName.VERIFY_STAMPS)

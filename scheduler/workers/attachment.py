@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.device.manifest import DTYPES
-from slipstream.common.errors import SlipstreamError
+from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, Role
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.workers.link import Link
+
+MOST_RETIRED = 2
+"""Attachments that may wait for the end of their process; then no further draft is attached."""
 
 
 class DraftAttachment:
@@ -139,6 +142,17 @@ class DraftTarget(NamedTuple):
     num_draft_tokens: int
 
 
+class DraftStatus(NamedTuple):
+    """What drafts now, for people."""
+
+    state: str
+    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
+    since: float
+    """On time.monotonic's clock."""
+    problem: str
+    """While it is missing: why the last one left or was refused."""
+
+
 class Held:
     """An attachment and its fate so far. Belongs to the session's lock."""
 
@@ -154,6 +168,41 @@ class Held:
         self.is_let_go = False
         """True once no step refers to it any more."""
         self.is_detached = False
+
+
+class Retired:
+    """Attachments that are over. Their memory is kept until draft is proven to write to it no more."""
+
+    def __init__(self) -> None:
+        self._waiting: list[DraftAttachment] = []
+
+    def add(self, attachment: DraftAttachment) -> None:
+        """Takes an attachment that is detached on both sides."""
+        self._waiting.append(attachment)
+        self.free()
+
+    def supersede(self, pid: int) -> None:
+        """A process was attached anew: it lets go of one attachment before it takes another."""
+        for attachment in self._waiting:
+            attachment.is_superseded |= attachment.description.pid == pid
+        self.free()
+
+    def free(self) -> None:
+        """Gives back the memory of attachments whose draft is gone."""
+        for attachment in [one for one in self._waiting if one.is_gone]:
+            self._waiting.remove(attachment)
+            attachment.close()
+
+    def check(self) -> None:
+        """Raises FailedPreconditionError if too many wait, so that no further draft is to be attached."""
+        self.free()
+        if len(self._waiting) >= MOST_RETIRED:
+            raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
+
+    def close(self) -> None:
+        """Gives back everything, as the process ends."""
+        for attachment in self._waiting:
+            attachment.close()
 
 
 def draft_sizes(draft: WorkerDescription, num_draft_tokens: int) -> DraftSizes:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import (
     FailedPreconditionError,
@@ -20,7 +20,14 @@ from slipstream.common.errors import (
 )
 from slipstream.common.host import name_this_thread
 from slipstream.scheduler.telemetry.draft_metrics import LossCause, SwapResult
-from slipstream.scheduler.workers.attachment import DraftAttachment, DraftTarget, Held, draft_shape
+from slipstream.scheduler.workers.attachment import (
+    DraftAttachment,
+    DraftStatus,
+    DraftTarget,
+    Held,
+    Retired,
+    draft_shape,
+)
 from slipstream.scheduler.workers.sharing import check_fits
 from slipstream.scheduler.workers.sizing import check_draft_memory
 from slipstream.scheduler.workers.swap import Swap
@@ -42,19 +49,6 @@ RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
 """Between two tries to attach a draft: the time doubles while they fail."""
 FIRST_TRY_S = 60.0
 """An epoch waits so long for a draft that answers when the epoch is opened."""
-MOST_RETIRED = 2
-"""Attachments whose process is not proven gone, and whose memory is kept for that."""
-
-
-class DraftStatus(NamedTuple):
-    """What drafts now, for people."""
-
-    state: str
-    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
-    since: float
-    """On time.monotonic's clock."""
-    problem: str
-    """While it is missing: why the last one left or was refused."""
 
 
 class DraftSession:
@@ -81,13 +75,12 @@ class DraftSession:
         self._make_link = make_link
         self._next_number = next_number
         self._metrics = metrics
-        self.wake = wake
-        """Has the step loop look around."""
+        self._wake = wake
         self._changed = threading.Condition()
         self._target = None if config.draft is None else DraftTarget(config.draft, config.num_draft_tokens)
         self._epoch: Epoch | None = None
         self._held: dict[int, Held] = {}
-        self._retired: list[DraftAttachment] = []
+        self._retired = Retired()
         self._swap: tuple[DraftSwap, Future[SwapOutcome]] | None = None
         self._link_in_use: Link | None = None
         self._is_busy = self._is_stopped = self._has_tried = False
@@ -121,8 +114,7 @@ class DraftSession:
             self._is_stopped = True
             self._changed.notify_all()
         self._thread.join()
-        for attachment in self._retired:
-            attachment.close()
+        self._retired.close()
 
     def describe(self) -> WorkerDescription | None:
         """Asks the wanted draft for its description, before an epoch is opened; else it is the last known."""
@@ -273,7 +265,7 @@ class DraftSession:
         logger.log(logging.WARNING if is_new else logging.DEBUG, "serving without a draft: %s", problem)
 
     def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
-        """Attaches a draft to verify and has it join. Raises FailedPreconditionError (and its kinds) and others."""
+        """See `Drafts.attach`."""
         link = self._make_link(target.address)
         with self._changed:
             self._link_in_use = link
@@ -292,7 +284,7 @@ class DraftSession:
                 raise UnavailableError("verify was lost meanwhile")
             epoch.speculation.offer(attachment)
             self._update_status()
-        self.wake()
+        self._wake()
         return held
 
     def _attached(self, epoch: Epoch, target: DraftTarget, link: Link) -> DraftAttachment:
@@ -308,10 +300,7 @@ class DraftSession:
                 self._misfit = target.address, description.pid, error
             self._detach(attachment, epoch.link, drain=False)
             raise
-        for earlier in self._retired:
-            if earlier.description.pid == description.pid:
-                # It lets go of one attachment before it takes another.
-                earlier.is_superseded = True
+        self._retired.supersede(description.pid)
         self.last_known = description
         return attachment
 
@@ -320,9 +309,7 @@ class DraftSession:
             raise MismatchError(list(self._misfit[2].differences))
         if draft.has_scheduler:
             raise FailedPreconditionError("the draft service has another scheduler")
-        self._close_retired()
-        if len(self._retired) >= MOST_RETIRED:
-            raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
+        self._retired.check()
         try:
             check_fits(self._device, epoch.verify, draft)
         except MismatchError as error:
@@ -340,21 +327,14 @@ class DraftSession:
             with self._changed:
                 held.is_detached = True
                 self._held.pop(held.attachment.number, None)
-        self._close_retired()
+        self._retired.free()
 
     def _let_go(self) -> list[Held]:
         return [held for held in self._held.values() if held.is_let_go]
 
     def _detach(self, attachment: DraftAttachment, verify: Link | None, *, drain: bool) -> None:
         attachment.detach(verify, drain=drain)
-        self._retired.append(attachment)
-        self._close_retired()
-
-    def _close_retired(self) -> None:
-        """Gives back the memory of attachments that draft is proven to write to no more."""
-        for attachment in [one for one in self._retired if one.is_gone]:
-            self._retired.remove(attachment)
-            attachment.close()
+        self._retired.add(attachment)
 
     def _answer(self, epoch: Epoch | None, request: DraftSwap, result: Future[SwapOutcome]) -> None:
         before = self._target
@@ -375,17 +355,20 @@ class DraftSession:
             self._metrics.swapped(SwapResult.ROLLED_BACK if outcome.rolled_back else SwapResult.SWAPPED)
             result.set_result(outcome)
 
+    def take_away(self, epoch: Epoch, held: Held) -> None:
+        """See `Drafts.take_away`."""
+        epoch.speculation.withdraw(held.attachment, LossCause.LEFT)
+        self._wake()
+        self.wait_for(epoch, lambda: held.is_detached)
+
     def want(self, target: DraftTarget | None) -> None:
-        """Changes the draft that is wanted."""
+        """See `Drafts.want`."""
         with self._changed:
             self._target = target
             self._update_status()
 
     def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Waits on the session's own thread until something holds that the loop decides; False if the time is over.
-
-        Raises UnavailableError if the epoch is over first.
-        """
+        """See `Drafts.wait_for`. Called on the session's own thread."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:

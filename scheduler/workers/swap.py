@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.api.draft_swap import DraftFigures, SwapOutcome
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.scheduler.telemetry.decode_record import KEPT_STEPS, figures
-from slipstream.scheduler.telemetry.draft_metrics import LossCause
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.common.api.draft_swap import DraftSwap
     from slipstream.scheduler.telemetry.decode_record import DecodedStep
     from slipstream.scheduler.workers.attachment import DraftTarget, Held
-    from slipstream.scheduler.workers.draft_session import DraftSession
     from slipstream.scheduler.workers.epoch import Epoch
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,35 @@ REJOIN_S = 30.0
 """The answer waits so long for the draft before to draft again."""
 
 
+class Drafts(Protocol):
+    """The means of a swap; `DraftSession` has them."""
+
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+        """Attaches a draft to verify and has it join. Raises FailedPreconditionError (and its kinds) and others."""
+        ...
+
+    def want(self, target: DraftTarget | None) -> None:
+        """Changes the draft that is wanted."""
+        ...
+
+    def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Waits until something holds that the loop decides; False if the time is over.
+
+        Raises UnavailableError if the epoch is over first.
+        """
+        ...
+
+    def take_away(self, epoch: Epoch, held: Held) -> None:
+        """Has a draft leave, and waits until it is detached. Raises UnavailableError if the epoch is over first."""
+        ...
+
+
 class Swap:
     """One swap. Runs on the thread of the draft's session."""
 
     def __init__(
         self,
-        session: DraftSession,
+        session: Drafts,
         epoch: Epoch,
         request: DraftSwap,
         before: Held | None,
@@ -81,9 +104,7 @@ class Swap:
         self._session.want(None)
         since, before = self._epoch.decodes.position, self._before
         if before is not None:
-            self._epoch.speculation.withdraw(before.attachment, LossCause.LEFT)
-            self._session.wake()
-            self._session.wait_for(self._epoch, lambda: before.is_detached)
+            self._session.take_away(self._epoch, before)
         return figures("none", 0, self._compared(0, since, None))
 
     def _judge(self, held: Held) -> DraftFigures:
