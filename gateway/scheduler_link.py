@@ -131,7 +131,7 @@ class SchedulerLink:
         """
         if self._model is None or self._is_final:
             assert self._absence is not None, "without a model there is a reason for it"
-            raise self._absence
+            raise self._absence.again()
         return self._model
 
     def stream_interval_s(self) -> float:
@@ -171,7 +171,7 @@ class SchedulerLink:
     def check_room(self, num_sequences: int = 1) -> None:
         """Raises the error that `submit` would raise for so many sequences now."""
         if self._shut is not None:
-            raise self._shut
+            raise self._shut.again()
         if self.num_waiting + num_sequences > self._capacity:
             few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
             message = f"the queue is {few}: {self.num_waiting} jobs are waiting, of at most {self._capacity}"
@@ -277,6 +277,8 @@ class SchedulerLink:
         loop = asyncio.get_running_loop()
         model = await loop.run_in_executor(None, self._load_model, description, self._model)
         if self._model is not None and self._model.identity != model.identity:
+            # From now on new sequences are of the new model, and wait until it serves.
+            self._model = model
             for sequence in tuple(self._sequences):
                 receiver.end(sequence, error=UnavailableError("the model changed"))
             await receiver.settled()

@@ -299,3 +299,22 @@ def test_tokens_make_up_for_lost_epochs() -> None:
         sequence.is_in_slot = is_in_slot
         sequence.lose_epoch()
         assert (sequence.num_lost_epochs, sequence.is_in_slot) == (expected, False)
+
+
+async def test_errors_that_are_kept_hold_no_frames_of_the_calls_that_they_end() -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        await client.create_job(TEXT, job_id="mine", max_new_tokens=60)
+        server.loop.pause("the model does not fit", is_final=True)
+        await until(lambda: server.store.get("", "mine").error is not None)
+        server.link.shut(ResourceExhaustedError("no more", retry_after_ms=7))
+        for _ in range(3):
+            with pytest.raises(FailedPreconditionError, match="does not fit"):
+                await collect(client.watch_job("mine"))
+            with pytest.raises(FailedPreconditionError, match="does not fit"):
+                server.link.model()
+            with pytest.raises(ResourceExhaustedError, match="no more") as caught:
+                server.link.check_room()
+            assert caught.value.retry_after_ms == 7
+        kept = (server.store.get("", "mine").error, server.link._absence, server.link._shut)
+        assert [error.__traceback__ for error in kept] == [None, None, None]
