@@ -38,6 +38,15 @@ RETRY_AFTER_MS = 500
 class SlipstreamError(Exception):
     """Base of all errors that the project raises on purpose."""
 
+    def again(self) -> Self:
+        """The same error without a traceback, for one that is kept and ends several calls.
+
+        Each time that an exception is raised, it keeps the frames that it comes through, with all that they refer to.
+        """
+        error = type(self).__new__(type(self), *self.args)
+        error.__dict__ |= self.__dict__
+        return error
+
 
 class InvalidArgumentError(SlipstreamError):
     """A field of a request cannot be honoured."""

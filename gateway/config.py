@@ -64,6 +64,13 @@ class GatewaySettings(AccessSettings):
         above=0,
         high=_DAY_S,
     )
+    max_lost_epochs: int = setting(
+        3,
+        help="A request that ran when the scheduler or a worker was lost so often, without a token in between, fails.",
+        unit="N",
+        low=1,
+        high=1000,
+    )
     vllm_engine: bool = setting(False, help="Serve the vllm.grpc.engine.VllmEngine service, too: for the SMG gateway.")
 
     def __post_init__(self) -> None:

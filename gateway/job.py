@@ -130,6 +130,11 @@ class Job:
         if not self.is_over:
             self.failure = error
 
+    async def forget_tokenizer(self) -> None:
+        """Lets go of the tokenizer, by spelling what is not text yet. Called when its model is not served any more."""
+        for sample in self.samples:
+            await sample.output.forget_tokenizer()
+
     def settle(self) -> None:
         """Called when all of its output has come back from the journal."""
         for sample in self.samples:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError
-from slipstream.gateway.sample_output import MAX_CHUNK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -139,16 +138,12 @@ class JobReader:
     async def _spell_what_is_known(self) -> None:
         """Spells the text before the offsets bit by bit, so that the event loop serves other calls in between."""
         for sample, offset in zip(self._job.samples, self._offsets, strict=True):
-            output = sample.output
-            while output.num_spelled < offset:
-                output.spell(min(offset, output.num_spelled + MAX_CHUNK_TOKENS))
-                await asyncio.sleep(0)
+            await sample.output.spell_in_turns(offset)
 
     async def _wait(self) -> None:
         job = self._job
         if job.error is not None:
-            # The same error may end other calls, too.
-            raise job.error.with_traceback(None)
+            raise job.error.again()
         if self._is_late:
             raise DeadlineExceededError(f"job {job.job_id!r} had {job.num_tokens} tokens at the call's deadline")
         self._is_live = True

@@ -122,6 +122,9 @@ class JobManager:
     async def begin(self, model: ServedModel) -> None:
         """See `Receiver.begin`."""
         if self._is_complete:
+            for job in tuple(self._store.jobs()):
+                if job.model_identity != model.identity:
+                    await job.forget_tokenizer()
             return
         restored = await self.journal.restore(model)
         for job, _ in restored:

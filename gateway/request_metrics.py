@@ -63,6 +63,10 @@ COALESCED = counter(
     "Messages with the output of more than one step because the gateway or a client was behind.",
 )
 CUT_OFF = counter("slipstream_streams_cut_off_total", "Streams given up because their client read nothing.")
+GIVEN_UP = counter(
+    "slipstream_sequences_given_up_total",
+    "Sequences that failed because all work was lost again and again while they ran: they may be the cause.",
+)
 RUNNING = gauge("slipstream_num_requests_running", "Requests that have a slot.")
 WAITING = gauge("slipstream_num_requests_waiting", "Requests that wait for a slot.")
 QUEUE_CAPACITY = gauge("slipstream_queue_capacity", "Requests that can wait for a slot; one more is refused.")
@@ -75,6 +79,7 @@ SPECS = (
         PUBLISH_TO_SEND,
         COALESCED,
         CUT_OFF,
+        GIVEN_UP,
         RUNNING,
         WAITING,
         QUEUE_CAPACITY,
@@ -98,6 +103,7 @@ class RequestMetrics:
         self._publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry)
         self._coalesced = COALESCED.counter(registry)
         self._cut_off = CUT_OFF.counter(registry)
+        self._given_up = GIVEN_UP.counter(registry)
         requests = REQUESTS.counter(registry)
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
         RUNNING.gauge(registry).set_function(num_running)
@@ -138,6 +144,10 @@ class RequestMetrics:
     def cut_off(self) -> None:
         """Counts a stream that is given up because its client reads nothing."""
         self._cut_off.inc()
+
+    def given_up(self) -> None:
+        """Counts a sequence that failed because work was lost too often while it ran."""
+        self._given_up.inc()
 
 
 class ServerInfo(Collector):

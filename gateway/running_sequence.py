@@ -78,6 +78,19 @@ class RunningSequence:
     key: int = 0
     """Names its sample in the journal."""
     is_cancelled: bool = False
+    is_in_slot: bool = False
+    """True if the scheduler of now has given it a slot."""
+    num_lost_epochs: int = 0
+    """Epochs of the scheduler in a row that ended while it had a slot and had got no token."""
+    _num_tokens_at_loss: int = 0
+
+    def lose_epoch(self) -> None:
+        """Called when the scheduler dropped it, with all output that came before."""
+        if self.is_in_slot:
+            has_progress = len(self.output) > self._num_tokens_at_loss
+            self.num_lost_epochs = 1 if has_progress else self.num_lost_epochs + 1
+            self._num_tokens_at_loss = len(self.output)
+        self.id, self.is_in_slot = 0, False
 
     def to_pb(self, epoch: int) -> scheduler_pb2.NewSequence:
         """Encodes it with its output so far."""

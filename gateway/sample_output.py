@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from array import array
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, chain
 from operator import sub
@@ -62,7 +64,7 @@ class SampleOutput:
         self._job_id = request.job_id
         self._attempt = attempt
         self._sample_index = sample_index
-        self._detokenizer = detokenizer
+        self._detokenizer: Detokenizer | None = detokenizer
         self._stop = request.stop
         self._stops = StopMatcher(request.stop) if request.stop else None
         self._min_new_tokens = request.min_new_tokens
@@ -240,11 +242,30 @@ class SampleOutput:
         if len(self._text_ends) != offset:
             return None
         token_ids = self.token_ids[offset:]
-        text, lengths = self._detokenizer.push_all(token_ids)
+        text, lengths = self._speller.push_all(token_ids)
         encoded = self._encoder.encode(offset, token_ids, text, self._is_draft[offset:], lengths, self.published_ns)
         self._append(text, lengths)
         self._last_encoded = (offset, end, encoded)
         return encoded
+
+    @property
+    def _speller(self) -> Detokenizer:
+        assert self._detokenizer is not None, "all was spelled before the tokenizer was forgotten"
+        return self._detokenizer
+
+    async def forget_tokenizer(self) -> None:
+        """Spells all of an output that is over, in turns, and lets go of the tokenizer."""
+        if self._detokenizer is not None:
+            with suppress(Exception):  # its readers get the error
+                await self.spell_in_turns(self.num_tokens)
+                self.spell(self.num_tokens)
+        self._detokenizer = None
+
+    async def spell_in_turns(self, end: int) -> None:
+        """Spells bit by bit, so that the event loop serves other calls in between."""
+        while self.num_spelled < end:
+            self.spell(min(end, self.num_spelled + MAX_CHUNK_TOKENS))
+            await asyncio.sleep(0)
 
     def spell(self, end: int) -> None:
         """Turns the tokens before `end` into text."""
@@ -252,7 +273,7 @@ class SampleOutput:
         is_end = self._finish_reason is not None and end == self.num_tokens
         last = end - (is_end and self._ends_with_token)
         if start < last:
-            text, lengths = self._detokenizer.push_all(self.token_ids[start:last])
+            text, lengths = self._speller.push_all(self.token_ids[start:last])
             if self._stops is None or self._stops.passes(text):
                 self._append(text, lengths)
             else:
@@ -279,7 +300,7 @@ class SampleOutput:
         self._tail = ""
         # A token that stops the output is no part of the text.
         is_shown = self._finish_reason is not FinishReason.STOP
-        text = self._detokenizer.push(self.token_ids[end - 1]) if is_shown else ""
+        text = self._speller.push(self.token_ids[end - 1]) if is_shown else ""
         text = self._spell_rest(text, end - 1)
         self._append(text, [len(text)])
 
@@ -291,7 +312,7 @@ class SampleOutput:
 
     def _spell_rest(self, text: str, index: int) -> str:
         """`text` with the text held back so far."""
-        certain = self._certain(text + self._detokenizer.finish(), index)
+        certain = self._certain(text + self._speller.finish(), index)
         return certain if self._stops is None else certain + self._stops.finish()
 
     def _certain(self, text: str, index: int) -> str:

@@ -16,6 +16,7 @@ from slipstream.common.api.step_output import Refusal, StepOutput
 from slipstream.common.errors import (
     RETRY_AFTER_MS,
     FailedPreconditionError,
+    InternalError,
     ResourceExhaustedError,
     SlipstreamError,
     UnavailableError,
@@ -74,13 +75,17 @@ class SchedulerLink:
         *,
         capacity: int,
         outage_timeout_s: float,
+        max_lost_epochs: int = 3,
         on_serving: Callable[[bool], None] = lambda _: None,
+        on_given_up: Callable[[], None] = lambda: None,
         connect: Callable[[str], Connection] = SchedulerConnection,
     ) -> None:
         """`load_model`: see there; called on a thread. `capacity`: sequences that may wait for their first slot.
 
-        A sequence that has had no scheduler for `outage_timeout_s` fails. `on_serving` is called with whether there
-        is one, when that changes. `connect` makes the connection to an address.
+        A sequence that has had no scheduler for `outage_timeout_s` fails. One that had a slot when `max_lost_epochs`
+        epochs in a row ended, and got no token in them, may be what ends them: it fails, too, and `on_given_up` is
+        called. `on_serving` is called with whether there is a scheduler, when that changes. `connect` makes the
+        connection to an address.
         """
         self.running: dict[int, RunningSequence] = {}
         """The sequences that the scheduler has now, by their ids."""
@@ -92,7 +97,9 @@ class SchedulerLink:
         self._load_model = load_model
         self._capacity = capacity
         self._outage_timeout_s = outage_timeout_s
+        self._max_lost_epochs = max_lost_epochs
         self._on_serving = on_serving
+        self._on_given_up = on_given_up
         self._receiver: Receiver | None = None
         self._sequences: dict[RunningSequence, None] = {}
         """All that are not over, in the order of their arrival."""
@@ -124,7 +131,7 @@ class SchedulerLink:
         """
         if self._model is None or self._is_final:
             assert self._absence is not None, "without a model there is a reason for it"
-            raise self._absence
+            raise self._absence.again()
         return self._model
 
     def stream_interval_s(self) -> float:
@@ -164,7 +171,7 @@ class SchedulerLink:
     def check_room(self, num_sequences: int = 1) -> None:
         """Raises the error that `submit` would raise for so many sequences now."""
         if self._shut is not None:
-            raise self._shut
+            raise self._shut.again()
         if self.num_waiting + num_sequences > self._capacity:
             few = "full" if num_sequences == 1 else f"too full for {num_sequences} more"
             message = f"the queue is {few}: {self.num_waiting} jobs are waiting, of at most {self._capacity}"
@@ -270,6 +277,8 @@ class SchedulerLink:
         loop = asyncio.get_running_loop()
         model = await loop.run_in_executor(None, self._load_model, description, self._model)
         if self._model is not None and self._model.identity != model.identity:
+            # From now on new sequences are of the new model, and wait until it serves.
+            self._model = model
             for sequence in tuple(self._sequences):
                 receiver.end(sequence, error=UnavailableError("the model changed"))
             await receiver.settled()
@@ -294,9 +303,11 @@ class SchedulerLink:
         self._cancelled.clear()
         self.running.clear()
         for sequence in tuple(self._sequences):
-            sequence.id = 0
+            sequence.lose_epoch()
             if sequence.is_cancelled:
                 self._abort(sequence)
+            elif sequence.num_lost_epochs >= self._max_lost_epochs:
+                self._give_up(sequence, receiver)
         self._watch_outage()
 
     def _send(self, sequence: RunningSequence) -> None:
@@ -310,10 +321,22 @@ class SchedulerLink:
         if self._receiver is not None and sequence in self._sequences:
             self._receiver.end(sequence, FinishReason.ABORT)
 
+    def _give_up(self, sequence: RunningSequence, receiver: Receiver) -> None:
+        count = sequence.num_lost_epochs
+        error = InternalError(
+            f"{count} times in a row all work was lost while this sequence ran, before its next token"
+        )
+        logger.error("given up: %s", error, extra={"job": sequence.spec.job_id})
+        receiver.end(sequence, error=error)
+        self._on_given_up()
+
     def _note_admitted(self, step: StepOutput) -> None:
         for number, admitted_ns in zip(step.admitted, step.admitted_ns, strict=True):
             sequence = self.running.get(number)
-            if sequence is not None and sequence.stats.admitted_at is None:
+            if sequence is None:
+                continue
+            sequence.is_in_slot = True
+            if sequence.stats.admitted_at is None:
                 sequence.stats.admitted_at = admitted_ns / 1e9
                 self.num_waiting -= 1
 

@@ -57,12 +57,15 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         private: Listener | None = None
         if config.private_listen is not None:
             private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
+        metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
         link = SchedulerLink(
             config.scheduler,
             partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue)),
             capacity=config.own_queue,
             outage_timeout_s=config.outage_timeout_s,
+            max_lost_epochs=config.max_lost_epochs,
             on_serving=lambda is_serving: _set_serving(servers, is_serving),
+            on_given_up=metrics.given_up,
         )
         ServerInfo(
             registry,
@@ -74,7 +77,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         jobs = JobManager(
             link,
             JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
-            RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting),
+            metrics,
             home=config.home,
             stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
             quota=TokenQuota(config.key_tokens),

@@ -91,7 +91,7 @@ def refusing(handler: Any, error: SlipstreamError) -> Any:
     """Returns a handler that raises `error` in place of the call, without decoding its message."""
 
     async def refuse(request: Any, context: Any) -> None:
-        raise error.with_traceback(None)
+        raise error.again()
 
     return replaced(handler, lambda _: refuse, is_raw=True)
 

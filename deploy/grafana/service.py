@@ -14,6 +14,7 @@ from slipstream.gateway.request_metrics import (
     END_TO_END,
     FIRST_TOKEN,
     GENERATION_TOKENS,
+    GIVEN_UP,
     INTER_TOKEN,
     PROMPT_TOKENS,
     PUBLISH_TO_SEND,
@@ -127,8 +128,9 @@ def _traffic() -> list[Panel]:
         ),
         graph(
             "Streams cut off",
-            "Streams per second that were given up because their client read nothing.",
+            "Streams per second whose client read nothing, and sequences given up with which work was lost repeatedly.",
             Query(total(rate(CUT_OFF)), "cut off"),
+            Query(total(rate(GIVEN_UP)), "sequences given up"),
             unit="reqps",
             limits=((0.1, "yellow"),),
         ),

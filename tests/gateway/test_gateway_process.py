@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from slipstream.bundled import target_dir
 from slipstream.client import Client
 from slipstream.common.errors import ConfigError, ConnectionLostError
 from slipstream.gateway.config import GatewayConfig
+from tests.harness.gateway_processes import gateway_processes
 from tests.harness.scripted_scheduler import DESCRIPTION, TOKENS_PER_STEP, ScriptedScheduler, serving
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
@@ -69,3 +71,22 @@ def test_it_serves_soon_and_ends_with_a_signal(tmp_path: Path) -> None:
         finally:
             gateway.kill()
             gateway.wait()
+
+
+def test_a_scheduler_that_comes_again_and_again_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with gateway_processes(tmp_path, 1) as gateways, Client(gateways.addresses[0]) as client:
+        gateway = psutil.Process(gateways.pid(0))
+
+        def held_after_epochs(count: int) -> dict[str, int]:
+            for number in range(count):
+                if number % 2:
+                    gateways.scheduler.break_streams()
+                else:
+                    gateways.scheduler.serve(replace(DESCRIPTION, tokenizer_path=str(target_dir())))
+                # Answered by the scheduler that came.
+                assert sum(len(chunk.token_ids) for chunk in client.generate([5, 6], max_new_tokens=6)) == 6
+            return {"threads": gateway.num_threads(), "descriptors": gateway.num_fds()}
+
+        before, after = held_after_epochs(6), held_after_epochs(20)
+        assert {name: number for name, number in after.items() if number > before[name]} == {}

@@ -10,7 +10,10 @@ import pytest
 
 from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
-from slipstream.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.common.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, UnavailableError
+from slipstream.gateway.running_sequence import RunningSequence
 from slipstream.gateway.scheduler_link import MAX_SEQUENCES_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE
 from tests.harness.generation_server import collect, generation_server, state_of, text_of, tokens_of
 from tests.harness.scripted_scheduler import CONTEXT_TOKENS, STATE, TOKENS_PER_STEP, logprobs_of
@@ -265,3 +268,53 @@ async def test_many_sequences_are_submitted_again_a_message_at_a_time_and_all_fa
         server.loop.pause("verify is gone")
         await until(lambda: server.metric("requests_total", outcome="error") == num_jobs)
         assert server.link.num_waiting == server.link.num_running == 0
+
+
+async def test_a_sequence_that_ends_every_epoch_fails_and_others_go_on(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    server.loop.stuck.add("poison")
+    server.loop.pause_tokens = 0
+    poison = asyncio.ensure_future(collect(client.generate([5], job_id="poison", max_new_tokens=60)))
+    other = client.generate([6], job_id="other", max_new_tokens=60)
+    for number, disturb in enumerate((break_stream, pause_for_a_while, attach_again), start=1):
+        server.loop.pause_tokens = number * TOKENS_PER_STEP
+        assert tokens_of([await anext(other)]) == [6] * TOKENS_PER_STEP
+        await until(lambda: [one.is_in_slot for one in server.link.running.values()] == [True, True])
+        assert server.metric("sequences_given_up_total") == 0
+        disturb(server)
+        await until(lambda count=2 * number: len(server.loop.submitted) > count)
+    with pytest.raises(InternalError, match=r"^3 times in a row all work was lost while this sequence ran"):
+        await poison
+    assert server.metric("sequences_given_up_total") == 1
+    server.loop.pause_tokens = None
+    assert len(tokens_of(await collect(other))) == 60 - 3 * TOKENS_PER_STEP
+
+
+def test_tokens_make_up_for_lost_epochs() -> None:
+    spec = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset())
+    sequence = RunningSequence(spec)
+    for num_tokens, is_in_slot, expected in ((0, True, 1), (0, True, 2), (4, True, 1), (4, False, 1), (4, True, 2)):
+        sequence.output.extend([5] * (num_tokens - len(sequence.output)))
+        sequence.is_in_slot = is_in_slot
+        sequence.lose_epoch()
+        assert (sequence.num_lost_epochs, sequence.is_in_slot) == (expected, False)
+
+
+async def test_errors_that_are_kept_hold_no_frames_of_the_calls_that_they_end() -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = TOKENS_PER_STEP
+        await client.create_job(TEXT, job_id="mine", max_new_tokens=60)
+        server.loop.pause("the model does not fit", is_final=True)
+        await until(lambda: server.store.get("", "mine").error is not None)
+        server.link.shut(ResourceExhaustedError("no more", retry_after_ms=7))
+        for _ in range(3):
+            with pytest.raises(FailedPreconditionError, match="does not fit"):
+                await collect(client.watch_job("mine"))
+            with pytest.raises(FailedPreconditionError, match="does not fit"):
+                server.link.model()
+            with pytest.raises(ResourceExhaustedError, match="no more") as caught:
+                server.link.check_room()
+            assert caught.value.retry_after_ms == 7
+        kept = (server.store.get("", "mine").error, server.link._absence, server.link._shut)
+        assert [error.__traceback__ for error in kept] == [None, None, None]

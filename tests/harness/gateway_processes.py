@@ -72,6 +72,10 @@ class GatewayProcesses:
         self._processes[index].kill()
         self._processes[index].wait()
 
+    def pid(self, index: int) -> int:
+        """Process id of a gateway."""
+        return self._processes[index].pid
+
     def wait(self, index: int) -> int:
         """Waits for the end of a gateway; returns its exit status."""
         return self._processes[index].wait(TIMEOUT_S)

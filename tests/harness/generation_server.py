@@ -118,6 +118,7 @@ async def generation_server(
     scheduler = scheduler or ScriptedScheduler(description, slots=slots)
     registry, is_linked = CollectorRegistry(), asyncio.Event()
     with TemporaryDirectory() as directory, ThreadPoolExecutor(1) as executor, serving(scheduler, directory) as behind:
+        metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
         link = SchedulerLink(
             behind,
             lambda described, last: (
@@ -128,8 +129,8 @@ async def generation_server(
             capacity=capacity,
             outage_timeout_s=outage_timeout_s,
             on_serving=lambda is_serving: is_linked.set() if is_serving else None,
+            on_given_up=metrics.given_up,
         )
-        metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
         store = JobStore(capacity=kept_jobs, ttl_s=TTL_S, clock=clock)
         manager = JobManager(
             link,

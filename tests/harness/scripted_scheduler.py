@@ -87,6 +87,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.may_step.set()
         self.pause_tokens: int | None = None
         """A sequence that has as many tokens gets no more."""
+        self.stuck: set[str] = set()
+        """Jobs that get no tokens."""
         self.error: SlipstreamError | None = None
         """Ends every running sequence at the next step."""
         self.slots = slots
@@ -219,7 +221,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
         return None
 
     def _is_paused(self, sequence: FakeSequence) -> bool:
-        return self.pause_tokens is not None and sequence.num_tokens >= self.pause_tokens
+        is_stuck = sequence.spec.job_id in self.stuck
+        return is_stuck or (self.pause_tokens is not None and sequence.num_tokens >= self.pause_tokens)
 
     @staticmethod
     def _step(sequence: FakeSequence) -> tuple[FakeSequence, list[int], FinishReason | None]:

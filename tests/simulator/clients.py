@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.05
 """Between two tries of a client."""
+MOST_TOKENS_AFTER_CANCEL = 30
+"""Those of the steps under way, and of the messages on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,9 @@ class Plan:
         stops = random.sample(range(LEAST_TOKEN, LEAST_TOKEN + NUM_TOKENS), random.choice((0, 0, 0, 1, 4, 10)))
         what = random.random()
         creates = random.random() < 0.4
+        if what > 0.9:
+            # Long enough that a cancel that does nothing shows.
+            most, stops = context_tokens - len(prompt), []
         return cls(
             starts_at_s=random.random() * 0.03,
             prompt=prompt,
@@ -66,7 +71,7 @@ class Plan:
             is_named=creates or random.random() < 0.8,
             leaves_after=random.randint(0, most) if what < 0.3 else None,
             returns_after_s=random.choice((None, 0.0, 0.01, 0.5)),
-            cancels_after=random.randint(0 if creates else 1, most) if what > 0.8 else None,
+            cancels_after=random.randint(0 if creates else 1, min(most, 8)) if what > 0.8 else None,
         )
 
 
@@ -87,6 +92,7 @@ class Client:
         self._call: ClientCall | None = None
         self._has_created = not plan.creates
         self._has_left = self._has_cancelled = False
+        self._most_tokens = 10**9
         self._expected = [
             reference(plan.prompt, sample_seed(plan.seed, index), plan.max_new_tokens, plan.stops)
             for index in range(plan.num_samples)
@@ -166,7 +172,7 @@ class Client:
         if self._reader.is_over:
             self.is_over = True
         elif error is None and self._has_created and self.plan.creates and not self._reader.is_over:
-            self._world.at(0.0 if not sum(map(len, self.tokens)) else PAUSE_S, self._open)
+            self._world.at(0.0 if not self._count() else PAUSE_S, self._open)
         elif isinstance(error, ResourceExhaustedError) or can_go_on_after(
             error or ConnectionLostError("an end without an end")
         ):
@@ -174,9 +180,14 @@ class Client:
         else:
             self._world.fail(f"{self.name}: {error!r}")
 
+    def _count(self) -> int:
+        return sum(map(len, self.tokens))
+
     def _look(self) -> None:
         """Leaves or cancels if it is time to."""
-        plan, count = self.plan, sum(map(len, self.tokens))
+        plan, count = self.plan, self._count()
+        if count > self._most_tokens:
+            self._world.fail(f"{self.name}: goes on after it was cancelled")
         if self._call is None or self.is_over or not self._has_created:
             return
         if plan.cancels_after is not None and count >= plan.cancels_after and not self._has_cancelled and self._job_id:
@@ -193,12 +204,13 @@ class Client:
 
     def _cancel(self) -> None:
         request = generation_pb2.CancelJobRequest(job_id=self._job_id)
+        plan = self.plan
         self._world.note(self.name, "cancels")
 
         def ended(error: SlipstreamError | None) -> None:
             if error is None:
-                return
-            if can_go_on_after(error):
+                self._most_tokens = self._count() + MOST_TOKENS_AFTER_CANCEL * plan.num_samples
+            elif can_go_on_after(error):
                 self._world.at(PAUSE_S, self._cancel)
             elif not self.is_over:
                 self._world.fail(f"{self.name}: CancelJob: {error!r}")

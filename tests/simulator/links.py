@@ -57,11 +57,11 @@ class SimulatedLink:
         if worker is None or not worker.is_alive:
             self.lost("it died")
             return
-        self._send_up(worker.open_stream, self)
+        self._arrive_in_order(worker, worker.open_stream, self)
 
         def broken() -> None:
             self.lost("the connection broke")
-            worker.soon(worker.end_stream, self)
+            self._arrive_in_order(worker, worker.end_stream, self)
 
         worker.on_lost.append(broken)
         self._scheduler.on_lost.append(broken)
@@ -72,7 +72,7 @@ class SimulatedLink:
         if self.failure is not None:
             raise self.failure
         assert self._worker is not None, "a link is attached before it sends"
-        self._send_up(self._worker.take, self, command)
+        self._arrive_in_order(self._worker, self._worker.take, self, command)
         self._world.may_be_interrupted()
 
     def wait_for_acknowledgement(self, step: int, timeout_s: float) -> bool:
@@ -95,7 +95,7 @@ class SimulatedLink:
             with suppress(UnavailableError):
                 self._call(lambda found, answer: found.drain(self._epoch, lambda: answer(None, None)))
         self._is_open = False
-        self._send_up(worker.end_stream, self)
+        self._arrive_in_order(worker, worker.end_stream, self)
 
     def acknowledge(self, step: int) -> None:
         """Called by the worker: it has enqueued a step."""
@@ -116,11 +116,10 @@ class SimulatedLink:
             self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
             self._changed.changed()
 
-    def _send_up(self, call: Callable[..., None], *arguments: object) -> None:
-        """In the order of the stream."""
-        worker = call.__self__  # type: ignore[attr-defined]
+    def _arrive_in_order(self, worker: SimulatedWorker, call: Callable[..., None], *arguments: object) -> None:
+        """The order of the stream; its end comes last."""
         self._last_up = max(self._last_up, self._world.now + self._world.latency())
-        if self._scheduler.is_alive:
+        if self._scheduler.is_alive or call == worker.end_stream:
             worker.at(self._last_up - self._world.now, call, *arguments)
 
     def _call(self, ask: Callable[[SimulatedWorker, Callable[[T, SlipstreamError | None], None]], None]) -> T:

@@ -187,6 +187,8 @@ class GatewayProcess(Process):
             lambda description, _: _model(description.server.context_tokens),
             capacity=queue,
             outage_timeout_s=600.0,
+            # No sequence is to blame for an epoch's end here.
+            max_lost_epochs=1000,
             connect=lambda _: self.connection,
         )
         store = JobStore(capacity=1000, ttl_s=1000.0, clock=lambda: self.world.now)

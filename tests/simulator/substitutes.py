@@ -7,25 +7,13 @@ and `threading` of the modules under test stand for a world's clock and threads:
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.common.rpc import loop_turns
-from slipstream.gateway import (
-    home,
-    job,
-    job_journal,
-    job_store,
-    journal,
-    manager,
-    running_sequence,
-    sample,
-    scheduler_link,
-)
-from slipstream.scheduler.core import batch, loop, outbox, waiting_queue
 from slipstream.scheduler.workers import session
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedThread
 
@@ -34,10 +22,7 @@ if TYPE_CHECKING:
 
     from tests.simulator.world import World
 
-_TIMED = (
-    *(loop_turns, home, job, job_journal, job_store, journal, manager, running_sequence, sample, scheduler_link),
-    *(batch, loop, outbox, waiting_queue, session),
-)
+_UNDER_TEST = ("slipstream.gateway.", "slipstream.scheduler.", "slipstream.common.rpc.loop_turns")
 _UNIX_S = 1.8e9
 
 
@@ -80,9 +65,10 @@ def substituted(world: World) -> Iterator[None]:
             before.append((module, name, getattr(module, name)))
             setattr(module, name, value)
 
-    for module in _TIMED:
-        put(module, "time", clock)
-        put(module, "threading", threads)
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(_UNDER_TEST):
+            put(module, "time", clock)
+            put(module, "threading", threads)
     put(session, "LinkThread", _NoLinks)
     put(session, "name_this_thread", lambda _: None)
     disabled = logging.root.manager.disable

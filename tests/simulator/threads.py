@@ -116,6 +116,8 @@ class SimulatedCondition:
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """See `threading.Condition.wait_for`."""
+        # A loop around a wait that is over at once must not keep the turn.
+        self._world.may_be_interrupted()
         until = None if timeout is None else self._world.now + timeout
         while not (result := predicate()):
             left = None if until is None else until - self._world.now

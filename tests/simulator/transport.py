@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.common.errors import ConnectionLostError, SlipstreamError
@@ -160,6 +159,10 @@ class SimulatedRunStream:
         if self._task is not None and self._scheduler is not None:
             self._scheduler.loop.run_call(self._task.cancel)
 
+    async def write(self, response: scheduler_pb2.RunResponse) -> None:
+        """See `grpc.aio.ServicerContext.write`, as the servicer's context."""
+        self._down.send(self._put, response)
+
     async def _iterate(self) -> AsyncIterator[scheduler_pb2.RunRequest]:
         assert self._requested is not None
         while True:
@@ -175,9 +178,7 @@ class SimulatedRunStream:
         assert self._scheduler.servicer is not None
         reason = "the scheduler ended the stream"
         try:
-            async with aclosing(self._scheduler.servicer.Run(self._iterate(), None)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    self._down.send(self._put, response)
+            await self._scheduler.servicer.Run(self._iterate(), self)
         except SlipstreamError as error:
             reason = str(error)
             self._gateway.world.fail(f"the scheduler ended a gateway's stream: {error}")

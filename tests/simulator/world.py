@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from tests.simulator.threads import SimulatedThread
 
 START_S = 1000.0
+MOST_NOTES = 100
+MOST_EVENTS = 100_000
+"""Of a schedule: a hundred times as many as one needs."""
 
 
 class SimulationError(AssertionError):
@@ -138,7 +141,8 @@ class World:
 
     def note(self, *words: object) -> None:
         """Adds to the story that is printed when the oracle is not content."""
-        self.notes.append(f"{self.now - START_S:10.6f} {' '.join(map(str, words))}")
+        if len(self.notes) < MOST_NOTES:
+            self.notes.append(f"{self.now - START_S:10.6f} {' '.join(map(str, words))}")
 
     def fail(self, text: str) -> None:
         """The oracle's finding; the run ends after this event."""
@@ -152,6 +156,8 @@ class World:
                 self.fail("deadlock: work remains and nothing will ever happen again")
             elif self._events[0][0] > until:
                 self.fail(f"no end: work remains after {until - START_S:.0f} s")
+            elif self.num_events > MOST_EVENTS:
+                self.fail(f"no end: work remains after {MOST_EVENTS} events")
             if self.failures:
                 raise SimulationError(self.failures[0])
             while self._faults and self._faults[0][0] <= self.num_events:
@@ -197,8 +203,3 @@ class World:
         """Called by simulated surroundings where a thread may lose the processor: others may run, or it may die."""
         if self.thread is not None and (not self.thread.process.is_alive or self.chance(0.25)):
             self.sleep(self.latency())
-
-    def kill_everything(self, processes: list[Process]) -> None:
-        """Ends a run: unwinds all threads, so that nothing is left behind."""
-        for process in processes:
-            process.kill()

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Stream
 
 
+_NEGATIVE = 1 << 63
+"""A stream that waits for a value compares the word as a signed number. No producer gets so far, but a word may hold
+anything that a broken one writes: the host must not take for done what a stream still waits for."""
+
+
 class WordFence:
     """The host's side of a GPU's fence."""
 
@@ -42,8 +47,9 @@ class WordFence:
         self._memory = memory
 
     def poll(self) -> int:
-        """Copies the word from the device, which takes about 10 us."""
-        return self._side.read_word(self.address)
+        """Copies the word from the device, which takes about 10 us. From 2^63 on it is negative, as waits have it."""
+        word = self._side.read_word(self.address)
+        return word if word < _NEGATIVE else word - 2 * _NEGATIVE
 
     def wait_on_host(self, value: int, timeout_s: float) -> bool:
         return PollBackoff().wait(lambda: self.poll() >= value, time.monotonic() + timeout_s)
