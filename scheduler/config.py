@@ -50,24 +50,6 @@ class ServingSettings(Settings):
         "first of both that works.",
         choices=FENCES,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(ServingSettings):
-    """Checked when it is built; the command line takes its options from here."""
-
-    verify: str = setting(help="Address of the verify service, unix:PATH.", unit="ADDRESS")
-    draft: str | None = setting(
-        None, help="Address of the draft service; without one, verify decodes plainly.", unit="ADDRESS"
-    )
-    max_sequences: int = setting(
-        8192,
-        help="Sequences held at most, waiting and running, of all gateways together; more are refused.",
-        unit="N",
-        low=1,
-        high=2**20,
-    )
-    num_draft_tokens: int = setting(4, help="Tokens drafted in a step.", unit="K", low=1, high=16)
     memory_reserve_mib: int = setting(
         1024,
         help="GPU memory that is left free, in MiB, where --kv-memory-mib is not given: another draft may come.",
@@ -90,6 +72,24 @@ class SchedulerConfig(ServingSettings):
         above=0,
         high=_DAY_S,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(ServingSettings):
+    """Checked when it is built; the command line takes its options from here."""
+
+    verify: str = setting(help="Address of the verify service, unix:PATH.", unit="ADDRESS")
+    draft: str | None = setting(
+        None, help="Address of the draft service; without one, verify decodes plainly.", unit="ADDRESS"
+    )
+    max_sequences: int = setting(
+        8192,
+        help="Sequences held at most, waiting and running, of all gateways together; more are refused.",
+        unit="N",
+        low=1,
+        high=2**20,
+    )
+    num_draft_tokens: int = setting(4, help="Tokens drafted in a step.", unit="K", low=1, high=16)
     grace_s: float = setting(
         30.0,
         help="After the first SIGTERM, running jobs may take this long.",
