@@ -20,6 +20,10 @@ PADDING_SLOT = 0
 """The row of the slot buffers that belongs to no request: any process may write it, and none uses it."""
 
 
+NOT_FINITE = -1
+"""NUM_ACCEPTED of a slot whose step has no tokens: they would come of logits that are NaN or infinite."""
+
+
 class BufferName(enum.StrEnum):
     """A buffer of the FutureMap. Each has exactly one writer process; `EpochShape` and `DraftShape` have the shapes."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from slipstream.common.errors import DeadlineExceededError
+from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import SlotAccounts
 from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
+
+
+_NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Batch:
         """Sequences that the queue still counts."""
         self.last_step = 0
         """Number of the last step that was made."""
+        self.num_not_finite = 0
+        """Sequences that ended because the model's logits were NaN or infinite."""
         self._was_prefill = False
 
     @property
@@ -145,6 +150,8 @@ class Batch:
         Raises PendingLengthError, and takes in nothing, if it has more tokens of a sequence than there can be.
         `published_ns`: when the result was on the host; None is now.
         """
+        for at in result.not_finite:
+            self._fail(step.yielding, at)
         taken_in = self.accounts.take_in(step, result, self._is_current(step.yielding))
         # A result brings one token that the lengths were sure of, and up to K that they were not.
         self._room -= step.num_draft_tokens
@@ -160,6 +167,14 @@ class Batch:
             if not sequence.is_over:
                 self.outbox.add_aborted(sequence)
                 self._end(sequence)
+
+    def _fail(self, slots: StepSlots, at: int) -> None:
+        """Ends a sequence without the tokens of a step, unless it is over."""
+        slot = slots.slots[at]
+        if self.slots.generations[slot] == slots.generations[at]:
+            self.outbox.add_refused(self._running[slot], InternalError(_NOT_FINITE))
+            self.num_not_finite += 1
+            self._end(self._running[slot])
 
     def _end(self, sequence: Sequence) -> None:
         sequence.is_over = True

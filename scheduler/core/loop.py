@@ -222,7 +222,10 @@ class StepLoop:
         self._landed_ns = landed_ns
         self._speculation.consumed(step.number, gap_s, is_decode=step.kind is not StepKind.PREFILL)
         self._timings.came(step, result.stamps_before)
+        num_failed = self._batch.num_not_finite
         taken_in = self._batch.apply(step, result, landed_ns)
+        if result.not_finite:
+            self._metrics.ended_not_finite(self._batch.num_not_finite - num_failed)
         self._taken_in = step, taken_in
         self._decodes.add(step, taken_in, sent.attachment, landed_ns)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())

@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import LogOp
-from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.layout import NOT_FINITE, BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.plan import mask_of
 
@@ -87,6 +87,8 @@ class StepResult:
     """[rows, K + 1]: those, then the target's own; the rest of a row means nothing."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By row, for its tokens, of sequences that asked for them."""
+    not_finite: tuple[int, ...] = ()
+    """Rows without tokens, because the model's logits are NaN or infinite there."""
     stamps_before: tuple[Interval, ...] = ()
     """Stamps of the step before, as of this step's publication: verify's and draft's. Draft's may be any numbers."""
 
@@ -132,10 +134,11 @@ class ResultReader:
             for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
         seq_lens, accepted, output_tokens, *stamps = self._views_of(row, copied)
-        num_accepted, tokens = self._rows(step, seq_lens, accepted, output_tokens)
+        num_accepted, tokens, not_finite = self._rows(step, seq_lens, accepted, output_tokens)
         return StepResult(
             num_accepted=num_accepted,
             tokens=tokens,
+            not_finite=not_finite,
             stamps_before=tuple((start, end) for start, end in (stamp.tolist() for stamp in stamps)),
             logprobs=_token_logprobs(step, num_accepted + 1, *likely) if likely else {},
         )
@@ -157,17 +160,21 @@ class ResultReader:
         seq_lens: NDArray[np.int64],
         num_accepted: NDArray[np.int32],
         output_tokens: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...]]:
         """Copies the rows of the step: the next step's result may overwrite the shared ones."""
         rows = step.yielding.rows
         most = step.num_draft_tokens
         accepted, lengths = num_accepted[rows], seq_lens[rows]
+        not_finite: tuple[int, ...] = ()
         # Without its sign, a negative number is a large one.
+        if len(rows) and (accepted.view(np.uint32).max() > most or lengths.min() < 0):
+            not_finite = tuple(((accepted == NOT_FINITE) & (lengths >= 0)).nonzero()[0].tolist())
+            accepted[list(not_finite)] = 0
         if len(rows) and (accepted.view(np.uint32).max() > most or lengths.min() < 0):
             at = ((accepted < 0) | (accepted > most) | (lengths < 0)).argmax()
             found = f"length {lengths[at]} and {accepted[at]} accepted tokens"
             raise FutureMapError(f"step {step.number}, slot {rows[at]}: {found} were never published")
-        return accepted.astype(np.int64), output_tokens[rows]
+        return accepted.astype(np.int64), output_tokens[rows], not_finite
 
 
 def _row_before(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -75,9 +75,13 @@ ACCEPTED_PER_POSITION = counter(
     "Drafts whose token at this position was accepted; the first position is 1.",
     *("algorithm", "position"),
 )
+NOT_FINITE = counter(
+    "slipstream_sequences_not_finite_total",
+    "Sequences that ended with an error because the model's logits were NaN or infinite.",
+)
 SPECS = (
     *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
-    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION),
+    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, NOT_FINITE),
 )
 
 
@@ -98,6 +102,7 @@ class StepMetricFamilies(Collector):
         self.draft_tokens = DRAFT_TOKENS.counter(families)
         self.accepted_tokens = ACCEPTED_TOKENS.counter(families)
         self.accepted_per_position = ACCEPTED_PER_POSITION.counter(families)
+        self.not_finite = NOT_FINITE.counter(families)
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -181,6 +186,11 @@ class StepMetrics:
         """Counts a time in which the loop's thread was blocked at `site`, one of SITES."""
         with self._lock:
             self._stalled_s[site] += seconds
+
+    def ended_not_finite(self, num_sequences: int) -> None:
+        """Counts sequences that ended because of logits that are NaN or infinite."""
+        with self._lock:
+            self._families.not_finite.inc(num_sequences)
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         """Counts the drafts of a step: the accepted tokens of each, and K."""

@@ -160,6 +160,7 @@ class Target:
             seq_lens=seq_lens,
             num_accepted=num_accepted,
             tokens=tokens,
+            scores=_scores(forward.logits, tokens),
             hidden_states=forward.aux,
             logprobs=None if top_logprobs is None else logprobs_of(forward.logits.float(), tokens, top_logprobs),
         )
@@ -210,6 +211,7 @@ class Target:
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
+            scores=_scores(logits, tokens),
             hidden_states=None if output.aux is None else output.aux[ends.chunks, ends.columns][:, None],
             logprobs=None if top_logprobs is None else logprobs_of(logits.float(), tokens, top_logprobs),
         )
@@ -250,6 +252,11 @@ def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Resul
         return merged(merge, *values)
 
     return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
+
+
+def _scores(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[B, W]: one of NaN or infinite logits is NaN or infinite, too, whichever token was sampled."""
+    return logits.gather(2, tokens[:, :, None])[:, :, 0]
 
 
 def _positions(seq_lens: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.common.worker.layout import BufferName
+from slipstream.common.worker.layout import NOT_FINITE, BufferName
 from slipstream.services.models.kernels.launching import power_of_two
 from slipstream.services.models.kernels.step_ops import copy_in_kernel, gather_kernel, publish_kernel, stash_kernel
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState, Region
@@ -90,10 +90,13 @@ class FusedFutureMap(FutureMap):
             result.seq_lens,
             result.num_accepted,
             tokens,
+            tokens if result.scores is None else result.scores.contiguous(),
             self._shape.num_slots,
             ROW=output_tokens.shape[1],
             WIDTH=tokens.shape[1],
             BLOCK_W=power_of_two(tokens.shape[1]),
+            HAS_SCORES=result.scores is not None,
+            NOT_FINITE=NOT_FINITE,
             num_warps=1,
         )
 

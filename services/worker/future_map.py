@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from slipstream.common.errors import FutureMapError
-from slipstream.common.worker.layout import SLOT_BUFFERS, BufferName
+from slipstream.common.worker.layout import NOT_FINITE, SLOT_BUFFERS, BufferName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +86,8 @@ class VerifyResult:
     """[B] int64: a, the draft tokens accepted."""
     tokens: torch.Tensor
     """[B, 1 to K+1] int64: the target's tokens; the first a + 1 are the output, the last of those the bonus token."""
+    scores: torch.Tensor | None = None
+    """[B, 1 to K+1]: the logits of `tokens`. Of a slot where one that counts is not finite, no token is published."""
     hidden_states: torch.Tensor | None = None
     """[B, 1 to K+1, width]: the states that these tokens were sampled from, if a draft reads them."""
     logprobs: Logprobs | None = None
@@ -276,7 +278,7 @@ class FutureMap(SharedBuffers):
     def publish(self, step: StepNumber, rows: torch.Tensor, result: VerifyResult) -> None:
         """Writes what the scheduler consumes, and keeps what the next forward needs. `rows`: [B] int64 slots."""
         places = rows + step.ring_row * self._shape.num_slots if isinstance(step, CapturedStep) else rows
-        num_accepted = result.num_accepted.to(torch.int32)
+        num_accepted = _published(result).to(torch.int32)
         self._ring_write(BufferName.NEW_SEQ_LENS, step).index_copy_(0, places, result.seq_lens)
         self._ring_write(BufferName.NUM_ACCEPTED, step).index_copy_(0, places, num_accepted)
         copy_rows(self._ring_write(BufferName.OUTPUT_TOKENS, step), places, result.tokens)
@@ -353,3 +355,12 @@ def copy_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) ->
     """Writes `values` ([B, W, ...]) into the first W columns of some rows of `target` ([slots, >= W, ...])."""
     width = values.shape[1]
     (target if width == target.shape[1] else target.narrow(1, 0, width)).index_copy_(0, rows, values)
+
+
+def _published(result: VerifyResult) -> torch.Tensor:
+    """[B] int64: the accepted draft tokens, or NOT_FINITE."""
+    if result.scores is None:
+        return result.num_accepted
+    places = torch.arange(result.scores.shape[1], device=result.scores.device)
+    is_sound = (result.scores.isfinite() | (places > result.num_accepted[:, None])).all(dim=1)
+    return torch.where(is_sound, result.num_accepted, NOT_FINITE)

@@ -159,7 +159,7 @@ class LocalEpoch:
         assert outgoing, "nothing is put without need"
         for job, row in self.jobs.take(outgoing.deliveries()):
             self.on_progress(job, row)
-        if len(self.jobs.ends) == len(self.outputs):
+        if len(self.jobs.ends) + len(self.jobs.refused) == len(self.outputs):
             self._next_wave()
 
 

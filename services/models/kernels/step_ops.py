@@ -104,10 +104,13 @@ def publish_kernel(
     seq_lens: tl.tensor,  # [B] int64
     accepted: tl.tensor,  # [B] int64
     tokens: tl.tensor,  # [B, WIDTH] int64
+    scores: tl.tensor,  # [B, WIDTH], read if HAS_SCORES
     num_slots: tl.tensor,
     ROW: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    HAS_SCORES: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
 ) -> None:
     """Writes what the scheduler reads of one slot, and what verify's next step does. Grid: (B,)."""
     b = tl.program_id(0)
@@ -116,10 +119,15 @@ def publish_kernel(
     number = tl.load(accepted + b)
     place = tl.load(ring_row) * num_slots + slot
     tl.store(new_seq_lens + place, length)
-    tl.store(num_accepted + place, number.to(tl.int32))
+    w = tl.arange(0, BLOCK_W)
+    published = number
+    if HAS_SCORES:
+        score = tl.load(scores + b * WIDTH + w, mask=w <= number, other=0.0)
+        num_sound = tl.sum((tl.abs(score) < float("inf")).to(tl.int32), axis=0)
+        published = tl.where(num_sound == BLOCK_W, number, NOT_FINITE)
+    tl.store(num_accepted + place, published.to(tl.int32))
     tl.store(kept_seq_lens + slot, length)
     tl.store(kept_bonus + slot, tl.load(tokens + b * WIDTH + number))
-    w = tl.arange(0, BLOCK_W)
     token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
     tl.store(output_tokens + place * ROW + w, token, mask=w < WIDTH)
 

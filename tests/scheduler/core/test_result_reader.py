@@ -12,7 +12,7 @@ from slipstream.common.api.output_chunk import TokenLogprobs
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import FutureMapError
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import RESULT_FENCES, BufferName, EpochShape
+from slipstream.common.worker.layout import NOT_FINITE, RESULT_FENCES, BufferName, EpochShape
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import ResultReader, Step, StepResult, StepSlots
@@ -124,13 +124,21 @@ def test_a_row_that_the_step_did_not_publish_is_noticed(shared: Shared) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "kind"), [(-1, StepKind.DECODE), (3, StepKind.DECODE), (1, StepKind.PLAIN), (1, StepKind.PREFILL)]
+    ("accepted", "kind"), [(-2, StepKind.DECODE), (3, StepKind.DECODE), (1, StepKind.PLAIN), (1, StepKind.PREFILL)]
 )
 def test_more_accepted_than_can_be_is_refused(shared: Shared, accepted: int, kind: StepKind) -> None:
     shared.publish(1, [1], [0])
     shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 1] = accepted
     with pytest.raises(FutureMapError, match="never published"):
         shared.reader.resolve(step_of(1, 1, kind=kind), 5.0)
+
+
+def test_rows_without_tokens_are_named(shared: Shared) -> None:
+    shared.publish(1, [1, 2, 3], [2, NOT_FINITE + 1, 1])
+    shared.arena.tensor(BufferName.NUM_ACCEPTED)[1, 2] = NOT_FINITE
+    result = shared.reader.resolve(step_of(1, 3, 2, 1), 5.0)
+    assert result is not None
+    assert (result.not_finite, result.num_accepted.tolist()) == ((1,), [1, 0, 2])
 
 
 def test_a_step_that_yields_nothing_brings_nothing(shared: Shared) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
+from slipstream.common.worker.layout import NOT_FINITE, BufferName, DraftShape, EpochShape
 from slipstream.services.models import sampler
 from slipstream.services.models.kernels.step_ops import accept, embed_and_norm, take_sampling
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
@@ -144,6 +144,22 @@ def test_rows_of_a_captured_step(ring_row: int, width: int, device: torch.device
     assert seen[0] == seen[1]
     assert left[0] == left[1]
     assert accessed[0] == accessed[1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_slots_with_logits_that_are_not_finite(bad: float, device: torch.device) -> None:
+    """Accepted are 0, 3 and 1 draft tokens: of the third slot, only what does not count is bad."""
+    rows = torch.tensor([5, 1, 3], device=device)
+    scores = torch.zeros(3, 4, device=device)
+    scores[0, 1] = scores[1, 2] = scores[2, 2:] = bad
+    outcome = replace(_outcome(0, 4, device), scores=scores)
+    left = []
+    for kinds in _fused():
+        memory = Memory(*kinds, 0, device)
+        memory.map.publish(CapturedStep(torch.tensor([1], device=device)), rows, outcome)
+        assert memory.results[BufferName.NUM_ACCEPTED][1, rows].tolist() == [0, NOT_FINITE, 1]
+        left.append(memory.state())
+    assert left[0] == left[1]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
