@@ -25,6 +25,7 @@ from slipstream.gateway.request_metrics import (
     WAITING,
 )
 from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
+from slipstream.scheduler.telemetry.step_metrics import NOT_FINITE
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -128,9 +129,11 @@ def _traffic() -> list[Panel]:
         ),
         graph(
             "Streams cut off",
-            "Streams per second whose client read nothing, and sequences given up with which work was lost repeatedly.",
+            "Streams per second whose client read nothing, sequences given up with which work was lost repeatedly, and "
+            "those whose logits were NaN or infinite.",
             Query(total(rate(CUT_OFF)), "cut off"),
             Query(total(rate(GIVEN_UP)), "sequences given up"),
+            Query(total(rate(NOT_FINITE)), "logits not finite"),
             unit="reqps",
             limits=((0.1, "yellow"),),
         ),
