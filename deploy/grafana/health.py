@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from slipstream.common.rpc.metrics import BUILD_INFO, RPCS
 from slipstream.deploy.grafana.frame import JOBS, framed
 from slipstream.deploy.grafana.panels import graph, listing, numbers
-from slipstream.deploy.grafana.queries import INTERVAL, Query, rate, series, total
+from slipstream.deploy.grafana.queries import INTERVAL, Query, increase, rate, series, total
+from slipstream.scheduler.telemetry.draft_metrics import (
+    ATTACHED,
+    ATTACHMENTS,
+    CATCH_UP_SECONDS,
+    LOSSES,
+    MISSING_SECONDS,
+    SWAPS,
+)
 from slipstream.scheduler.telemetry.server_metrics import EPOCH
 from slipstream.scheduler.workers.heartbeats import HEARTBEAT_AGE, WORKER_UP
 
@@ -26,7 +34,12 @@ def health() -> Dashboard:
         "health",
         "health",
         "Which services are there, since when, what they are, and what they take of the machine.",
-        [("Services", _services()), ("Over time", _over_time()), ("Processes", _processes())],
+        [
+            ("Services", _services()),
+            ("Losses and returns", _losses()),
+            ("Over time", _over_time()),
+            ("Processes", _processes()),
+        ],
     )
 
 
@@ -50,7 +63,7 @@ def _services() -> list[Panel]:
         ),
         numbers(
             "Epoch",
-            "Number of the attachment to the workers. It grows by one when a worker was lost and is back.",
+            "Number of the attachment to verify. It grows when verify was lost and is back.",
             Query(series(EPOCH), "{{instance}}"),
             unit="none",
             base="blue",
@@ -69,6 +82,71 @@ def _services() -> list[Panel]:
             columns=("instance", "service", "version", "model", "device", "fence", "mps", "algorithm"),
         ),
     ]
+
+
+def _losses() -> list[Panel]:
+    caught_up = (total(series(f"{CATCH_UP_SECONDS.name}_{part}")) for part in ("sum", "count"))
+    losses = increase(LOSSES, window="1h", cause="=~died|timeout|refused")
+    return [
+        numbers(
+            "Drafting now",
+            "1 while a draft takes part in the steps. 0 is plain decoding: the same output, slower.",
+            Query(series(ATTACHED), "{{instance}}"),
+            unit="none",
+            limits=AWAY_BELOW_1,
+            base="yellow",
+        ),
+        numbers(
+            "Restarts in an hour",
+            "How often a process of each service was replaced by another one.",
+            Query(_restarts("1h"), "{{job}}"),
+            unit="none",
+            limits=((1, "yellow"), (5, "red")),
+        ),
+        numbers(
+            "Without a draft, for each loss",
+            "Mean time from the loss of a draft until one drafts again, over the last hour.",
+            Query(f"{increase(MISSING_SECONDS, window='1h')} / clamp_min({losses}, 1)", "seconds"),
+            unit="s",
+            limits=((30, "yellow"), (120, "red")),
+        ),
+        numbers(
+            "Catching up",
+            "Mean time from a draft's attachment to its first step, since the scheduler's start.",
+            Query(" / ".join(caught_up), "seconds"),
+            unit="s",
+            limits=((5, "yellow"), (30, "red")),
+        ),
+        graph(
+            "Drafts that were lost and that began",
+            "Losses by cause: it died, was too late for a step, refused a command, was swapped or taken away.",
+            Query(increase(LOSSES, "cause"), "lost: {{cause}}"),
+            Query(increase(ATTACHMENTS), "began to draft"),
+            unit="none",
+            span=8,
+        ),
+        graph(
+            "Time without a draft",
+            "Share of the time in which verify served without a draft although one was expected.",
+            Query(f"rate({series(MISSING_SECONDS)}[{INTERVAL}])", "{{instance}}"),
+            unit="percentunit",
+            limits=((0.05, "yellow"), (0.5, "red")),
+            most=1,
+            span=8,
+        ),
+        graph(
+            "Swaps and restarts",
+            "Swaps of the draft by result, and processes that were replaced by another one, by service.",
+            Query(increase(SWAPS, "result"), "swap: {{result}}"),
+            Query(_restarts(INTERVAL), "restart: {{job}}"),
+            unit="none",
+            span=8,
+        ),
+    ]
+
+
+def _restarts(window: str) -> str:
+    return total(f"changes({series('process_start_time_seconds', job=JOBS)}[{window}])", "job")
 
 
 def _over_time() -> list[Panel]:

@@ -167,7 +167,7 @@ def _causes() -> list[Panel]:
         graph(
             "Overlap efficiency",
             "1 - lost / step time over the last 10 seconds, as the scheduler has it. No value without requests.",
-            Query(series(OVERLAP_EFFICIENCY), "{{instance}}"),
+            Query(f"{series(OVERLAP_EFFICIENCY)} >= 0", "{{instance}}"),
             unit="percentunit",
             limits=((0.90, "yellow"), (0.97, "green")),
             base="red",

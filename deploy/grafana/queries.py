@@ -39,6 +39,11 @@ def rate(metric: MetricSpec, *, part: str = "", **labels: str) -> str:
     return f"rate({series(f'{metric.name}_{part}' if part else metric.name, **labels)}[{INTERVAL}])"
 
 
+def increase(metric: MetricSpec | str, *by: str, window: str = INTERVAL, **labels: str) -> str:
+    """How much a counter grew, by these labels."""
+    return total(f"increase({series(metric, **labels)}[{window}])", *by)
+
+
 def total(expr: str, *by: str) -> str:
     """The sum, by these labels."""
     return f"sum by ({', '.join(by)}) ({expr})" if by else f"sum({expr})"

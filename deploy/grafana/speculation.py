@@ -49,7 +49,8 @@ def speculation() -> Dashboard:
 
 
 def _accept_length(*by: str) -> str:
-    return f"1 + {total(rate(ACCEPTED_TOKENS), *by)} / {total(rate(DRAFTS), *by)}"
+    # Without algorithms that do not draft now.
+    return f"1 + {total(rate(ACCEPTED_TOKENS), *by)} / ({total(rate(DRAFTS), *by)} > 0)"
 
 
 def _now() -> list[Panel]:

@@ -51,6 +51,7 @@ SHOWS = {
     "health": {
         *("slipstream_worker_up", "slipstream_worker_heartbeat_age_seconds", "slipstream_build_info"),
         *("slipstream_epoch", "process_start_time_seconds", "process_resident_memory_bytes"),
+        *("slipstream_draft_losses_total", "slipstream_draft_swaps_total", "slipstream_draft_missing_seconds_total"),
     },
 }
 """The metrics that each dashboard must show."""
