@@ -69,6 +69,10 @@ class WorkerProcesses:
                 command = dummy_worker(role.value, self._dummy_ms, *options)
             self._running[role] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
+    def pid(self, role: Role) -> int:
+        """Process id of a worker."""
+        return self._running[role].pid
+
     def send_signal(self, role: Role, number: int) -> None:
         """Sends a signal."""
         self._running[role].send_signal(number)

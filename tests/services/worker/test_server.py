@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
-from slipstream.common.errors import UnavailableError
+from slipstream.common.errors import FailedPreconditionError, UnavailableError
 from slipstream.common.worker.step import FenceOps, Role, StepKind
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from tests.harness.checkpoints import write_checkpoint
@@ -52,19 +53,19 @@ def arena() -> Iterator[SharedArenas]:
     made.close()
 
 
-def attached(address: str, role: Role, thread: LinkThread, arena: SharedArenas) -> WorkerLink:
+def attached(address: str, role: Role, thread: LinkThread, arena: SharedArenas, epoch: int = 1) -> WorkerLink:
     """A link to the worker, when it is ready."""
     give_up_at = time.monotonic() + 30.0
     while True:
         link = WorkerLink(role, address, thread, on_failure=lambda: None)
         try:
             link.describe()
-        except UnavailableError:
+            link.attach(attachment_to(arena, epoch, role=role, is_debug=True))
+        except (UnavailableError, FailedPreconditionError):  # not there yet, or with the scheduler before
             link.detach(drain=False)
-            assert time.monotonic() < give_up_at, "the worker does not start"
+            assert time.monotonic() < give_up_at, "the worker does not attach"
             time.sleep(0.05)
         else:
-            link.attach(attachment_to(arena, role=role, is_debug=True))
             return link
 
 
@@ -115,6 +116,32 @@ def test_it_ends_at_once_when_its_stream_waits_for_what_nobody_can_release(
     assert " ERROR " in line
     assert "the draft stream waits for what does not come" in line
     assert line.endswith("must be started again step=1 epoch=1")
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_lost_epochs_leave_nothing_behind(role: Role, tmp_path: Path, thread: LinkThread) -> None:
+    """A scheduler that goes away in the middle of a step, again and again."""
+    with WorkerProcesses(tmp_path, {role: write_checkpoint(tmp_path / "model")}, dummy_ms=0) as processes:
+        processes.start(role)
+        worker, epoch = psutil.Process(processes.pid(role)), 0
+
+        def held_after_epochs(count: int) -> dict[str, int]:
+            nonlocal epoch
+            for _ in range(count):
+                epoch, arenas = epoch + 1, SharedArenas()
+                link = attached(processes.address(role), role, thread, arenas, epoch=epoch)
+                if role is Role.DRAFT:
+                    link.send(decode(1, 1, waits=1000, epoch=epoch))
+                link.detach(drain=False)
+                arenas.close()
+            give_up_at = time.monotonic() + 10.0
+            while "/dev/shm/slipstream-" in Path(f"/proc/{worker.pid}/maps").read_text():
+                assert time.monotonic() < give_up_at, "the memory of an epoch stays mapped"
+                time.sleep(0.05)
+            return {"threads": worker.num_threads(), "descriptors": worker.num_fds()}
+
+        before, after = held_after_epochs(5), held_after_epochs(20)
+        assert {name: number for name, number in after.items() if number > before[name]} == {}
 
 
 def test_model_that_cannot_be_served_is_one_line_and_status_2(tmp_path: Path) -> None:
