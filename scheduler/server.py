@@ -172,7 +172,7 @@ class _Serving:
         )
         services = [scheduler, _service(verify, self._config.verify)]
         if draft is not None:
-            services.append(_service(draft, drafts.address))
+            services.append(_service(draft, drafts.target.address))
         server = ServerState(
             version=version("slipstream-serve"),
             model=verify.model,
@@ -180,7 +180,7 @@ class _Serving:
             context_tokens=sizes.context_tokens,
             algorithm=epoch.algorithm,
             # While one is expected, requests may bound what it may draft for them.
-            num_draft_tokens=epoch.num_draft_tokens or drafts.num_draft_tokens,
+            num_draft_tokens=epoch.num_draft_tokens or drafts.target.num_draft_tokens,
             run_ahead=sizes.batch.run_ahead,
             num_slots=epoch.batch.slots.num_slots,
             page_tokens=sizes.batch.page_tokens,

@@ -219,10 +219,14 @@ class Speculation:
             if lost.is_lost:
                 lost.attachment.release(lost.last_step)
 
-    def release_all(self, step: int) -> None:
-        """Ends verify's waits for all drafts, up to `step`: the epoch is over."""
+    def end(self, release_up_to: int | None) -> None:
+        """Forgets all drafts, as the epoch is over; ends what verify waits for up to a step, if one is given."""
         for drafting in self._all():
-            drafting.attachment.release(step)
+            if release_up_to is not None:
+                drafting.attachment.release(release_up_to)
+        self._active = self._joining = None
+        self._leaving.clear()
+        self._messages.clear()
 
     def backlog(self) -> tuple[DraftAttachment, int] | None:
         """The active draft, and the oldest step that it was sent and has not done."""

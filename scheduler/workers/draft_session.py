@@ -86,23 +86,16 @@ class DraftSession:
         self._is_busy = self._is_stopped = self._has_tried = False
         self._next_try = 0.0
         self._retry_s = RETRY_S
-        self._misfit: tuple[str, int, MismatchError] | None = None
-        """Address, process id, and why it does not fit."""
+        self._misfit: tuple[str, int, list[str]] | None = None
+        """Address, process id, and what differs."""
         self._last_problem = ""
         self.status = DraftStatus("", time.monotonic(), "")
         self._thread = threading.Thread(target=self._run, name="drafts")
 
     @property
-    def address(self) -> str:
-        """Address of the draft that is wanted; empty for none."""
-        target = self._target
-        return "" if target is None else target.address
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """K of the draft that is wanted; 0 for none."""
-        target = self._target
-        return 0 if target is None else target.num_draft_tokens
+    def target(self) -> DraftTarget:
+        """The draft that is wanted; an empty address and no draft tokens for none."""
+        return self._target or DraftTarget("", 0)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -213,7 +206,7 @@ class DraftSession:
                 self._is_busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(self._has_work, self._idle_s())
-                if self._is_stopped:
+                if self._is_stopped and self._swap is None:
                     return
                 epoch, swap, self._is_busy = self._epoch, self._swap, True
             try:
@@ -297,7 +290,7 @@ class DraftSession:
             attachment.attach(epoch.attachment, epoch.link, epoch.verify)
         except SlipstreamError as error:
             if isinstance(error, MismatchError):
-                self._misfit = target.address, description.pid, error
+                self._misfit = target.address, description.pid, list(error.differences)
             self._detach(attachment, epoch.link, drain=False)
             raise
         self._retired.supersede(description.pid)
@@ -306,14 +299,14 @@ class DraftSession:
 
     def _check(self, epoch: Epoch, draft: WorkerDescription, target: DraftTarget) -> None:
         if self._misfit is not None and self._misfit[:2] == (target.address, draft.pid):
-            raise MismatchError(list(self._misfit[2].differences))
+            raise MismatchError(self._misfit[2])
         if draft.has_scheduler:
             raise FailedPreconditionError("the draft service has another scheduler")
         self._retired.check()
         try:
             check_fits(self._device, epoch.verify, draft)
         except MismatchError as error:
-            self._misfit = target.address, draft.pid, error
+            self._misfit = target.address, draft.pid, list(error.differences)
             raise
         check_draft_memory(draft, epoch.sizes)
 

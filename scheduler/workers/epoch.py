@@ -160,12 +160,13 @@ class Epoch:
         self.recorder.close()
         if not drain and self._running is not None:
             # Verify does it itself too, but its thread may be blocked by the waiting stream, on a GPU in an allocation.
-            self.speculation.release_all(self.last_sent)
+            self.speculation.end(self.last_sent)
             arena, loop = self._running
             arena.fence(FenceName.VERIFY_PUBLISH).release(loop.last_sent)
             if self.log.is_enabled:
                 self.log.release(FenceName.VERIFY_PUBLISH, loop.last_sent, epoch=self.number)
         self.link.detach(drain=drain)
+        self.speculation.end(None)
         self._running = None
         self._held.close()
 

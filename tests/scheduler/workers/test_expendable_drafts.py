@@ -195,7 +195,7 @@ async def test_a_worse_draft_gives_way_to_the_one_before(
         assert "fewer than 0.7 times the accepted tokens" in outcome.reason
         assert outcome.after.accept_length < outcome.before.accept_length
         assert client.draft_state == "attached"
-        assert client.drafts.address == processes.address(DRAFT)
+        assert client.drafts.target.address == processes.address(DRAFT)
         is_over = True
         await running
         assert all(output == expected for output in outputs)
