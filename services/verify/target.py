@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import accept, logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
 from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
@@ -185,12 +185,8 @@ class Target:
                 states.append(group.chunks.without_padding(output.aux))
             if group.ends is not None:
                 results.append(self._first_tokens(output, group.ends, command.top_logprobs))
-        if region is not None:
-            done = [point.value for point in command.ops.waits if point.fence is FenceName.DRAFT_DONE]
-            if done:
-                self._state.future_map.copy_stamps(command.step, region, max(done))
-            if states:
-                region.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
+        if region is not None and states:
+            region.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
         if len(results) > 1:
             return merged(torch.cat, *results)
         return results[0] if results else None

@@ -115,7 +115,7 @@ class FusedFutureMap(FutureMap):
         copied = draft_tokens.new_empty(num_rows, width) if target is None else target
         copy_in_kernel[(num_rows,)](
             draft_tokens,
-            *self._stamps_to_copy(step, region, step),
+            *self._stamps_to_copy(step, region),
             rows,
             copied,
             (step - 1) % self._ring,

@@ -313,19 +313,16 @@ class FutureMap(SharedBuffers):
         `rows`: [B] int64, the slots on the device, perhaps with padding behind them. `target`: [B, K] int64, to be
         filled; None for a new tensor. The tokens are in range, whatever the draft wrote; the stamps may be any numbers.
         """
-        self.copy_stamps(step, region, step)
+        source, stamps = self._stamps_to_copy(step, region)
+        for row in ((step - 1) % self._ring, step % self._ring):
+            stamps[row].copy_(source[row])
         tokens = region.access(BufferName.DRAFT_TOKENS, slots, step, is_write=False).index_select(0, rows)
         tokens.clamp_(0, self._vocab_size - 1)
         return tokens if target is None else target.copy_(tokens)
 
-    def copy_stamps(self, step: int, region: Region, done: int) -> None:
-        """Copies the draft's stamps of step `done`, which it has signalled, and of the step before it."""
-        source, target = self._stamps_to_copy(step, region, done)
-        for row in ((done - 1) % self._ring, done % self._ring):
-            target[row].copy_(source[row])
-
-    def _stamps_to_copy(self, step: int, region: Region, done: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [(done - 1) % self._ring, done % self._ring]
+    def _stamps_to_copy(self, step: int, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
+        # Of this step, which verify has waited for, and of the one before. Those of older ones may be read by now.
+        rows = [(step - 1) % self._ring, step % self._ring]
         source = region.access(BufferName.DRAFT_STAMPS, rows, step, is_write=False)
         return source, self.access(BufferName.DRAFT_STAMPS, rows, step, is_write=True)
 
