@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from tests.harness.counted_jobs import Job, OutputRow
 
 
+PATIENCE_MS = 20_000.0
+"""For drafts on a machine that is busy with something else."""
+
+
 class RecordingMetrics(StepMetrics):
     """Keeps the time of each step."""
 
@@ -192,6 +196,7 @@ class Way:
         return SchedulerConfig(
             verify="unix:/none",
             num_draft_tokens=max(1, self.num_draft_tokens),
+            draft_timeout_ms=PATIENCE_MS,
             run_ahead=self.run_ahead,
             slots=self.slots,
             context_tokens=96,

@@ -18,6 +18,7 @@ from slipstream.protos import scheduler_pb2, scheduler_pb2_grpc
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
 from tests.harness.counted_jobs import rows_of
+from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.workers import local_workers
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ServedScheduler:
 async def served_scheduler(folder: Path, *roles: RoleEngine, **settings: Any) -> AsyncIterator[ServedScheduler]:
     """Serves `roles`, verify first. `settings`: of `SchedulerConfig`."""
     draft = {"draft": "unix:/none"} if len(roles) > 1 else {}
-    sizes = {"context_tokens": 96, "slots": 4, "page_tokens": 4}
+    sizes = {"draft_timeout_ms": PATIENCE_MS, "context_tokens": 96, "slots": 4, "page_tokens": 4}
     config = SchedulerConfig(verify="unix:/none", **{**sizes, **draft, **settings})
     with Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener, local_workers(*roles) as workers:
         links = cast("dict[Role, Link]", {worker.role: worker for worker in workers})

@@ -23,6 +23,7 @@ from slipstream.scheduler.telemetry.timeline import SERVICE_NAME, TimelineServic
 from slipstream.scheduler.workers.session import WorkerSession
 from tests.harness.counted_jobs import JobBook
 from tests.harness.grpc_server import running_server
+from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def running_session(
     config = SchedulerConfig(
         verify=processes.address(Role.VERIFY),
         draft=processes.address(Role.DRAFT) if has_draft else None,
-        **settings,  # type: ignore[arg-type]
+        **{"draft_timeout_ms": PATIENCE_MS, **settings},  # type: ignore[arg-type]
     )
     session = WorkerSession(
         config,
