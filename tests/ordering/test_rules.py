@@ -107,12 +107,19 @@ def test_without_it_two_accesses_collide(rule: Rule, draft: DraftTraits, run_ahe
 
 
 @pytest.mark.parametrize("draft", [LANGUAGE_MODEL, HEAD], ids=["language model", "head"])
-def test_without_a_step_that_stashes_for_it_a_draft_that_joins_reads_nothing(draft: DraftTraits) -> None:
-    """The plan refuses such a step; the checker names the read."""
-    model = Model(draft, 1)
-    model.send(OrderedStep(1, StepKind.PREFILL, 0b1))
+@pytest.mark.parametrize("num_consumed", [0, 3])
+def test_without_a_step_that_stashes_for_it_a_draft_that_joins_reads_nothing(
+    draft: DraftTraits, num_consumed: int
+) -> None:
+    """The plan refuses such a step; the checker names the wait, or the read where the plan needs no wait."""
+    model = Model(draft, 5)
+    for step in (1, 2, 3):
+        model.send(OrderedStep(step, StepKind.PREFILL, 0b1 if step == 1 else 0b10))
+    for _ in range(num_consumed):
+        model.consume()
     model.change_draft(draft)
     model.state = model.state._replace(stashed=0b1)
-    model.send(OrderedStep(2, StepKind.DECODE, 0b1))
+    model.send(OrderedStep(4, StepKind.DECODE, 0b1))
     assert not model.checker.races
-    assert "nothing was stashed there for this draft" in str(model.problems[0])
+    expected = "nothing was stashed there for this draft" if num_consumed else "VERIFY_STASH 1 in step 4 never ends"
+    assert expected in str(model.problems[0])
