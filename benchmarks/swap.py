@@ -24,7 +24,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-import grpc.aio
 import torch
 import typer
 from safetensors.torch import load_file, save_file
@@ -36,15 +35,15 @@ from slipstream.benchmarks.streams import Streams
 from slipstream.benchmarks.up_server import UpServer, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
+from slipstream.cli.up.control import request_swap
 from slipstream.client import AsyncClient
+from slipstream.common.api.draft_swap import SwapTerms
 from slipstream.common.errors import SlipstreamError
-from slipstream.protos import supervisor_pb2, supervisor_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from slipstream.common.api.server_state import ServerState
-    from slipstream.protos import scheduler_pb2
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""
@@ -53,7 +52,7 @@ POLL_S = 0.02
 BIN_TOKENS = 25
 NUM_BINS = 16
 RECOVERED = 0.95
-JUDGE_STEPS, ROLLBACK_BELOW = 100, 0.7
+TERMS = SwapTerms(judge_steps=100)
 RANDOM = "random weights"
 
 
@@ -154,7 +153,7 @@ class Swaps:
         begun = time.monotonic()
         algorithm = STANDALONE if after == RANDOM else after
         async with background(self._joined(await self._draft(), algorithm)) as (joined,):
-            answer = await self._call(draft, algorithm)
+            answer = await request_swap(self._server.state_dir, draft, algorithm, TERMS)
             ended = time.monotonic()
             since = None if algorithm == NONE or answer.rolled_back else await joined
         await asyncio.sleep(0.5)
@@ -196,18 +195,6 @@ class Swaps:
             await self._jobs_of(since)
             recovery.add(self.streams, since, self._references[STANDALONE])
         return recovery
-
-    async def _call(self, draft: Path | None, algorithm: str) -> scheduler_pb2.SwapDraftResponse:
-        request = supervisor_pb2.SwapDraftModelRequest(
-            draft="" if draft is None else str(draft),
-            algorithm=algorithm,
-            judge_steps=JUDGE_STEPS,
-            rollback_below=ROLLBACK_BELOW,
-        )
-        async with grpc.aio.insecure_channel(f"unix:{self._server.state_dir / 'supervisor.sock'}") as channel:
-            stub: Any = supervisor_pb2_grpc.SupervisorStub(channel)  # type: ignore[no-untyped-call]
-            answer: scheduler_pb2.SwapDraftResponse = await stub.SwapDraft(request, timeout=TIMEOUT_S)
-        return answer
 
     async def _draft(self) -> int:
         """The process id of the draft that takes part now; 0 for none."""
