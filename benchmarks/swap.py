@@ -7,7 +7,7 @@ standalone draft is killed some times. Every job must have the tokens of an undi
 The tokens of a job are always the same, so its steps are compared over the same tokens with those of a job that ran
 with the draft from its beginning. From when a draft takes part, the steps that both took for the next 25 tokens of each
 stream, for the 25 after them and so on, are added up over the streams. Acceptance is back where the draft needs
-at most 1 / 0.95 of the steps, there and in all that follows.
+at most 1 / 0.95 of the steps, both there and in all that follows together.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ BIN_TOKENS = 25
 NUM_BINS = 16
 RECOVERED = 0.95
 TERMS = SwapTerms(judge_steps=100)
-RANDOM = "random weights"
+RANDOM = "random"
+"""A draft with random weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ class Plan:
     clients: int = 16
     max_new_tokens: int = 800
     kills: int = 10
+    swaps: tuple[str, ...] = (EAGLE3, NONE, STANDALONE, RANDOM)
+    """What drafts after each swap; standalone drafts at first."""
     device: str = "cpu"
 
 
@@ -98,9 +101,10 @@ class Recovery:
 
         A multiple of 25.
         """
-        below = [place for place, share in enumerate(self.shares) if share < RECOVERED]
-        back = 1 + max(below, default=-1)
-        return None if back >= len(self.shares) else BIN_TOKENS * back
+        for place, share in enumerate(self.shares):
+            if min(share, sum(self.expected_steps[place:]) / sum(self.steps[place:])) >= RECOVERED:
+                return BIN_TOKENS * place
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,18 +254,16 @@ async def measure(plan: Plan) -> dict[str, Any]:
     """Serves, swaps and kills, and returns the run as it is in the file of results."""
     options = words(device=plan.device, slots=plan.clients, dtype="float32" if plan.device == "cuda" else None)
     with TemporaryDirectory() as directory:
-        steps = (
-            (STANDALONE, EAGLE3, eagle3_dir()),
-            (EAGLE3, NONE, None),
-            (NONE, STANDALONE, standalone_dir()),
-            (STANDALONE, RANDOM, random_draft(Path(directory) / "random")),
-        )
+        drafts = {EAGLE3: eagle3_dir(), NONE: None, STANDALONE: standalone_dir()}
+        drafts[RANDOM] = random_draft(Path(directory) / RANDOM)
         rows = []
         async with up_server(*options) as server:
             swaps = Swaps(plan, server)
             async with swaps.running():
-                for before, after, draft in steps:
-                    rows.append(await swaps.swap(before, after, draft))
+                before = STANDALONE
+                for after in plan.swaps:
+                    rows.append(await swaps.swap(before, after, drafts[after]))
+                    before = before if rows[-1].rolled_back else after
                     print(_line(rows[-1]), flush=True)
                 recovery = await swaps.returns()
     return {
@@ -287,11 +289,16 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a job.")] = Plan.max_new_tokens,
     kills: Annotated[int, typer.Option(help="Kills of the draft.")] = Plan.kills,
+    swaps: Annotated[str, typer.Option(help="What drafts after each swap, by commas.")] = ",".join(Plan.swaps),
     device: DeviceOption = Plan.device,
     json: JsonOption = None,
 ) -> None:
     """Swaps the draft and kills it, and prints how the streams do."""
-    run = asyncio.run(measure(Plan(clients=clients, max_new_tokens=max_new_tokens, kills=kills, device=device)))
+    targets = tuple(name for name in swaps.split(",") if name)
+    if unknown := set(targets) - {EAGLE3, NONE, STANDALONE, RANDOM}:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(Plan.swaps)}")
+    plan = Plan(clients=clients, max_new_tokens=max_new_tokens, kills=kills, swaps=targets, device=device)
+    run = asyncio.run(measure(plan))
     shares = ", ".join(f"{share:.2f}" for share in run["return"]["accept_length_shares"])
     print(f"{run['host']}; {clients} clients")
     print(f"{kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")

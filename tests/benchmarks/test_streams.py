@@ -53,7 +53,11 @@ async def test_acceptance_is_back_where_steps_are_as_few_as_with_the_draft_from_
 def test_acceptance_that_does_not_come_back_is_said() -> None:
     recovery = Recovery()
     assert recovery.tokens is None
-    recovery.steps, recovery.expected_steps = [10] * NUM_BINS, [10] * (NUM_BINS - 1) + [5]
+    recovery.steps, recovery.expected_steps = [20] * NUM_BINS, [10] * NUM_BINS
     assert recovery.tokens is None
-    recovery.expected_steps = [5] + [10] * (NUM_BINS - 1)
+    recovery.expected_steps = [10] + [20] * (NUM_BINS - 1)
     assert recovery.tokens == BIN_TOKENS
+    recovery.expected_steps = [20, 10, *[20] * (NUM_BINS - 2)]
+    assert recovery.tokens == 0, "one place that is poor by chance does not count"
+    recovery.expected_steps = [20, 10] + [10] * (NUM_BINS - 2)
+    assert recovery.tokens is None
