@@ -15,7 +15,7 @@ tokens than those of a run without faults.
 
     python benchmarks/outages.py --services draft --faults kill,stop --json benchmarks/results/outages_cpu.json
 
-The file keeps the runs with other services, faults, models or devices that it has.
+The file keeps what it has of other services, faults, models and devices.
 """
 
 from __future__ import annotations
@@ -227,10 +227,14 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 def write_run(run: dict[str, Any], path: Path | None) -> None:
-    """Adds a run to the file; it replaces the one of the same services, faults, model and device."""
-    names = ("services", "faults", "model", "device", "mps")
-    kept = [old for old in read_json(path, []) if any(list(old["plan"][n]) != list(run["plan"][n]) for n in names)]
-    write_json([*kept, run], path)
+    """Adds a run to the file. Its rows replace those of the same service, fault, model and device."""
+
+    def key(of: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
+        return (row["service"], row["fault"], *(of["plan"][name] for name in ("model", "device", "mps")))
+
+    new = {key(run, row) for row in run["outages"]}
+    runs = [{**old, "outages": [r for r in old["outages"] if key(old, r) not in new]} for old in read_json(path, [])]
+    write_json([*(old for old in runs if old["outages"]), run], path)
 
 
 def main(
