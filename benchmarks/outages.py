@@ -39,7 +39,7 @@ from slipstream.benchmarks.models import EAGLE3, STANDALONE, DeviceOption, JsonO
 from slipstream.benchmarks.result_files import host, read_json, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
-from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, up_server
+from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, bundled_options, up_server
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
@@ -80,14 +80,13 @@ class Plan:
 
     def options(self) -> tuple[str, ...]:
         """The options of `slipstream up`."""
-        served: dict[str, Any] = {"device": self.device, "slots": self.clients}
-        if self.device == "cuda":
-            served["mps"] = self.mps
         if self.model == BUNDLED:
-            return words(**served, dtype="float32" if self.device == "cuda" else None)
+            return bundled_options(self.device, self.clients, self.mps)
         setup = Setup.named(self.model)
         return words(
-            **served,
+            device=self.device,
+            mps=self.mps,
+            slots=self.clients,
             target=setup.target,
             draft=setup.draft,
             algorithm=EAGLE3,

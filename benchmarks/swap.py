@@ -30,9 +30,8 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE, DeviceOption, JsonOption
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
-from slipstream.benchmarks.up_server import UpServer, up_server
+from slipstream.benchmarks.up_server import UpServer, bundled_options, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.up.control import request_swap
@@ -252,7 +251,7 @@ def random_draft(folder: Path) -> Path:
 
 async def measure(plan: Plan) -> dict[str, Any]:
     """Serves, swaps and kills, and returns the run as it is in the file of results."""
-    options = words(device=plan.device, slots=plan.clients, dtype="float32" if plan.device == "cuda" else None)
+    options = bundled_options(plan.device, plan.clients)
     with TemporaryDirectory() as directory:
         drafts = {EAGLE3: eagle3_dir(), NONE: None, STANDALONE: standalone_dir()}
         drafts[RANDOM] = random_draft(Path(directory) / RANDOM)
