@@ -15,7 +15,7 @@ tokens than those of a run without faults.
 
     python benchmarks/outages.py --services draft --faults kill,stop --json benchmarks/results/outages_cpu.json
 
-The file keeps the runs with other services, faults, models or devices that it has.
+The file keeps what it has of other services, faults, models and devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slipstream.benchmarks.models import EAGLE3, STANDALONE, DeviceOption, JsonO
 from slipstream.benchmarks.result_files import host, read_json, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
-from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, up_server
+from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, bundled_options, up_server
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
@@ -80,14 +80,13 @@ class Plan:
 
     def options(self) -> tuple[str, ...]:
         """The options of `slipstream up`."""
-        served: dict[str, Any] = {"device": self.device, "slots": self.clients}
-        if self.device == "cuda":
-            served["mps"] = self.mps
         if self.model == BUNDLED:
-            return words(**served, dtype="float32" if self.device == "cuda" else None)
+            return bundled_options(self.device, self.clients, self.mps)
         setup = Setup.named(self.model)
         return words(
-            **served,
+            device=self.device,
+            mps=self.mps,
+            slots=self.clients,
             target=setup.target,
             draft=setup.draft,
             algorithm=EAGLE3,
@@ -227,10 +226,14 @@ async def measure(plan: Plan) -> dict[str, Any]:
 
 
 def write_run(run: dict[str, Any], path: Path | None) -> None:
-    """Adds a run to the file; it replaces the one of the same services, faults, model and device."""
-    names = ("services", "faults", "model", "device", "mps")
-    kept = [old for old in read_json(path, []) if any(list(old["plan"][n]) != list(run["plan"][n]) for n in names)]
-    write_json([*kept, run], path)
+    """Adds a run to the file. Its rows replace those of the same service, fault, model and device."""
+
+    def key(of: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
+        return (row["service"], row["fault"], *(of["plan"][name] for name in ("model", "device", "mps")))
+
+    new = {key(run, row) for row in run["outages"]}
+    runs = [{**old, "outages": [r for r in old["outages"] if key(old, r) not in new]} for old in read_json(path, [])]
+    write_json([*(old for old in runs if old["outages"]), run], path)
 
 
 def main(

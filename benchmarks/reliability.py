@@ -54,7 +54,7 @@ def _outages(name: str) -> list[str]:
     header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
     for model, mps in setups:
         mine = [run for run in runs if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)]
-        calm, plan = mine[0]["undisturbed"], mine[0]["plan"]
+        calm, plan = mine[-1]["undisturbed"], mine[-1]["plan"]
         rows = [f"none |  |  | {calm['gap_p50_ms']:.0f} | {calm['gap_worst_ms']:.0f} |  |  | "]
         for row in (row for run in mine for row in run["outages"]):
             gaps = " | ".join(f"{row[key]:.0f}" for key in ("gap_p50_ms", "gap_worst_ms", "later_gap_worst_ms"))
@@ -64,7 +64,7 @@ def _outages(name: str) -> list[str]:
         setup = (
             f"{'Bundled models' if model == 'bundled' else model}{where}, {plan['clients']} clients: undisturbed "
             f"{calm['tokens_per_second']:,.0f} tokens/s and {calm['step_ms']:.1f} ms a step, which waits for the draft "
-            f"{mine[0]['watchdog_ms']:.0f} ms at most."
+            f"{mine[-1]['watchdog_ms']:.0f} ms at most."
         )
         parts += [setup, markdown_table(header, rows)]
     return parts

@@ -32,8 +32,7 @@ import typer
 
 from slipstream.benchmarks.models import STANDALONE, DeviceOption, JsonOption
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.stack import words
-from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, up_server
+from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, bundled_options, up_server
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
@@ -299,7 +298,7 @@ class Soak:
 
 async def soak(plan: Plan) -> Report:
     """Serves the bundled models, and runs clients and faults."""
-    options = words(device=plan.device, slots=plan.clients, dtype="float32" if plan.device == "cuda" else None)
+    options = bundled_options(plan.device, plan.clients)
     async with up_server(*options) as server:
         return await Soak(plan, server).run()
 

@@ -141,12 +141,6 @@ class Streams:
         for stream in self.streams:
             stream.jobs = stream.jobs[-1:]
 
-    def accept_length(self, start: float, end: float) -> float:
-        """Returns the tokens of a step, over all messages in [start, end]; 1.0 without any."""
-        found = [m for s in self.streams for job in s.jobs for m in job.messages[1:] if start <= m.at <= end]
-        num_tokens, num_drafted = (sum(count(m.is_draft) for m in found) for count in (len, sum))
-        return num_tokens / (num_tokens - num_drafted) if num_tokens else 1.0
-
     async def _follow(self, stream: Stream) -> None:
         async with AsyncClient(self._address) as client:
             while not self._is_over and not stream.errors:

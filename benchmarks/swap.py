@@ -7,7 +7,7 @@ standalone draft is killed some times. Every job must have the tokens of an undi
 The tokens of a job are always the same, so its steps are compared over the same tokens with those of a job that ran
 with the draft from its beginning. From when a draft takes part, the steps that both took for the next 25 tokens of each
 stream, for the 25 after them and so on, are added up over the streams. Acceptance is back where the draft needs
-at most 1 / 0.95 of the steps, there and in all that follows.
+at most 1 / 0.95 of the steps, both there and in all that follows together.
 """
 
 from __future__ import annotations
@@ -24,27 +24,25 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-import grpc.aio
 import torch
 import typer
 from safetensors.torch import load_file, save_file
 
 from slipstream.benchmarks.models import EAGLE3, NONE, STANDALONE, DeviceOption, JsonOption
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
-from slipstream.benchmarks.up_server import UpServer, up_server
+from slipstream.benchmarks.up_server import UpServer, bundled_options, up_server
 from slipstream.bundled import eagle3_dir, standalone_dir
 from slipstream.cli.cancellation import background
+from slipstream.cli.up.control import request_swap
 from slipstream.client import AsyncClient
+from slipstream.common.api.draft_swap import SwapTerms
 from slipstream.common.errors import SlipstreamError
-from slipstream.protos import supervisor_pb2, supervisor_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from slipstream.common.api.server_state import ServerState
-    from slipstream.protos import scheduler_pb2
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""
@@ -53,8 +51,9 @@ POLL_S = 0.02
 BIN_TOKENS = 25
 NUM_BINS = 16
 RECOVERED = 0.95
-JUDGE_STEPS, ROLLBACK_BELOW = 100, 0.7
-RANDOM = "random weights"
+TERMS = SwapTerms(judge_steps=100)
+RANDOM = "random"
+"""A draft with random weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,8 @@ class Plan:
     clients: int = 16
     max_new_tokens: int = 800
     kills: int = 10
+    swaps: tuple[str, ...] = (EAGLE3, NONE, STANDALONE, RANDOM)
+    """What drafts after each swap; standalone drafts at first."""
     device: str = "cpu"
 
 
@@ -99,9 +100,10 @@ class Recovery:
 
         A multiple of 25.
         """
-        below = [place for place, share in enumerate(self.shares) if share < RECOVERED]
-        back = 1 + max(below, default=-1)
-        return None if back >= len(self.shares) else BIN_TOKENS * back
+        for place, share in enumerate(self.shares):
+            if min(share, sum(self.expected_steps[place:]) / sum(self.steps[place:])) >= RECOVERED:
+                return BIN_TOKENS * place
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ class Swaps:
         begun = time.monotonic()
         algorithm = STANDALONE if after == RANDOM else after
         async with background(self._joined(await self._draft(), algorithm)) as (joined,):
-            answer = await self._call(draft, algorithm)
+            answer = await request_swap(self._server.state_dir, draft, algorithm, TERMS)
             ended = time.monotonic()
             since = None if algorithm == NONE or answer.rolled_back else await joined
         await asyncio.sleep(0.5)
@@ -196,18 +198,6 @@ class Swaps:
             await self._jobs_of(since)
             recovery.add(self.streams, since, self._references[STANDALONE])
         return recovery
-
-    async def _call(self, draft: Path | None, algorithm: str) -> scheduler_pb2.SwapDraftResponse:
-        request = supervisor_pb2.SwapDraftModelRequest(
-            draft="" if draft is None else str(draft),
-            algorithm=algorithm,
-            judge_steps=JUDGE_STEPS,
-            rollback_below=ROLLBACK_BELOW,
-        )
-        async with grpc.aio.insecure_channel(f"unix:{self._server.state_dir / 'supervisor.sock'}") as channel:
-            stub: Any = supervisor_pb2_grpc.SupervisorStub(channel)  # type: ignore[no-untyped-call]
-            answer: scheduler_pb2.SwapDraftResponse = await stub.SwapDraft(request, timeout=TIMEOUT_S)
-        return answer
 
     async def _draft(self) -> int:
         """The process id of the draft that takes part now; 0 for none."""
@@ -261,20 +251,18 @@ def random_draft(folder: Path) -> Path:
 
 async def measure(plan: Plan) -> dict[str, Any]:
     """Serves, swaps and kills, and returns the run as it is in the file of results."""
-    options = words(device=plan.device, slots=plan.clients, dtype="float32" if plan.device == "cuda" else None)
+    options = bundled_options(plan.device, plan.clients)
     with TemporaryDirectory() as directory:
-        steps = (
-            (STANDALONE, EAGLE3, eagle3_dir()),
-            (EAGLE3, NONE, None),
-            (NONE, STANDALONE, standalone_dir()),
-            (STANDALONE, RANDOM, random_draft(Path(directory) / "random")),
-        )
+        drafts = {EAGLE3: eagle3_dir(), NONE: None, STANDALONE: standalone_dir()}
+        drafts[RANDOM] = random_draft(Path(directory) / RANDOM)
         rows = []
         async with up_server(*options) as server:
             swaps = Swaps(plan, server)
             async with swaps.running():
-                for before, after, draft in steps:
-                    rows.append(await swaps.swap(before, after, draft))
+                before = STANDALONE
+                for after in plan.swaps:
+                    rows.append(await swaps.swap(before, after, drafts[after]))
+                    before = before if rows[-1].rolled_back else after
                     print(_line(rows[-1]), flush=True)
                 recovery = await swaps.returns()
     return {
@@ -300,11 +288,16 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a job.")] = Plan.max_new_tokens,
     kills: Annotated[int, typer.Option(help="Kills of the draft.")] = Plan.kills,
+    swaps: Annotated[str, typer.Option(help="What drafts after each swap, by commas.")] = ",".join(Plan.swaps),
     device: DeviceOption = Plan.device,
     json: JsonOption = None,
 ) -> None:
     """Swaps the draft and kills it, and prints how the streams do."""
-    run = asyncio.run(measure(Plan(clients=clients, max_new_tokens=max_new_tokens, kills=kills, device=device)))
+    targets = tuple(name for name in swaps.split(",") if name)
+    if unknown := set(targets) - {EAGLE3, NONE, STANDALONE, RANDOM}:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(Plan.swaps)}")
+    plan = Plan(clients=clients, max_new_tokens=max_new_tokens, kills=kills, swaps=targets, device=device)
+    run = asyncio.run(measure(plan))
     shares = ", ".join(f"{share:.2f}" for share in run["return"]["accept_length_shares"])
     print(f"{run['host']}; {clients} clients")
     print(f"{kills} kills: accept length back after {run['return']['tokens']} tokens; by 25 tokens: {shares}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from slipstream.benchmarks.stack import free_ports
+from slipstream.benchmarks.stack import free_ports, words
 from slipstream.cli.status import wait_until_serving
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
@@ -86,6 +86,12 @@ class UpServer:
                 if is_new and state.algorithm == algorithm and pids == known:
                     return
                 await asyncio.sleep(POLL_S)
+
+
+def bundled_options(device: str, slots: int, mps: str = "off") -> tuple[str, ...]:
+    """Options of `slipstream up` for the bundled models. In bfloat16, a GPU's default, tokens depend on the batch."""
+    on_gpu = {"dtype": "float32", "mps": mps} if device == "cuda" else {}
+    return words(device=device, slots=slots, **on_gpu)
 
 
 @asynccontextmanager

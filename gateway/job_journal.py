@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.api.output_chunk import FinishReason
 from slipstream.gateway.journal import Journal
 from slipstream.gateway.journal_codec import add_rows, job_of, output_of, record_of, rows_of
+from slipstream.gateway.request_metrics import DISCONNECTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,6 +105,10 @@ class JobJournal:
         unfinished = [(stored, job) for stored, job in restored if stored.ended_ns is None]
         await self._add_rows(unfinished)
         for _, job in unfinished:
+            has_abort = any(sample.output.finish_reason is FinishReason.ABORT for sample in job.samples)
+            if has_abort and not job.is_cancelled and job.left_as is None:
+                # Its last caller had left, and the output was kept before that was.
+                job.left_as = DISCONNECTED
             if job.is_cancelled or job.left_as is not None or job.error is not None:
                 for sample in job.samples:
                     sample.end(FinishReason.ABORT, None)

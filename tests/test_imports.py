@@ -48,6 +48,7 @@ def test_every_python_folder_has_its_rule(check: Any) -> None:
         ("cli/x.py", "import common.errors"),
         ("protos/x.py", "from slipstream.common.errors import SlipstreamError"),
         ("scheduler/server.py", "from slipstream.gateway.manager import JobManager"),
+        ("examples/numpy_drafter/x.py", "from slipstream.client import AsyncClient"),
         ("examples/x.py", "from slipstream.services.models.sampler import gumbel_noise"),
     ],
 )

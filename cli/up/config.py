@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -45,8 +46,11 @@ _SOCKET_FOLDER = "sockets"
 
 
 def default_state_dir() -> Path:
-    """The user's own state directory, as in the XDG base directory specification."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "slipstream"
+    """The user's own state directory, as in the XDG base directory specification; in /tmp for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "slipstream"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"slipstream-{os.geteuid()}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 SLICE_S = 0.004
 """Of a turn of the event loop."""
 WOKEN_IN_A_TURN = 32
+MANY_WAITING = 128
+"""With so many, turns are a quarter as long: gRPC takes in one call a turn, and a health check may be among them."""
 
 
 class LoopTurns:
@@ -55,13 +57,13 @@ class LoopTurns:
     def _count(self) -> None:
         if not self._is_counting:
             self._is_counting = True
-            self._ends_at = time.monotonic() + SLICE_S
+            self._ends_at = time.monotonic() + (SLICE_S if len(self._waiting) < MANY_WAITING else SLICE_S / 4)
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
         """Begins the next turn with those that wait for longest."""
         self._is_counting = False
-        self._num_left = WOKEN_IN_A_TURN
+        self._num_left = WOKEN_IN_A_TURN if len(self._waiting) < MANY_WAITING else WOKEN_IN_A_TURN // 4
         if self._waiting:
             self._count()
         while self._waiting and self._num_left:

@@ -31,7 +31,7 @@ GOES_ON, STOP, LENGTH = 0, 1, 2
 
 
 class PendingLengths:
-    """The lengths of the outputs of all slots, to which steps under way add. Read bounds, or one slot's `exactly`."""
+    """The lengths of the outputs of all slots, to which steps under way add."""
 
     __slots__ = ("_known", "_least_more", "_most_more")
 
@@ -70,20 +70,9 @@ class PendingLengths:
         return before
 
     def least(self, rows: Ints) -> Ints:
-        """Lower bounds once the steps under way are done."""
+        """Lower bounds once the steps under way are done; the lengths themselves where none is."""
         bounds: Ints = self._known[rows] + self._least_more[rows]
         return bounds
-
-    def most(self, rows: Ints) -> Ints:
-        """Upper bounds once the steps under way are done."""
-        bounds: Ints = self._known[rows] + self._most_more[rows]
-        return bounds
-
-    def exactly(self, slot: int) -> int:
-        """The length. Raises PendingLengthError while a step is under way."""
-        if self._most_more[slot]:
-            raise PendingLengthError(f"the length of slot {slot} is not known yet")
-        return int(self._known[slot])
 
 
 class TakenIn(NamedTuple):

@@ -26,12 +26,17 @@ async def test_clients_do_not_notice_kills(service: str) -> None:
     assert row["gap_worst_ms"] >= row["gap_p50_ms"] > 0
 
 
-def test_a_file_keeps_the_runs_of_other_services(tmp_path: Path) -> None:
-    def run(jobs: int, *services: str) -> dict[str, Any]:
-        plan = {"services": services, "faults": ("kill",), "model": "bundled", "device": "cpu", "mps": "off"}
-        return {"plan": plan, "jobs": jobs}
+def test_a_file_keeps_what_it_has_of_other_services(tmp_path: Path) -> None:
+    def run(jobs: int, *services: str, mps: str = "off") -> dict[str, Any]:
+        rows = [{"service": service, "fault": "kill"} for service in services]
+        return {"plan": {"model": "bundled", "device": "cuda", "mps": mps}, "jobs": jobs, "outages": rows}
 
-    path = tmp_path / "outages_cpu.json"
-    for one in (run(1, "draft"), run(2, "verify"), run(3, "draft")):
+    path = tmp_path / "outages_h200.json"
+    for one in (run(1, "draft"), run(2, "draft", "verify"), run(3, "draft"), run(4, "draft", mps="on")):
         write_run(one, path)
-    assert [one["jobs"] for one in json.loads(path.read_text(encoding="utf-8"))] == [2, 3]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [(one["jobs"], [row["service"] for row in one["outages"]]) for one in found] == [
+        (2, ["verify"]),
+        (3, ["draft"]),
+        (4, ["draft"]),
+    ]

@@ -192,8 +192,8 @@ async def test_one_swap_at_a_time_which_outlives_its_client(up: Up) -> None:
     client.cancel()
     await asyncio.gather(client, return_exceptions=True)
     up.scheduler.may_answer.set()
-    await until(lambda: not up.old_process.is_running())
-    assert up.drafts() == ["draft"]
+    await until(lambda: up.drafts() == ["draft"])
+    assert not up.old_process.is_running()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,16 @@ from slipstream.gateway import config as gateway_config
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 # Checked by then: any directory will do.
 MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3)
+
+
+def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "home", fail)
+    assert up_config.default_state_dir() == tmp_path / f"slipstream-{os.geteuid()}"
 
 
 @pytest.mark.parametrize(

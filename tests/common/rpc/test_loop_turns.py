@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
-from slipstream.common.rpc.loop_turns import SLICE_S, WOKEN_IN_A_TURN, LoopTurns
+from slipstream.common.rpc import loop_turns as loop_turns_module
+from slipstream.common.rpc.loop_turns import MANY_WAITING, SLICE_S, WOKEN_IN_A_TURN, LoopTurns
+
+if TYPE_CHECKING:
+    import pytest
 
 NUM = 10 * WOKEN_IN_A_TURN
 
@@ -72,3 +78,23 @@ async def test_many_are_woken_in_many_turns_and_each_of_them_once() -> None:
     counting.cancel()
     assert sum(counts) == NUM - 1
     assert max(counts) <= WOKEN_IN_A_TURN
+
+
+async def test_turns_are_short_where_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(loop_turns_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    turns, counts = LoopTurns(), [0]
+
+    async def piece() -> None:
+        await turns.begin()
+        counts[-1] += 1
+        now[0] += SLICE_S / 16
+
+    counting = asyncio.create_task(loop_turns(counts))
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(piece() for _ in range(MANY_WAITING + NUM)))
+    counting.cancel()
+    assert sum(counts) == MANY_WAITING + NUM
+    in_order = [count for count in counts if count]
+    assert in_order[1:20] == [4] * 19
+    assert max(in_order[20:]) == 16
