@@ -40,6 +40,7 @@ from slipstream.benchmarks.result_files import host, read_json, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
 from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, bundled_options, up_server
+from slipstream.scheduler.core.speculation import LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ AROUND_S = 0.5
 """A gap that begins so soon after the fault is the fault's; a later one comes from the return of the service."""
 FLOW_TIMEOUT_S = 120.0
 BUNDLED = "bundled"
-LEAST_WATCHDOG_MS = {"cpu": 250.0, "cuda": 50.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def _ms(seconds: float) -> float:
 
 def watchdog_ms(device: str, step_ms: float) -> float:
     """The time for which a step waits for its draft at most, where `--draft-timeout-ms` is not given."""
-    return max(2 * step_ms, LEAST_WATCHDOG_MS[device])
+    return max(2 * step_ms, 1e3 * (LEAST_TIMEOUT_CPU_S if device == "cpu" else LEAST_TIMEOUT_GPU_S))
 
 
 async def measure(plan: Plan) -> dict[str, Any]:
