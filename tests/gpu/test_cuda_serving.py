@@ -78,22 +78,37 @@ async def test_without_a_draft(processes: WorkerProcesses, device: CudaDevice) -
         assert await client.run(*jobs) == [expected(job) for job in jobs]
 
 
-@pytest.mark.parametrize("role", Role)
-async def test_a_killed_worker_ends_running_jobs_and_is_taken_back(
-    processes: WorkerProcesses, device: CudaDevice, role: Role
+async def test_a_killed_verify_ends_running_jobs_and_is_taken_back(
+    processes: WorkerProcesses, device: CudaDevice
 ) -> None:
     with running_session(processes, device=device, run_ahead=1, context_tokens=1 << 16) as client:
         await client.attached.wait()
         jobs = [make_job(length, max_new_tokens=50_000) for length in (3, 30)]
         running = [asyncio.create_task(client.run(job)) for job in jobs]
         await until(lambda: jobs[0].stats.num_output_tokens > 10)
-        processes.send_signal(role, signal.SIGKILL)
+        processes.send_signal(Role.VERIFY, signal.SIGKILL)
         ends = await asyncio.gather(*running, return_exceptions=True)
         assert all(isinstance(end, UnavailableError) for end in ends), ends
         await until(lambda: bool(client.reasons))
-        assert processes.wait(role) == -signal.SIGKILL
-        processes.start(role)
+        assert processes.wait(Role.VERIFY) == -signal.SIGKILL
+        processes.start(Role.VERIFY)
         await client.attached.wait()
         job = make_job(7)
         assert await client.run(job) == [expected(job)]
     assert client.errors == []
+
+
+async def test_sequences_go_on_without_a_killed_draft_and_with_the_next(
+    processes: WorkerProcesses, device: CudaDevice
+) -> None:
+    with running_session(processes, device=device, run_ahead=1, context_tokens=1 << 16) as client:
+        await client.attached.wait()
+        jobs = [make_job(length, max_new_tokens=5_000) for length in (3, 30)]
+        running = asyncio.create_task(client.run(*jobs))
+        await until(lambda: jobs[0].stats.num_output_tokens > 10)
+        processes.send_signal(Role.DRAFT, signal.SIGKILL)
+        assert processes.wait(Role.DRAFT) == -signal.SIGKILL
+        processes.start(Role.DRAFT)
+        assert await running == [expected(job) for job in jobs]
+    assert client.errors == []
+    assert client.reasons == []
