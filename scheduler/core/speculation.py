@@ -189,7 +189,7 @@ class Speculation:
             gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
             self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]
             for drafting in gone:
-                self._listener.let_go(drafting.attachment)
+                self._let_go(drafting.attachment)
 
     def check(self) -> None:
         """Takes in messages of other threads, and looks at the links. Raises UnavailableError, see `next_part`."""
@@ -344,7 +344,11 @@ class Speculation:
         if drafting.last_step > self._consumed:
             self._leaving.append(drafting)
         else:
-            self._listener.let_go(drafting.attachment)
+            self._let_go(drafting.attachment)
+
+    def _let_go(self, attachment: DraftAttachment) -> None:
+        attachment.is_let_go = True
+        self._listener.let_go(attachment)
 
     def _all(self) -> list[_Drafting]:
         found = [] if self._active is None else [self._active]

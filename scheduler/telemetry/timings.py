@@ -102,6 +102,11 @@ class StampedDraft(Protocol):
         """True once steps may have gone on without it."""
         ...
 
+    @property
+    def is_let_go(self) -> bool:
+        """True once no step refers to it: its memory may be gone."""
+        ...
+
 
 class _Unread(NamedTuple):
     """A step whose stamps were not taken in."""
@@ -114,8 +119,9 @@ class _Unread(NamedTuple):
 
     @property
     def draft(self) -> StampedDraft | None:
-        """The draft whose stamps are to come: one that was lost leaves none."""
-        return None if self.attachment is None or self.attachment.is_released else self.attachment
+        """The draft whose stamps are to come: one that was lost leaves none, and the memory of one let go is gone."""
+        attachment = self.attachment
+        return None if attachment is None or attachment.is_released or attachment.is_let_go else attachment
 
 
 class StepTimings:

@@ -51,6 +51,8 @@ class DraftAttachment:
         self.traits = DraftTraits(is_present=True, reads_hidden=shape.hidden_width > 0)
         self.is_released = False
         """True once steps may have gone on without the tokens that they waited for."""
+        self.is_let_go = False
+        """True once no step refers to it: the loop looks at its memory no more. Belongs to the loop's thread."""
         self._epoch = epoch
         self._log = log
         self._own: Arena = device.create_arena(shape.own_specs(), OWN_FENCES)
@@ -193,10 +195,13 @@ class Retired:
             self._waiting.remove(attachment)
             attachment.close()
 
-    def check(self) -> None:
-        """Raises FailedPreconditionError if too many wait, so that no further draft is to be attached."""
+    def check(self, pid: int) -> None:
+        """Raises FailedPreconditionError if too many wait, so that no draft is to be attached, `pid`'s among them.
+
+        Its own attachments do not count: it lets go of them first.
+        """
         self.free()
-        if len(self._waiting) >= MOST_RETIRED:
+        if sum(one.description.pid != pid for one in self._waiting) >= MOST_RETIRED:
             raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
 
     def close(self) -> None:

@@ -302,7 +302,7 @@ class DraftSession:
             raise MismatchError(self._misfit[2])
         if draft.has_scheduler:
             raise FailedPreconditionError("the draft service has another scheduler")
-        self._retired.check()
+        self._retired.check(draft.pid)
         try:
             check_fits(self._device, epoch.verify, draft)
         except MismatchError as error:

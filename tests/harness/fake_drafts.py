@@ -59,7 +59,7 @@ class FakeDraft:
         self.failure: SlipstreamError | None = None
         self.has_refused = False
         self.done = FakeFence()
-        self.is_released = False
+        self.is_released = self.is_let_go = False
         self.slots: dict[int, DraftedSlot] = {}
         self.stash: dict[int, tuple[int, list[int]]] = {}
         """By slot, as verify wrote it: position of the bonus token, and the tokens of the last step."""

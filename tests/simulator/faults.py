@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
     from tests.simulator.processes import Machine
 
-PROCESSES = ("gateway", "scheduler", "verify", "draft")
-KINDS = ("kill", "kill", "kill", "stop", "cut", "slow", "hang")
+PROCESSES = ("gateway", "scheduler", "verify", "draft", "draft")
+DRAFTS = ("draft", "other-draft", "other-draft", "none")
+KINDS = ("kill", "kill", "kill", "stop", "cut", "slow", "hang", "stumble", "stumble")
 TYPICAL_EVENTS = 1200
 KEEPALIVE_S = 2.0
 """A process that is stopped for longer loses its connections."""
@@ -24,7 +25,8 @@ class Fault:
     event: int
     kind: str
     """kill: SIGKILL. stop: SIGSTOP for `seconds`. cut: the stream between gateway and scheduler breaks.
-    slow, hang: the stream of the worker rests for `seconds`, or for ever."""
+    slow, hang: the stream of the worker rests for `seconds`, or for ever. stumble: first one, then the other.
+    swap: the scheduler is asked to put this draft in the place of the one that drafts; "none" takes it away."""
     process: str
     seconds: float
 
@@ -35,10 +37,11 @@ class Faults:
 
     faults: list[Fault]
     num_done: int = 0
-    notes: list[str] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)
+    """The processes that something was done to."""
 
     @classmethod
-    def draw(cls, random: Random, count: int) -> Faults:
+    def draw(cls, random: Random, count: int, *, num_swaps: int) -> Faults:
         """Draws them; some follow closely on the one before, some come at the same time."""
         faults: list[Fault] = []
         for _ in range(count):
@@ -46,10 +49,18 @@ class Faults:
             if faults and random.random() < 0.5:
                 event = faults[-1].event + random.choice((0, 1, 10, 100, 300))
             kind, process = random.choice(KINDS), random.choice(PROCESSES)
-            if kind in ("slow", "hang") and process not in ("verify", "draft"):
+            if kind in ("slow", "hang", "stumble") and process not in ("verify", "draft"):
                 kind = "kill"
             faults.append(Fault(event, kind, process, random.choice((0.001, 0.02, 0.3, 3.0))))
+        faults += [
+            Fault(random.randrange(TYPICAL_EVENTS), "swap", random.choice(DRAFTS), 0.0) for _ in range(num_swaps)
+        ]
         return cls(faults)
+
+    @property
+    def may_end_an_epoch(self) -> bool:
+        """True once something happened to a process whose loss ends an epoch."""
+        return bool(self.done & {"verify", "scheduler"})
 
     def plant(self, machine: Machine) -> None:
         """Lets them happen when it is time."""
@@ -57,10 +68,13 @@ class Faults:
             machine.world.at_event(fault.event, lambda fault=fault: self._happen(machine, fault))
 
     def _happen(self, machine: Machine, fault: Fault) -> None:
-        process, world = machine.find(fault.process), machine.world
+        world = machine.world
+        process = machine.find("scheduler" if fault.kind == "swap" else fault.process)
         if process is None:
             return
         self.num_done += 1
+        if fault.kind != "swap":
+            self.done.add(fault.process)
         world.note(f"event {world.num_events}:", fault.kind, fault.process, fault.seconds)
         match fault.kind:
             case "kill":
@@ -74,7 +88,12 @@ class Faults:
                 gateway = machine.find("gateway")
                 if gateway is not None and gateway.connection.stream is not None:
                     gateway.connection.stream.break_off()
+            case "swap":
+                process.soon(process.begin_swap, fault.process)
             case "slow":
                 process.stream.paused_until = world.now + fault.seconds
+            case "stumble":
+                process.stream.paused_until = world.now + fault.seconds
+                process.stream.items_left = world.random.randrange(12)
             case "hang":
                 process.stream.is_stuck = True

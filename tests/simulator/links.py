@@ -11,13 +11,14 @@ from tests.simulator.threads import Signal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.step import Role, StepCommand
     from slipstream.common.worker.trace import HostRecords
     from tests.simulator.workers import SimulatedWorker
     from tests.simulator.world import Process
 
 T = TypeVar("T")
+CALL_TIMEOUT_S = 60.0
 ATTACH_S = 0.05
 """At most so long a worker needs to open an epoch."""
 
@@ -25,10 +26,22 @@ ATTACH_S = 0.05
 class SimulatedLink:
     """Implements `Link`: a stream of commands over an ordered connection that may break, and calls beside it."""
 
-    def __init__(self, scheduler: Process, role: Role, find: Callable[[], SimulatedWorker | None]) -> None:
-        """`find` returns the worker that listens at the address now."""
+    def __init__(
+        self,
+        scheduler: Process,
+        role: Role,
+        find: Callable[[], SimulatedWorker | None],
+        *,
+        on_failure: Callable[[], None],
+    ) -> None:
+        """`find` returns the worker that listens at the address now. `on_failure`: see `WorkerLink`."""
         self.role = role
         self.failure: SlipstreamError | None = None
+        self.has_refused = False
+        """See `Link.has_refused`."""
+        self._on_failure = on_failure
+        self._refusals: list[Callable[[], None]] = []
+        """Each ends a call that is under way."""
         self._scheduler = scheduler
         self._world = scheduler.world
         self._find = find
@@ -36,7 +49,7 @@ class SimulatedLink:
         self._changed = Signal(self._world)
         self._acknowledged = 0
         self._epoch = 0
-        self._is_open = False
+        self.is_open = self._is_closed = False
         self._last_up = self._last_down = 0.0
 
     def describe(self) -> WorkerDescription:
@@ -51,8 +64,10 @@ class SimulatedLink:
             worker.at(opening_s, worker.attach, attachment, lambda error: answer(None, error))
 
         self._call(attach)
+        if self._is_closed:
+            raise UnavailableError("the connection was closed")
         self._world.may_be_interrupted()
-        self._worker, self._epoch, self._is_open = self._find(), attachment.epoch, True
+        self._worker, self._epoch, self.is_open = self._find(), attachment.epoch, True
         worker = self._worker
         if worker is None or not worker.is_alive:
             self.lost("it died")
@@ -65,6 +80,19 @@ class SimulatedLink:
 
         worker.on_lost.append(broken)
         self._scheduler.on_lost.append(broken)
+
+    def attach_draft(self, region: DraftRegion) -> None:
+        """See `Link.attach_draft`."""
+
+        def attach(worker: SimulatedWorker, answer: Callable[[None, SlipstreamError | None], None]) -> None:
+            opening_s = self._world.random.random() * ATTACH_S
+            worker.at(opening_s, worker.attach_draft, region, lambda error: answer(None, error))
+
+        self._call(attach)
+
+    def detach_draft(self, epoch: int, attachment: int) -> None:
+        """See `Link.detach_draft`."""
+        self._call(lambda worker, answer: worker.detach_draft(epoch, attachment, lambda: answer(None, None)))
 
     def send(self, command: StepCommand) -> None:
         """See `Link.send`."""
@@ -90,12 +118,18 @@ class SimulatedLink:
         """See `Link.detach`."""
         worker, self._worker = self._worker, None
         if worker is None:
+            self._close()
             return
         if drain and self.failure is None:
             with suppress(UnavailableError):
                 self._call(lambda found, answer: found.drain(self._epoch, lambda: answer(None, None)))
-        self._is_open = False
+        self._close()
         self._arrive_in_order(worker, worker.end_stream, self)
+
+    def _close(self) -> None:
+        self.is_open, self._is_closed = False, True
+        for refuse in self._refusals:
+            refuse()
 
     def acknowledge(self, step: int) -> None:
         """Called by the worker: it has enqueued a step."""
@@ -107,14 +141,15 @@ class SimulatedLink:
         self._scheduler.soon(self._fail, reason)
 
     def _acknowledge(self, step: int) -> None:
-        if self._is_open:
+        if self.is_open:
             self._acknowledged = step
             self._changed.changed()
 
     def _fail(self, reason: str) -> None:
-        if self.failure is None and self._is_open:
+        if self.failure is None and self.is_open:
             self.failure = UnavailableError(f"the {self.role.value} service is lost: {reason}")
             self._changed.changed()
+            self._on_failure()
 
     def _arrive_in_order(self, worker: SimulatedWorker, call: Callable[..., None], *arguments: object) -> None:
         """The order of the stream; its end comes last."""
@@ -141,8 +176,10 @@ class SimulatedLink:
             refuse()
         else:
             worker.on_lost.append(refuse)
+            self._refusals.append(refuse)
             worker.soon(ask, worker, lambda result, error: self._scheduler.soon(arrive, result, error))
-        changed.wait_for(lambda: bool(answered))
+        if not changed.wait_for(lambda: bool(answered), CALL_TIMEOUT_S):
+            answered.append((None, UnavailableError(f"the {self.role.value} service did not answer in time")))
         result, error = answered[0]
         if error is not None:
             raise error

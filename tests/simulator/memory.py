@@ -16,6 +16,7 @@ from slipstream.common.device.cpu.device import PlainCopy
 from slipstream.common.device.interface import ClockSample
 from slipstream.common.device.manifest import EVENT, HOST, Manifest, lay_out
 from slipstream.common.errors import ManifestError
+from slipstream.common.worker.step import FenceName
 from tests.simulator.threads import Signal
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from slipstream.common.device.interface import Fence, HostCopy
     from slipstream.common.device.manifest import BufferSpec
-    from slipstream.common.worker.step import FenceName
     from tests.simulator.world import Process, World
 
 
@@ -37,8 +37,15 @@ class SharedMemory:
         self.recorded: dict[int, int] = {}
         """For event fences: the last value whose record was enqueued, by the word's offset."""
         self.is_sealed = False
+        self.is_freed = False
+        """True once its owner gave it back: whoever touches it then may touch what another one has by now."""
         self.is_released = False
         """True once a wait was released: what is behind it may read anything."""
+
+    def check(self, process: Process) -> None:
+        """Called with each access."""
+        if self.is_freed and process.is_alive and not process.is_on_its_way_out:
+            process.world.fail(f"{process.name} used a region that was given back")
 
 
 class SimulatedStream:
@@ -51,6 +58,8 @@ class SimulatedStream:
         """True once a kernel hangs: nothing enqueued behind it ever runs."""
         self.paused_until = 0.0
         """Slow until then."""
+        self.items_left: int | None = None
+        """Pieces of work until a kernel hangs; None is never."""
         self._process = process
         self._on_failure = on_failure
         self._items: deque[Callable[[], bool]] = deque()
@@ -104,6 +113,9 @@ class SimulatedStream:
 
     def _run(self) -> None:
         self._is_scheduled = False
+        if self.items_left is not None and self._process.world.now >= self.paused_until:
+            self.items_left -= 1
+            self.is_stuck |= self.items_left < 0
         if self.is_stuck or self.failure is not None or not self._items:
             return
         try:
@@ -122,8 +134,13 @@ class SimulatedStream:
 class SimulatedFence:
     """Implements `Fence` on a word of shared memory, as one process sees it."""
 
-    def __init__(self, process: Process, shared: SharedMemory, offset: int, kind: str) -> None:
+    def __init__(
+        self, process: Process, shared: SharedMemory, offset: int, kind: str, *, read_only: bool = False
+    ) -> None:
         self.is_releasable = kind != EVENT
+        self._read_only = read_only
+        self._released = 0
+        """A reader cannot write the word: it gives up its own waits up to here."""
         self._process = process
         self._shared = shared
         self._offset = offset
@@ -139,38 +156,59 @@ class SimulatedFence:
         if not self.is_releasable and self._shared.recorded.get(self._offset, 0) < value:
             # With events such a wait is silently none.
             self._process.world.fail(f"a wait for {value} was enqueued before its record")
-        stream.enqueue_wait(lambda: self._word[0] >= value, self._shared.changed)
+        stream.enqueue_wait(lambda: max(self.poll(), self._released) >= value, self._shared.changed)
 
     def poll(self) -> int:
         """See `Fence.poll`."""
-        return self._word[0]
+        return self._word[0] if self._is_there() else 0
 
     def wait_on_host(self, value: int, timeout_s: float) -> bool:
         """See `Fence.wait_on_host`."""
-        if self._word[0] >= value:
+        if self.poll() >= value:
             return True
-        return self._shared.changed.wait_for(lambda: self._word[0] >= value, timeout_s)
+        return self._shared.changed.wait_for(lambda: self.poll() >= value, timeout_s)
 
     def release(self, value: int) -> None:
         """See `Fence.release`."""
-        if self.is_releasable and self._process.is_alive and self._word[0] < value:
+        if self.is_releasable and self._process.is_alive and max(self.poll(), self._released) < value:
             self._shared.is_released = True
-            self._store(value)
+            if self._read_only:
+                self._released = value
+                self._shared.changed.changed()
+            else:
+                self._store(value)
 
     def _store(self, value: int) -> None:
-        if self._process.is_alive:
+        if self._process.is_alive and self._is_there():
             self._word[0] = value
             self._shared.changed.changed()
+
+    def _is_there(self) -> bool:
+        self._shared.check(self._process)
+        return not self._shared.is_freed
 
 
 class SimulatedArena:
     """Implements `Arena`."""
 
-    def __init__(self, process: Process, shared: SharedMemory, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        process: Process,
+        shared: SharedMemory,
+        manifest: Manifest,
+        *,
+        is_owner: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        self._is_owner = is_owner
+        self._process = process
         self.manifest = manifest
         self.shared = shared
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
-        self._fences = {word.fence: SimulatedFence(process, shared, word.offset, word.kind) for word in manifest.fences}
+        self._fences = {
+            word.fence: SimulatedFence(process, shared, word.offset, word.kind, read_only=read_only)
+            for word in manifest.fences
+        }
 
     def tensor(self, name: str) -> torch.Tensor:
         """See `Arena.tensor`."""
@@ -194,7 +232,9 @@ class SimulatedArena:
         self.shared.is_sealed = True
 
     def close(self) -> None:
-        """See `Arena.close`."""
+        """See `Arena.close`. Results outlive their owner's interest; a region is another's as soon as it is freed."""
+        if self._is_owner and self._process.is_alive and FenceName.VERIFY_PUBLISH not in self._fences:
+            self.shared.is_freed = True
 
 
 class Host:
@@ -227,15 +267,16 @@ class SimulatedDevice:
         buffers, words, size = lay_out(specs, fences, self.fence_kind)
         path = f"arena-{len(self._host.shared)}"
         shared = self._host.shared[path] = SharedMemory(self._host.world, size)
-        return SimulatedArena(self._process, shared, Manifest("file", path, size, buffers, words))
+        manifest = Manifest("file", path, size, buffers, words)
+        return SimulatedArena(self._process, shared, manifest, is_owner=True)
 
-    def open_arena(self, manifest: Manifest) -> SimulatedArena:
+    def open_arena(self, manifest: Manifest, *, read_only: bool = False) -> SimulatedArena:
         """See `Device.open_arena`."""
         shared = self._host.shared[manifest.path]
         if shared.is_sealed:
             raise ManifestError(f"arena {manifest.path} is sealed")
         manifest.check()
-        return SimulatedArena(self._process, shared, manifest)
+        return SimulatedArena(self._process, shared, manifest, read_only=read_only)
 
     def sample_clock(self) -> ClockSample:
         """See `Device.sample_clock`."""

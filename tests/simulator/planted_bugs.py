@@ -10,6 +10,7 @@ from slipstream.gateway.job_journal import JobJournal
 from slipstream.gateway.journal_codec import rows_of
 from slipstream.scheduler.core.allocators import SlotAllocator
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.workers.attachment import DraftAttachment
 from slipstream.scheduler.workers.link import DispatchAcknowledged
 from tests.simulator.schedule import run_schedule
 from tests.simulator.world import SimulationError
@@ -81,7 +82,17 @@ def _forget_to_notify(_: Any) -> Any:
     return wrong
 
 
+def _release_once(release: Any) -> Any:
+    def wrong(self: DraftAttachment, step: int) -> None:
+        if not self.is_released:
+            release(self, step)
+
+    return wrong
+
+
 BUGS = (
+    PlantedBug("a release that is not repeated", DraftAttachment, "release", _release_once),
+    PlantedBug("a region used again too early", DraftAttachment, "is_gone", lambda _: property(lambda _: True)),
     PlantedBug("a slot freed twice", SlotAllocator, "release", _free_twice),
     PlantedBug("an output sent before its commit", JobJournal, "take_in", _send_before_commit),
     PlantedBug("a late acknowledgement believed", DispatchAcknowledged, "_wait", _believe_the_step_before),

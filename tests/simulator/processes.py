@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client import CollectorRegistry
 
+from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.api.server_state import SchedulerDescription, SchedulerState, ServerState
-from slipstream.common.worker.step import Role
+from slipstream.common.errors import SlipstreamError
 from slipstream.gateway.fair_turns import FairTurns
 from slipstream.gateway.home import ALONE
 from slipstream.gateway.job_store import JobStore
@@ -27,6 +28,7 @@ from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.event_loop import SimulatedLoop
 from tests.simulator.links import SimulatedLink
 from tests.simulator.memory import SimulatedDevice
+from tests.simulator.threads import SimulatedThread
 from tests.simulator.transport import SimulatedConnection
 from tests.simulator.world import Process
 
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from slipstream.common.errors import SlipstreamError
+    from slipstream.common.api.draft_swap import SwapOutcome
+    from slipstream.common.worker.step import Role
     from slipstream.gateway.peers import Peers
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import Outgoing
@@ -57,7 +60,7 @@ class SchedulerProcess(Process):
         world: World,
         host: Host,
         config: SchedulerConfig,
-        find: Callable[[Role], SimulatedWorker | None],
+        find: Callable[[str], SimulatedWorker | None],
         fence_kind: str,
     ) -> None:
         super().__init__(world, "scheduler")
@@ -66,27 +69,51 @@ class SchedulerProcess(Process):
         self.servicer: SchedulerServicer | None = None
         self.epoch: Epoch | None = None
         """The epoch that is served."""
+        self.on_verify_lost: Callable[[str], None] = lambda _: None
         self._find = find
         self._device = SimulatedDevice(host, self, fence_kind)
         self.soon(self.loop.run_call, self._start)
 
     def _start(self) -> None:
         self.queue = WaitingQueue(self.config.max_sequences)
-        self.servicer = SchedulerServicer(self.queue, self.describe)
-        session = WorkerSession(
+        self.servicer = SchedulerServicer(self.queue, self.describe, self.swap)
+        self.session = WorkerSession(
             self.config,
             cast("Any", self._device),
             self.queue,
             registry=CollectorRegistry(),
             listener=self,
             sink=self,
-            make_links=self._links,
+            make_link=self._link,
         )
-        session._thread.start()
+        self.session.start()
 
-    def _links(self) -> dict[Role, Any]:
-        roles = (Role.VERIFY, Role.DRAFT) if self.config.draft else (Role.VERIFY,)
-        return {role: SimulatedLink(self, role, lambda role=role: self._find(role)) for role in roles}
+    def _link(self, role: Role, address: str) -> Any:
+        return SimulatedLink(self, role, lambda: self._find(address), on_failure=self.queue.wake)
+
+    def begin_swap(self, name: str) -> None:
+        """Swaps the draft on a thread of its own."""
+        if self.servicer is None:
+            return
+        terms = SwapTerms(
+            num_draft_tokens=self.world.random.randint(1, self.config.num_draft_tokens),
+            judge_steps=self.world.random.choice((0, 3, 10)),
+        )
+        request = DraftSwap(address="" if name == "none" else f"unix:/{name}", terms=terms)
+
+        def run() -> None:
+            try:
+                outcome = self.swap(request)
+            except SlipstreamError as error:
+                self.world.note("swap:", error)
+            else:
+                self.world.note("swap:", outcome.reason or "done")
+
+        SimulatedThread(self.world, run, name="swap").start()
+
+    def swap(self, request: DraftSwap) -> SwapOutcome:
+        """Swaps the draft; blocks a thread."""
+        return self.session.drafts.swap(request)
 
     def put(self, outgoing: Outgoing) -> None:
         """See `OutputSink.put`."""
@@ -103,6 +130,7 @@ class SchedulerProcess(Process):
     def detached(self, reason: str) -> None:
         """See `SessionListener.detached`."""
         self.epoch = None
+        self.on_verify_lost(reason)
         self._change(SchedulerState(paused=reason))
 
     def failed(self, error: SlipstreamError) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import EVENT, HOST
 from slipstream.common.worker.step import Role
@@ -20,10 +21,13 @@ from tests.simulator.substitutes import substituted
 from tests.simulator.workers import HIDDEN_WIDTH, DraftSkill, SimulatedWorker
 from tests.simulator.world import SimulationError, World
 
+if TYPE_CHECKING:
+    from slipstream.scheduler.workers.draft_session import DraftSession
+
 CONTEXT_TOKENS = 64
 END_S = 60.0
 """On the world's clock: every schedule is over by then."""
-QUIET_S = 20.0
+QUIET_S = 120.0
 """After the last client's end."""
 _MIB = 2**20
 
@@ -66,6 +70,7 @@ class Schedule:
             chunk_tokens=random.choice((5, 16)),
             num_draft_tokens=random.choice((1, 2, 4)),
             step_timeout_s=5.0,
+            draft_timeout_ms=random.choice((None, 50.0)),
             debug=random.random() < 0.7,
         )
         self.queue = random.choice((2, 100, 100))
@@ -80,7 +85,13 @@ class Schedule:
         if self.skill.is_watched and any(plan.max_draft_tokens == 0 for plan in self.plans):
             # Plain steps leave gaps in what a draft knows.
             self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0)
-        self.faults = Faults.draw(random, self.num_faults)
+        self.num_swaps = random.choice((0, 0, 1, 3)) if self.has_draft else 0
+        self.faults = Faults.draw(random, self.num_faults, num_swaps=self.num_swaps)
+        self.other_skill = DraftSkill(
+            reads_hidden=random.random() < 0.4,
+            quality=1.0 if self.skill.is_watched else random.choice((0.0, 0.5, 1.0)),
+            is_watched=self.skill.is_watched,
+        )
 
     def run(self) -> Result:
         """Runs it. Raises SimulationError, with the seed and the story, unless the oracle is content."""
@@ -98,9 +109,9 @@ class Schedule:
 
     def _run(self, machine: Machine) -> Result:
         world = self.world
-        for name in ("verify", "draft", "scheduler", "gateway"):
-            if name != "draft" or self.has_draft:
-                machine.start(name)
+        drafts = ["draft"] * self.has_draft + ["other-draft"] * bool(self.num_swaps)
+        for name in ("verify", *drafts, "scheduler", "gateway"):
+            machine.start(name)
         clients = [
             Client(world, number, plan, lambda: machine.find("gateway"))  # type: ignore[no-any-return]
             for number, plan in enumerate(self.plans)
@@ -118,22 +129,31 @@ class Schedule:
         host = Host(world)
         needed = -(-(CONTEXT_TOKENS + 20) // self.page_tokens) + 1
         num_pages = int(needed * self.num_contexts) + 2
-        width = HIDDEN_WIDTH if self.skill.reads_hidden and self.has_draft else 0
         bytes_per_token = max(1, _MIB // (num_pages * self.page_tokens * (2 if self.has_draft else 1)))
 
-        def worker(role: Role) -> SimulatedWorker:
-            description = describe(role, kv_bytes_per_token=bytes_per_token, hidden_width=width)
-            return SimulatedWorker(world, host, description, self.skill, self.fence_kind)
+        def worker(name: str, role: Role, skill: DraftSkill) -> SimulatedWorker:
+            width = HIDDEN_WIDTH if role is Role.VERIFY or skill.reads_hidden else 0
+            pid = len(world.processes) + 1
+            description = describe(role, kv_bytes_per_token=bytes_per_token, hidden_width=width, pid=pid)
+            return SimulatedWorker(world, name, host, description, skill, self.fence_kind)
+
+        def find(address: str) -> SimulatedWorker | None:
+            found: SimulatedWorker | None = machine.find(address.removeprefix("unix:/"))
+            return found
+
+        def scheduler() -> SchedulerProcess:
+            process = SchedulerProcess(world, host, self.config, find, self.fence_kind)
+            process.on_verify_lost = self._verify_lost
+            return process
 
         machine = Machine(
             world,
             host,
             {
-                "verify": partial(worker, Role.VERIFY),
-                "draft": partial(worker, Role.DRAFT),
-                "scheduler": lambda: SchedulerProcess(
-                    world, host, self.config, lambda role: machine.find(role.value), self.fence_kind
-                ),
+                "verify": partial(worker, "verify", Role.VERIFY, self.skill),
+                "draft": partial(worker, "draft", Role.DRAFT, self.skill),
+                "other-draft": partial(worker, "other-draft", Role.DRAFT, self.other_skill),
+                "scheduler": scheduler,
                 "gateway": lambda: GatewayProcess(
                     world, directory / "journal", lambda: machine.find("scheduler"), queue=self.queue
                 ),
@@ -157,7 +177,18 @@ class Schedule:
             and not batch.num_running
             and batch.slots.num_free == batch.slots.num_slots
             and batch.pages.num_free == batch.pages.num_pages
+            and Schedule._has_draft(scheduler.session.drafts)
         )
+
+    @staticmethod
+    def _has_draft(drafts: DraftSession) -> bool:
+        """True if the draft that is wanted drafts, and no other is held."""
+        is_well = not drafts.address or drafts.status.state == "attached"
+        return is_well and drafts._swap is None and all(held.cause is None for held in drafts._held.values())
+
+    def _verify_lost(self, reason: str) -> None:
+        if self.fence_kind == HOST and not self.faults.may_end_an_epoch:
+            self.world.fail(f"an epoch ended for a fault of a draft: {reason}")
 
 
 def run_schedule(seed: int) -> Result:

@@ -14,13 +14,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.scheduler.workers import session
-from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedThread
+from slipstream.scheduler.workers import attachment, draft_session, session
+from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.simulator.world import World
+    from tests.simulator.world import Process, World
 
 _UNDER_TEST = ("slipstream.gateway.", "slipstream.scheduler.", "slipstream.common.rpc.loop_turns")
 _UNIX_S = 1.8e9
@@ -33,6 +33,35 @@ class _NoLinks:
 
     def close(self) -> None:
         """See `LinkThread.close`."""
+
+
+class _NoHeartbeats:
+    """Stands in for health checks, which count for metrics alone."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def start(self) -> None:
+        """See `Heartbeats.start`."""
+
+
+def _process_ids(world: World) -> Any:
+    """Stands in for `ProcessId`: the world knows which of its processes live."""
+
+    def of(pid: int) -> Any:
+        process = world.processes[pid - 1]
+        return _ProcessId(process)
+
+    return SimpleNamespace(of=of)
+
+
+class _ProcessId:
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @property
+    def is_gone(self) -> bool:
+        return not self._process.is_alive
 
 
 def _clock(world: World) -> SimpleNamespace:
@@ -69,8 +98,12 @@ def substituted(world: World) -> Iterator[None]:
         if name.startswith(_UNDER_TEST):
             put(module, "time", clock)
             put(module, "threading", threads)
-    put(session, "LinkThread", _NoLinks)
-    put(session, "name_this_thread", lambda _: None)
+    for module in (session, draft_session):
+        put(module, "LinkThread", _NoLinks)
+        put(module, "Heartbeats", _NoHeartbeats)
+        put(module, "Future", partial(SimulatedFuture, world))
+        put(module, "name_this_thread", lambda _: None)
+    put(attachment, "ProcessId", _process_ids(world))
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

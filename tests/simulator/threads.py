@@ -90,12 +90,20 @@ class SimulatedCondition:
     def __init__(self, world: World, lock: object = None) -> None:
         self._world = world
         self._waiters: list[_Waiter] = []
+        self._holder: object = None
+        self._depth = 0
 
     def __enter__(self) -> bool:
+        holder = self._world.thread or self._world
+        is_alive = self._world.thread is None or self._world.thread.process.is_alive
+        if self._depth and self._holder is not holder and is_alive:
+            self._world.fail("a lock is taken whose holder has given its turn away")
+        self._holder = holder
+        self._depth += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self._depth -= 1
 
     def acquire(self, *_: object) -> bool:
         """See `threading.Condition.acquire`."""
@@ -108,25 +116,36 @@ class SimulatedCondition:
         """See `threading.Condition.wait`."""
         waiter = _Waiter(self._world)
         self._waiters.append(waiter)
+        depth, self._depth = self._depth, 0
         try:
             return waiter.wait(timeout)
         finally:
+            self._depth, self._holder = depth, self._world.thread or self._world
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """See `threading.Condition.wait_for`."""
         # A loop around a wait that is over at once must not keep the turn.
+        depth, self._depth = self._depth, 0
         self._world.may_be_interrupted()
+        self._depth, self._holder = depth, self._world.thread or self._world
         until = None if timeout is None else self._world.now + timeout
         while not (result := predicate()):
             left = None if until is None else until - self._world.now
             if left is not None and left <= 0:
                 return result
-            if not self.wait(left) and (result := predicate()):
+            if not self.wait(left) and self._was_true(predicate):
                 self._world.fail(f"a wait of {self._world.thread and self._world.thread.name} ended without a signal")
-                return result
         return result
+
+    def _was_true(self, predicate: Callable[[], Any]) -> bool:
+        """True if it was a while before the time was over: some come true with the time itself."""
+        now, self._world.now = self._world.now, self._world.now - 0.02
+        try:
+            return bool(predicate())
+        finally:
+            self._world.now = now
 
     def notify(self, n: int = 1) -> None:
         """See `threading.Condition.notify`."""
@@ -162,6 +181,33 @@ class SimulatedEvent:
     def wait(self, timeout: float | None = None) -> bool:
         """See `threading.Event.wait`."""
         return bool(self._changed.wait_for(lambda: self._is_set, timeout))
+
+
+class SimulatedFuture:
+    """Stands in for `concurrent.futures.Future`."""
+
+    def __init__(self, world: World) -> None:
+        self._changed = SimulatedCondition(world)
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def set_result(self, result: Any) -> None:
+        """See `Future.set_result`."""
+        self._outcome = result, None
+        self._changed.notify_all()
+
+    def set_exception(self, error: BaseException) -> None:
+        """See `Future.set_exception`."""
+        self._outcome = None, error
+        self._changed.notify_all()
+
+    def result(self) -> Any:
+        """See `Future.result`."""
+        self._changed.wait_for(lambda: self._outcome is not None)
+        assert self._outcome is not None
+        result, error = self._outcome
+        if error is not None:
+            raise error
+        return result
 
 
 class _Waiter:

@@ -14,8 +14,10 @@ from slipstream.common.errors import (
     StaleEpochError,
 )
 from slipstream.common.worker.access_log import AccessLog
+from slipstream.common.worker.contract import DraftSizes
+from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
 from slipstream.common.worker.step import FenceName, Role, StepKind
-from slipstream.services.worker.future_map import FutureMap, VerifyResult
+from slipstream.services.worker.future_map import FutureMap, Region, VerifyResult
 from tests.harness.workers import VOCAB_SIZE
 from tests.simulator.memory import SimulatedDevice
 from tests.simulator.model import PagedTokens, extend, token_of
@@ -25,7 +27,7 @@ from tests.simulator.world import Process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from slipstream.common.worker.contract import Attachment, WorkerDescription
+    from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.step import PrefillChunk, StepCommand
     from tests.simulator.links import SimulatedLink
     from tests.simulator.memory import Host, SimulatedArena, SimulatedFence
@@ -48,21 +50,87 @@ class DraftSkill:
     """True if a wrong guess of a draft of quality 1 is a finding: no fault excuses it."""
 
 
-class Epoch:
-    """A worker's part of an epoch."""
+class Piece:
+    """The memory of an attachment of a draft, as one side of it sees it."""
 
-    def __init__(self, attachment: Attachment, arena: SimulatedArena, role: Role) -> None:
+    def __init__(self, region: Region, own: SimulatedArena, given: SimulatedArena) -> None:
+        self.region = region
+        self.shared = own.shared, given.shared
+        self.fences = {
+            FenceName.DRAFT_DONE: own.fence(FenceName.DRAFT_DONE),
+            FenceName.VERIFY_STASH: given.fence(FenceName.VERIFY_STASH),
+        }
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """True until a wait was released."""
+        return not any(shared.is_released for shared in self.shared)
+
+    def check(self, process: Process) -> None:
+        """Called with each access."""
+        for shared in self.shared:
+            shared.check(process)
+
+
+class Epoch:
+    """A worker's part of an epoch or, for a draft, of its attachment."""
+
+    def __init__(self, attachment: Attachment, device: SimulatedDevice) -> None:
         self.number = attachment.epoch
-        self.shape = attachment.shape
-        self.map = FutureMap(attachment.shape, arena, role, VOCAB_SIZE, AccessLog(), is_debug=attachment.is_debug)
+        self.attachment = attachment
         self.tokens = PagedTokens.of(attachment.num_pages, attachment.page_tokens)
-        self.fences = {name: arena.fence(name) for name in FenceName}
+        self.pieces: dict[int, Piece] = {}
+        """By attachment; a draft has one."""
+        self.fences: dict[FenceName, SimulatedFence] = {}
+        """Of the results."""
         self.waited: dict[SimulatedFence, int] = {}
-        self.shared = arena.shared
         self.last_step = 0
         self.is_ending = False
         """True once it takes no more commands."""
         self.is_abandoned = False
+        if isinstance(attachment.shape, EpochShape):
+            arena = device.open_arena(attachment.manifest)
+            self.fences[FenceName.VERIFY_PUBLISH] = arena.fence(FenceName.VERIFY_PUBLISH)
+            self._map = FutureMap(
+                attachment.shape,
+                {BufferName(spec.name): arena.tensor(spec.name) for spec in attachment.shape.specs()},
+                vocab_size=VOCAB_SIZE,
+                log=AccessLog(),
+                is_debug=attachment.is_debug,
+            )
+        else:
+            assert attachment.given is not None, "a draft is given something"
+            own = device.open_arena(attachment.manifest)
+            given = device.open_arena(attachment.given, read_only=True)
+            width = attachment.shape.hidden_width
+            sizes = DraftSizes(num_draft_tokens=attachment.shape.num_draft_tokens, hidden_width=width)
+            self.add(self.number, attachment.shape, sizes, own, given)
+
+    def add(
+        self, number: int, shape: DraftShape, sizes: DraftSizes, own: SimulatedArena, given: SimulatedArena
+    ) -> Piece:
+        """Adds the memory of an attachment."""
+        buffers = {BufferName(spec.name): own.tensor(spec.name) for spec in shape.own_specs()}
+        buffers |= {BufferName(spec.name): given.tensor(spec.name) for spec in shape.given_specs()}
+        debug = self.attachment.is_debug
+        region = Region(shape, sizes, buffers, number=number, vocab_size=VOCAB_SIZE, log=AccessLog(), is_debug=debug)
+        piece = self.pieces[number] = Piece(region, own, given)
+        return piece
+
+    @property
+    def map(self) -> FutureMap:
+        """Verify's results."""
+        return self._map
+
+    @property
+    def own(self) -> Piece:
+        """A draft's memory."""
+        return self.pieces[self.number]
+
+    @property
+    def is_released(self) -> bool:
+        """True if what is done now may be behind a wait that was released."""
+        return self.is_ending or not all(piece.is_undisturbed for piece in self.pieces.values())
 
     def limits(self, slots: tuple[int, ...]) -> torch.Tensor:
         """The limits of these slots."""
@@ -72,8 +140,10 @@ class Epoch:
 class SimulatedWorker(Process):
     """A draft or verify process."""
 
-    def __init__(self, world: World, host: Host, description: WorkerDescription, skill: DraftSkill, fence_kind: str):
-        super().__init__(world, description.role.value)
+    def __init__(
+        self, world: World, name: str, host: Host, description: WorkerDescription, skill: DraftSkill, fence_kind: str
+    ) -> None:
+        super().__init__(world, name)
         self.role = description.role
         self.skill = skill
         self.epoch: Epoch | None = None
@@ -85,6 +155,11 @@ class SimulatedWorker(Process):
         self.stream = self._device.create_stream(self.name, self._broken)
         self._closed = Signal(world)
         self._steps = {Role.VERIFY: self._verify, Role.DRAFT: self._draft}[self.role]
+
+    @property
+    def is_on_its_way_out(self) -> bool:
+        """True for verify once its scheduler has ended the epoch: as it gives the memory back then without waiting."""
+        return self.role is Role.VERIFY and (self.link is None or not self.link.is_open)
 
     # The calls of the worker contract.
 
@@ -104,13 +179,50 @@ class SimulatedWorker(Process):
             then(StaleEpochError(f"epoch {attachment.epoch} after {self.last_epoch}"))
         else:
             try:
-                arena = self._device.open_arena(attachment.manifest)
+                self.epoch = Epoch(attachment, self._device)
             except SlipstreamError as error:
                 then(error)
                 return
-            self.epoch = Epoch(attachment, arena, self.role)
             self.last_epoch = attachment.epoch
             then(None)
+
+    def attach_draft(self, offered: DraftRegion, then: Callable[[SlipstreamError | None], None]) -> None:
+        """See worker.proto: between two steps."""
+        epoch = self.epoch
+        if epoch is None or epoch.is_ending or epoch.number != offered.epoch:
+            then(FailedPreconditionError(f"not attached in epoch {offered.epoch}"))
+            return
+        shape = epoch.attachment.shape
+        sizes = DraftShape(
+            num_slots=shape.num_slots,
+            run_ahead=shape.run_ahead,
+            num_draft_tokens=offered.draft.num_draft_tokens,
+            chunk_tokens=shape.chunk_tokens,
+            hidden_width=offered.draft.hidden_width,
+        )
+        try:
+            own = self._device.open_arena(offered.own, read_only=True)
+            piece = epoch.add(offered.attachment, sizes, offered.draft, own, self._device.open_arena(offered.given))
+        except SlipstreamError as error:
+            then(error)
+            return
+        if epoch.attachment.is_debug:
+            piece.region.poison()
+        self.last_epoch = max(self.last_epoch, offered.attachment)
+        then(None)
+
+    def detach_draft(self, number: int, attachment: int, then: Callable[[], None]) -> None:
+        """See worker.proto: answers when the stream is past the last use."""
+        epoch = self.epoch
+        if epoch is None or epoch.number != number or attachment not in epoch.pieces:
+            then()
+            return
+
+        def gone() -> None:
+            epoch.pieces.pop(attachment, None)
+            self.soon(then)
+
+        self.stream.enqueue(gone)
 
     def open_stream(self, link: SimulatedLink) -> None:
         """The scheduler's stream of commands begins."""
@@ -129,26 +241,31 @@ class SimulatedWorker(Process):
                 raise StaleEpochError(f"epoch {command.epoch}: attached in epoch {epoch.number}")
             if command.step <= epoch.last_step:
                 raise InvalidArgumentError("step", command.step, f"above {epoch.last_step}")
+            if command.attachment and command.attachment not in epoch.pieces:
+                raise FailedPreconditionError(f"attachment {command.attachment} is not there")
         except SlipstreamError as error:
+            link.has_refused = True
             self.end_stream(link)
             link.lost(str(error))
             return
         epoch.last_step = command.step
+        piece = epoch.pieces.get(command.attachment or epoch.number)
+        fences = epoch.fences | ({} if piece is None else piece.fences)
         for update in command.updates:
             self.stream.enqueue(lambda update=update: epoch.tokens.update(update))
         for point in command.ops.waits:
-            fence = epoch.fences[point.fence]
+            fence = fences[point.fence]
             epoch.waited[fence] = max(point.value, epoch.waited.get(fence, 0))
             fence.wait(self.stream, point.value)
-        start, end = epoch.map.stamps(self.role, command.step)
+        start, end = (epoch.map if self.role is Role.VERIFY else epoch.own.region).stamps(command.step)
         self.stream.enqueue(lambda: self._stamp(start))
-        for number, (name, work) in enumerate(self._steps(epoch, command)):
+        for number, (name, work) in enumerate(self._steps(epoch, command, piece)):
             self.stream.enqueue(work)
             if number == 0:
                 self.stream.enqueue(lambda: self._stamp(end))
             for point in command.ops.signals:
                 if point.fence is name:
-                    epoch.fences[name].signal(self.stream, point.value)
+                    fences[name].signal(self.stream, point.value)
         if command.wants_acknowledgement:
             link.acknowledge(command.step)
 
@@ -195,7 +312,7 @@ class SimulatedWorker(Process):
             self._closed.changed()
 
     def _broken(self, error: BaseException) -> None:
-        if self.epoch is not None and self.epoch.shared.is_released:
+        if self.epoch is not None and self.epoch.is_released:
             # Work behind a released wait finds what it should not, which debug mode does not let pass.
             self.world.at(0.0, self.kill)
             return
@@ -206,29 +323,39 @@ class SimulatedWorker(Process):
 
     # Verify's steps.
 
-    def _verify(self, epoch: Epoch, command: StepCommand) -> list[tuple[FenceName, Callable[[], None]]]:
+    def _verify(
+        self, epoch: Epoch, command: StepCommand, piece: Piece | None
+    ) -> list[tuple[FenceName, Callable[[], None]]]:
         results: list[tuple[torch.Tensor, VerifyResult]] = []
 
         def publish() -> None:
             is_prefill = command.kind is StepKind.PREFILL
-            rows, result = self._prefill(epoch, command) if is_prefill else self._decode(epoch, command)
+            rows, result = (self._prefill if is_prefill else self._decode)(epoch, command, piece)
             if result is not None:
                 results.append((rows, result))
                 epoch.map.publish(command.step, rows, result)
 
         def stash() -> None:
-            for rows, result in results:
-                epoch.map.stash(command.step, rows, result)
+            if piece is not None:
+                piece.check(self)
+                for rows, result in results:
+                    piece.region.stash(command.step, rows.tolist(), rows, result)
 
         return [(FenceName.VERIFY_PUBLISH, publish), (FenceName.VERIFY_STASH, stash)]
 
-    def _prefill(self, epoch: Epoch, command: StepCommand) -> tuple[torch.Tensor, VerifyResult | None]:
-        epoch.map.forget(command.step, torch.tensor([one.slot for one in command.chunks if one.start == 0]).long())
+    def _prefill(
+        self, epoch: Epoch, command: StepCommand, piece: Piece | None
+    ) -> tuple[torch.Tensor, VerifyResult | None]:
+        new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
+        if epoch.attachment.is_debug:
+            epoch.map.forget(new)
+            if piece is not None:
+                piece.region.forget(command.step, new)
         for chunk in command.chunks:
             epoch.tokens.write(chunk.slot, chunk.start, chunk.tokens)
-        if epoch.shape.hidden_width:
+        if piece is not None and piece.region.shape.hidden_width:
             states = [state for chunk in command.chunks for state in self._states(epoch, chunk)]
-            epoch.map.stash_prefill(command.step, _hidden([states])[0])
+            piece.region.stash_prefill(command.step, _hidden([states])[0])
         ends = [chunk for chunk in command.chunks if chunk.is_last]
         rows = torch.tensor([chunk.slot for chunk in ends]).long()
         if not ends:
@@ -239,7 +366,7 @@ class SimulatedWorker(Process):
             seq_lens=torch.tensor(lengths),
             num_accepted=torch.zeros(len(ends), dtype=torch.int64),
             tokens=torch.tensor([[token_of(state)] for state in last]),
-            hidden_states=_hidden([[state] for state in last]) if epoch.shape.hidden_width else None,
+            hidden_states=_hidden([[state] for state in last]),
         )
         return rows, result
 
@@ -252,15 +379,19 @@ class SimulatedWorker(Process):
             states.append(state)
         return states
 
-    def _decode(self, epoch: Epoch, command: StepCommand) -> tuple[torch.Tensor, VerifyResult | None]:
+    def _decode(
+        self, epoch: Epoch, command: StepCommand, piece: Piece | None
+    ) -> tuple[torch.Tensor, VerifyResult | None]:
         slots = command.slots
         rows = torch.tensor(slots)
         if not slots:
             return rows, None
-        lengths, bonus = epoch.map.gather_ends(command.step, rows, epoch.limits(slots))
+        lengths, bonus = epoch.map.ends(command.step, rows, epoch.limits(slots))
         drafts: list[list[int]] = [[] for _ in slots]
         if command.kind is StepKind.DECODE:
-            drafts = epoch.map.copy_in(command.step, rows).tolist()
+            assert piece is not None, "a step with a draft names it"
+            piece.check(self)
+            drafts = epoch.map.copy_in(command.step, piece.region, slots, rows).tolist()
         accepted, tokens, hidden = [], [], []
         for slot, length, last, draft in zip(slots, lengths.tolist(), bonus.tolist(), drafts, strict=True):
             epoch.tokens.write(slot, length, [last, *draft])
@@ -269,7 +400,7 @@ class SimulatedWorker(Process):
                 state = extend(state, (token,))
                 states.append(state)
                 said.append(token_of(state))
-            accepted.append(self._accept(epoch, slot, length, draft, said))
+            accepted.append(self._accept(epoch, piece, slot, length, draft, said))
             tokens.append(said)
             hidden.append(states)
         num_accepted = torch.tensor(accepted)
@@ -277,41 +408,48 @@ class SimulatedWorker(Process):
             seq_lens=lengths + num_accepted + 1,
             num_accepted=num_accepted,
             tokens=torch.tensor(tokens),
-            hidden_states=_hidden(hidden) if epoch.shape.hidden_width else None,
+            hidden_states=_hidden(hidden),
         )
 
-    def _accept(self, epoch: Epoch, slot: int, length: int, draft: list[int], said: list[int]) -> int:
+    def _accept(
+        self, epoch: Epoch, piece: Piece | None, slot: int, length: int, draft: list[int], said: list[int]
+    ) -> int:
         held, count = epoch.tokens.slots[slot], 0
         most = len(draft) if held.max_draft_tokens is None else min(len(draft), held.max_draft_tokens)
         while count < most and draft[count] == said[count]:
             count += 1
-        is_undisturbed = self.skill.is_watched and not epoch.shared.is_released
+        is_undisturbed = self.skill.is_watched and piece is not None and piece.is_undisturbed and not epoch.is_ending
         if is_undisturbed and count < most and length + len(draft) < held.limit_tokens:
             self.world.fail(f"slot {slot}: a draft that knows everything guessed {draft}, not {said}")
         return count
 
     # Draft's steps.
 
-    def _draft(self, epoch: Epoch, command: StepCommand) -> list[tuple[FenceName, Callable[[], None]]]:
-        prefill = command.kind is StepKind.PREFILL
-        return [(FenceName.DRAFT_DONE, lambda: (self._take_in if prefill else self._propose)(epoch, command))]
+    def _draft(self, epoch: Epoch, command: StepCommand, _: Piece | None) -> list[tuple[FenceName, Callable[[], None]]]:
+        work = self._propose if command.kind is StepKind.DECODE else self._take_in
+        return [(FenceName.DRAFT_DONE, lambda: work(epoch, command))]
 
     def _take_in(self, epoch: Epoch, command: StepCommand) -> None:
-        """A draft's own prefill."""
+        """A draft's own prefill, or a part of its catching up."""
         for chunk in command.chunks:
             epoch.tokens.write(chunk.slot, chunk.start, chunk.tokens)
-        if self.skill.reads_hidden:
+        piece = epoch.own
+        if piece.region.shape.hidden_width and command.kind is StepKind.PREFILL:
+            piece.check(self)
+            found = _states_of(
+                piece.region.gather_prefill(command.step, sum(len(one.tokens) for one in command.chunks))
+            )
             expected = [state for chunk in command.chunks for state in self._states(epoch, chunk)]
-            found = _states_of(epoch.map.gather_prefill(command.step, len(expected)))
-            if self.skill.is_watched and found != expected and not epoch.shared.is_released:
+            knows_all = all(chunk.start == 0 for chunk in command.chunks)
+            if self.skill.is_watched and knows_all and found != expected and piece.is_undisturbed:
                 self.world.fail(f"step {command.step}: draft read the hidden states of another chunk")
 
     def _propose(self, epoch: Epoch, command: StepCommand) -> None:
-        rows = torch.tensor(command.slots).long()
+        rows, region = torch.tensor(command.slots).long(), epoch.own.region
         if not command.slots:
             return
-        stash = epoch.map.gather(command.step, rows, epoch.limits(command.slots))
-        hidden = None if stash.hidden_states is None else stash.hidden_states
+        epoch.own.check(self)
+        stash = region.gather(command.step, rows, epoch.limits(command.slots))
         guesses = []
         columns = zip(
             command.slots, stash.seq_lens.tolist(), stash.num_new.tolist(), stash.last_tokens.tolist(), strict=True
@@ -319,12 +457,12 @@ class SimulatedWorker(Process):
         for row, (slot, length, num_new, last) in enumerate(columns):
             new = last[:num_new]
             epoch.tokens.write(slot, max(0, length - num_new + 1), new)
-            if hidden is not None:
-                state = extend(_states_of(hidden[row])[num_new - 1], new[-1:])
+            if stash.hidden_states is not None:
+                state = extend(_states_of(stash.hidden_states[row])[num_new - 1], new[-1:])
             else:
                 state = extend(epoch.tokens.state(slot, length), new[-1:])
-            guesses.append(self._guess(state, epoch.shape.num_draft_tokens))
-        epoch.map.propose(command.step, rows, torch.tensor(guesses))
+            guesses.append(self._guess(state, region.shape.num_draft_tokens))
+        region.propose(command.step, rows, torch.tensor(guesses))
 
     def _guess(self, state: int, count: int) -> list[int]:
         guesses = []

@@ -35,6 +35,8 @@ class Process:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
+        world.processes.append(self)
+        self.pid = len(world.processes)
         self.is_alive = True
         self.is_stopped = False
         self.threads: list[SimulatedThread] = []
@@ -43,6 +45,11 @@ class Process:
         self.unwind: list[Callable[[], None]] = []
         """Called after that. What it still does has no effect outside: `is_alive` is False."""
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def is_on_its_way_out(self) -> bool:
+        """True if what it does to shared memory is of no interest any more."""
+        return False
 
     def at(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
         """Has `call` called in this process after `delay_s`, if it lives then; later if it is stopped then."""
@@ -104,6 +111,8 @@ class World:
         """The one whose code runs."""
         self.thread: SimulatedThread | None = None
         """The one that runs; None in an event that must not block."""
+        self.processes: list[Process] = []
+        """All that ever were, by their ids, which begin at 1."""
         self.notes: list[str] = []
         """What happened, in words."""
         self.failures: list[str] = []
