@@ -69,8 +69,9 @@ class _Drafting:
         self.pending: deque[tuple[int, bool]] = deque()
         """Commands that draft is not known to have done, and whether they bring tokens."""
         self.done = 0
+        """The fence's counter when it was last looked at. A draft may write anything there, and take it back."""
         self.moved_at = time.monotonic()
-        """When `done` was seen to grow, or the first of `pending` was sent."""
+        """When one of `pending` was last found done, or the first was sent."""
         self.last_step = 0
         """The last step of verify that refers to it."""
         self.is_lost = False
@@ -81,11 +82,10 @@ class _Drafting:
         self.pending.append((number, brings_tokens))
 
     def look(self) -> None:
-        done = self.attachment.done.poll()
-        if done > self.done:
-            self.done, self.moved_at = done, time.monotonic()
+        self.done = self.attachment.done.poll()
         while self.pending and self.pending[0][0] <= self.done:
             self.pending.popleft()
+            self.moved_at = time.monotonic()
 
 
 class _Joining:

@@ -143,6 +143,11 @@ def vandalise_gpu(new_vandal: Callable[..., Vandal]) -> None:
     CudaArena.close = close  # type: ignore[method-assign]
 
 
+def hostile_program(seed: int, report: Path) -> tuple[str, ...]:
+    """Python's arguments for this program, before those of a draft service."""
+    return __file__, str(seed), str(report)
+
+
 def main() -> None:
     """Serves as the draft service does."""
     rng, report = random.Random(int(sys.argv.pop(1))), Path(sys.argv.pop(1))

@@ -27,7 +27,7 @@ from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
     from pathlib import Path
 
     from slipstream.common.api.draft_swap import SwapOutcome
@@ -42,8 +42,22 @@ if TYPE_CHECKING:
 class WorkerProcesses:
     """The processes, by role; each can be lost and started again. All are gone when the block ends."""
 
-    def __init__(self, folder: Path, models: dict[Role, Path], *options: str, dummy_ms: float | None = None) -> None:
-        """`options` go to both. `dummy_ms`: the length of dummy kernels in place of the models."""
+    def __init__(
+        self,
+        folder: Path,
+        models: dict[Role, Path],
+        *options: str,
+        dummy_ms: float | None = None,
+        programs: Mapping[Role, tuple[str, ...]] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`options` go to both. `dummy_ms`: the length of dummy kernels in place of the models.
+
+        `programs`: Python's arguments for another program than a role's service. `environment`: of both, this process's
+        if it is not given.
+        """
+        self._programs = programs or {}
+        self._environment = {**(environment or os.environ), "OMP_NUM_THREADS": "1"}
         self._dummy_ms = dummy_ms
         self._folder = folder
         self._models = models
@@ -65,10 +79,11 @@ class WorkerProcesses:
         for role in roles:
             address, model = ("--listen", self.address(role)), ("--model", str(self._models[role]))
             options = (*address, *model, "--log-level", "WARNING", *self._options)
-            command = (sys.executable, "-m", f"slipstream.services.{role.value}.main", *options)
+            program = self._programs.get(role, ("-m", f"slipstream.services.{role.value}.main"))
+            command = (sys.executable, *program, *options)
             if self._dummy_ms is not None:
                 command = dummy_worker(role.value, self._dummy_ms, *options)
-            self._running[role] = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            self._running[role] = subprocess.Popen(command, env=self._environment)
 
     def pid(self, role: Role) -> int:
         """Process id of a worker."""

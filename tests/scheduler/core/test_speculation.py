@@ -302,6 +302,22 @@ def test_the_watchdog_loses_a_draft_that_holds_a_step_up() -> None:
     assert draft.done.value == next_step
 
 
+def test_a_draft_whose_fence_falls_back_is_lost_as_one_that_never_came_so_far() -> None:
+    run, draft, _ = lost_run(timeout_s=0.1)
+    step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
+    run.speculation.sending(step, attachment, has_command=True, brings_tokens=False)
+    draft.done.value = 2**63
+    run.speculation.watch(attachment, step, time.monotonic() - 1.0)
+    assert run.speculation.active is attachment
+    draft.done.value = 0
+    deadline = time.monotonic() + 5.0
+    while run.speculation.active is attachment:
+        assert time.monotonic() < deadline
+        run.speculation.watch(attachment, step, time.monotonic() - 1.0)
+    assert run.listener.causes == [LossCause.TIMEOUT]
+    assert draft.done.value == step
+
+
 def test_a_step_waits_two_steps_for_its_draft_unless_a_time_is_set() -> None:
     run, _, _ = lost_run()
     assert run.speculation.timeout_s == 0.25

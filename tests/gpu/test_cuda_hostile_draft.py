@@ -1,0 +1,88 @@
+"""A draft's process that writes random bytes over all that it maps of the GPU's memory: no token changes."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.bundled import eagle3_dir, prompts, standalone_dir, target_dir
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.common.worker.step import Role
+from slipstream.services.worker.config import EAGLE3, STANDALONE
+from tests.harness.counted_jobs import Job
+from tests.harness.hostile_draft import hostile_program
+from tests.harness.waiting import until
+from tests.harness.worker_processes import WorkerProcesses, running_session
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slipstream.common.device.cuda.device import CudaDevice
+
+DRAFTS = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
+NUM_JOBS = 8
+MAX_NEW_TOKENS = 200
+NUM_WRITES = 2000
+SIZES = {"slots": 4, "num_draft_tokens": 4, "context_tokens": 512, "kv_memory_mib": 256}
+
+
+def make_jobs() -> list[Job]:
+    """Held-out prompts, greedy and sampled in turn."""
+    tokenizer = AutoTokenizer.from_pretrained(target_dir())
+    return [
+        Job(
+            SequenceSpec(
+                job_id=prompt.id,
+                prompt=tuple(tokenizer(prompt.text).input_ids),
+                max_new_tokens=MAX_NEW_TOKENS,
+                sampling=SamplingParams(temperature=0.8 * (number % 2), seed=number),
+                stop_token_ids=frozenset(),
+            )
+        )
+        for number, prompt in enumerate(prompts()[:NUM_JOBS])
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("algorithm", DRAFTS)
+async def test_no_token_changes(tmp_path: Path, device: CudaDevice, algorithm: str) -> None:
+    """Rows of one width in float32: what is computed of a token does not depend on the draft, or on its absence.
+
+    With the fences that can be released: for the others a draft that holds a step up costs the epoch.
+    """
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"seed {seed}")
+    writes, width = tmp_path / "writes", str(SIZES["num_draft_tokens"] + 1)
+    target = ("--target", str(target_dir())) if algorithm == EAGLE3 else ()
+    programs = {
+        Role.VERIFY: ("-m", "slipstream.services.verify.main", "--deterministic-width", width),
+        Role.DRAFT: (*hostile_program(seed, writes), "--algorithm", algorithm, *target),
+    }
+    models = {Role.VERIFY: target_dir(), Role.DRAFT: DRAFTS[algorithm]}
+    options = ("--device", "cuda", "--dtype", "float32")
+    with (
+        WorkerProcesses(tmp_path, models, *options, programs=programs) as processes,
+        running_session(processes, device=device, **SIZES) as client,
+    ):
+        processes.start(Role.VERIFY)
+        await client.served(with_draft=False)
+        expected = await client.run(*make_jobs())
+        processes.start(Role.DRAFT)
+        await until(writes.exists)
+        num_accepted = num_acceptable = 0
+        while int(writes.read_text() or 0) < NUM_WRITES:
+            jobs = make_jobs()
+            assert await client.run(*jobs) == expected
+            num_accepted += sum(job.stats.total_accepted_tokens for job in jobs)
+            num_acceptable += sum(job.stats.total_draft_tokens for job in jobs)
+        assert client.num_epochs == 1
+        assert client.errors == client.reasons == []
+        assert client.metric("slipstream_draft_attachments_total") > 0
+        assert num_accepted < num_acceptable / 2, "what was written was used"
+        samples = [sample for family in client.registry.collect() for sample in family.samples]
+        assert all(math.isfinite(sample.value) and sample.value >= 0 for sample in samples), samples
