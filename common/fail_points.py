@@ -37,6 +37,11 @@ NAMES = frozenset(
     {
         *("gateway.before_submit", "gateway.before_delivery", "gateway.before_commit", "gateway.after_commit"),
         "gateway.before_write",
+        *("scheduler.before_attach", "scheduler.before_attach_draft", "scheduler.before_send", "scheduler.after_send"),
+        *("scheduler.before_take_in", "scheduler.before_output"),
+        *("verify.before_attach", "verify.before_step", "verify.before_publish", "verify.after_publish"),
+        *("verify.before_stash", "verify.after_stash"),
+        *("draft.before_attach", "draft.before_step", "draft.before_done", "draft.after_done"),
     }
 )
 """All points: process, then place."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
+from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, FenceOps, Role, StepCommand, StepKind
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
@@ -84,14 +85,17 @@ class StepLoop:
         self._batch = batch
         self._verify = verify
         self._speculation = speculation
-        self._dispatch = dispatch
+        self._send_command = failing_before(
+            "scheduler.before_send", failing_after("scheduler.after_send", dispatch.send)
+        )
         self._results = results
         self._timings = timings
         self._metrics = metrics
         self._recorder = recorder
         self._decodes = decodes
         self._log = log
-        self._sink = sink
+        self._put = failing_before("scheduler.before_output", sink.put)
+        self._apply = failing_before("scheduler.before_take_in", batch.apply)
         self._plan = initial_state(_NO_DRAFT, settings.run_ahead)
         self._planned_for: DraftAttachment | None = None
         self._in_flight: deque[_Sent] = deque()
@@ -143,7 +147,7 @@ class StepLoop:
         """Hands out the output of the last result, and what begins or ends otherwise."""
         outgoing = self._batch.outbox.take()
         if outgoing:
-            self._sink.put(outgoing)
+            self._put(outgoing)
         if self._taken_in is not None:
             (step, taken_in), self._taken_in = self._taken_in, None
             self._metrics.drafted(taken_in.num_accepted[taken_in.is_speculating], step.num_draft_tokens)
@@ -185,7 +189,7 @@ class StepLoop:
             self._log.send(Role.DRAFT, epoch=attachment.number, step=step.number)
         command = self._command(step, planned.draft, attachment.number)
         try:
-            self._dispatch.send(attachment.link, command, {Role.VERIFY: self._verify, Role.DRAFT: attachment.link})
+            self._send_command(attachment.link, command, {Role.VERIFY: self._verify, Role.DRAFT: attachment.link})
         except SlipstreamError as error:
             self._check_verify()
             self._speculation.lose(attachment, error)
@@ -201,14 +205,14 @@ class StepLoop:
             self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
         command = self._command(step, ops, self._settings.epoch, number)
         try:
-            self._dispatch.send(self._verify, command, producers)
+            self._send_command(self._verify, command, producers)
         except SlipstreamError as error:
             self._check_verify()
             if attachment is None:
                 raise
             # Draft did not acknowledge the steps that this one waits for: it goes on without.
             self._speculation.lose(attachment, error)
-            self._dispatch.send(self._verify, replace(command, ops=_without_draft(ops)), producers)
+            self._send_command(self._verify, replace(command, ops=_without_draft(ops)), producers)
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
@@ -223,7 +227,7 @@ class StepLoop:
         self._speculation.consumed(step.number, gap_s, is_decode=step.kind is not StepKind.PREFILL)
         self._timings.came(step, result.stamps_before)
         num_failed = self._batch.num_not_finite
-        taken_in = self._batch.apply(step, result, landed_ns)
+        taken_in = self._apply(step, result, landed_ns)
         if result.not_finite:
             self._metrics.ended_not_finite(self._batch.num_not_finite - num_failed)
         self._taken_in = step, taken_in

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
+from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, Role
@@ -89,7 +90,8 @@ class DraftAttachment:
         )
         sizes = draft_sizes(self.description, self.num_draft_tokens)
         self._is_known_to_verify = True
-        verify.attach_draft(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
+        attach_to_verify = failing_before("scheduler.before_attach_draft", verify.attach_draft)
+        attach_to_verify(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
         # All processes that need the memory have mapped it by now.
         self._own.seal()
         self._given.seal()

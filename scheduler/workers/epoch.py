@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
 from slipstream.common.worker.contract import Attachment, slot_pages
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
@@ -150,7 +151,8 @@ class Epoch:
             expected_draft=None if expected is None else draft_sizes(expected, batch.num_draft_tokens),
             is_debug=self._config.debug,
         )
-        self.link.attach(self._attachment)
+        attach_verify = failing_before("scheduler.before_attach", self.link.attach)
+        attach_verify(self._attachment)
         # All processes that need the memory have mapped it by now.
         arena.seal()
         return self._loop(arena)

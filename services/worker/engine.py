@@ -21,6 +21,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     StaleEpochError,
 )
+from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.access_log import LogOp
 from slipstream.common.worker.recorder import FlightRecorder, Site
 from slipstream.common.worker.step import Role
@@ -109,6 +110,8 @@ class Engine:
         self._is_ending = False
         self.description = role.description
         self._weights = allocated_bytes(device.torch_device)
+        self._open_epoch = failing_before(f"{self.description.role.value}.before_attach", self._attach)
+        self._carry_out = failing_before(f"{self.description.role.value}.before_step", self._enqueue)
         self.enqueues_at_once = device.has_stream_threads
         """True if `enqueue` takes next to no time, so that it need not run on the thread that owns the device."""
 
@@ -126,7 +129,7 @@ class Engine:
         """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""
         with self.stalls.at(ATTACH):
             try:
-                self._attach(attachment)
+                self._open_epoch(attachment)
             except DeviceError as error:
                 self._lose_device(error)
                 raise
@@ -229,7 +232,7 @@ class Engine:
             if self._refuses_waits:
                 torch.cuda.set_sync_debug_mode("error")
             try:
-                self._enqueue(self._epoch_of(command), command)
+                self._carry_out(self._epoch_of(command), command)
             finally:
                 if self._refuses_waits:
                     torch.cuda.set_sync_debug_mode("default")

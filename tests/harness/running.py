@@ -15,7 +15,7 @@ import psutil
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 COMMAND = (sys.executable, "-m", "slipstream.cli.main")
@@ -31,12 +31,15 @@ def slipstream(*arguments: str, stdin: str = "", timeout_s: float = 30) -> subpr
 class Running:
     """A command that runs."""
 
-    def __init__(self, *arguments: str) -> None:
-        """Starts it; its output goes to files, so that it never waits for us to read."""
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        """Starts it; its output goes to files, so that it never waits for us to read.
+
+        `environment`: of the process, this one's if it is not given.
+        """
         self._files = (TemporaryFile(), TemporaryFile())  # noqa: SIM115 — closed by `end`
         # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
         command = ("env", "--default-signal=INT", *COMMAND, *arguments)
-        self._process = subprocess.Popen(command, stdout=self._files[0], stderr=self._files[1])
+        self._process = subprocess.Popen(command, stdout=self._files[0], stderr=self._files[1], env=environment)
 
     @property
     def has_ended(self) -> bool:
@@ -81,9 +84,9 @@ class Running:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[Running]:
+def running(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
     """Starts a command; it is ended with the context, if it has not by then."""
-    with closing(Running(*arguments)) as command:
+    with closing(Running(*arguments, environment=environment)) as command:
         yield command
 
 
@@ -101,9 +104,10 @@ def status(state_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def running_up(state_dir: Path, *options: str) -> Iterator[Running]:
+def running_up(state_dir: Path, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
     """`slipstream up` in a state directory, on a free port, ready."""
-    with running("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0", *options) as up:
+    arguments = ("up", "--state-dir", str(state_dir), "--listen", "127.0.0.1:0", *options)
+    with running(*arguments, environment=environment) as up:
         until((state_dir / "server").exists, up)
         yield up
 

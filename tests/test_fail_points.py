@@ -1,0 +1,107 @@
+"""Every service of a real server dies, hangs or stops at each of its points: every job ends with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.bundled import prompts
+from slipstream.client import AsyncClient
+from slipstream.common.fail_points import NAMES
+from tests.harness.planted_faults import PlantedFaults
+from tests.harness.running import running_up, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(180)
+
+NUM_JOBS = 6
+MAX_NEW_TOKENS = 160
+OPTIONS = ("--device", "cpu", "--metrics-port", "0")
+TIMES = {"draft.before_attach": 1, "gateway.before_submit": 1}
+"""Points that a server comes to once; the others fail in the middle of the jobs."""
+TIME = 20
+AGAIN = {
+    "scheduler.before_attach": f"verify.before_publish:kill@{TIME}",
+    "scheduler.before_attach_draft": f"draft.before_done:kill@{TIME}",
+    "verify.before_attach": f"scheduler.after_send:kill@{TIME}",
+}
+"""Points that fail the second time: a server that loses a service before it is ready does not start. For each, what
+makes the process come there again."""
+HUNG = (
+    *("gateway.before_delivery:stop", "scheduler.after_send:stop", "verify.before_publish:stop"),
+    *("draft.before_done:stop", "draft.before_done:hang", "draft.before_step:hang"),
+)
+
+
+async def outputs(address: str, *, name: str = "undisturbed") -> list[tuple[int, ...]]:
+    """The tokens of each job, greedy and sampled in turn, all at once. `name`: what the jobs' names begin with."""
+
+    async def run(client: AsyncClient, number: int) -> tuple[int, ...]:
+        prompt = prompts()[number].text
+        sampling = {"temperature": 0.8 * (number % 2), "seed": number}
+        tokens: list[int] = []
+        async for chunk in client.generate(
+            prompt,
+            job_id=f"{name}-{number}",
+            max_new_tokens=MAX_NEW_TOKENS,
+            ignore_eos=True,
+            reconnect_s=120.0,
+            **sampling,
+        ):
+            tokens += chunk.token_ids
+        return tuple(tokens)
+
+    async with AsyncClient(address) as client:
+        return list(await asyncio.gather(*(run(client, number) for number in range(NUM_JOBS))))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[int, ...]]]:
+    """The tokens of an undisturbed server."""
+    state_dir = tmp_path_factory.mktemp("undisturbed")
+    with running_up(state_dir, *OPTIONS):
+        yield asyncio.run(outputs((state_dir / "server").read_text()))
+
+
+async def check_until_failed(faults: PlantedFaults, state_dir: Path, expected: list[tuple[int, ...]]) -> None:
+    """Runs the jobs, once more with other names while not every point has failed."""
+    is_over, number = False, 0
+    while not is_over:
+        is_over, number = faults.have_failed, number + 1
+        assert await outputs((state_dir / "server").read_text(), name=f"round-{number}") == expected
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_service_that_dies(expected: list[tuple[int, ...]], tmp_path: Path, name: str) -> None:
+    points = (f"{name}:kill@2", AGAIN[name]) if name in AGAIN else (f"{name}:kill@{TIMES.get(name, TIME)}",)
+    faults, state_dir = PlantedFaults(tmp_path / "record", *points), tmp_path / "state"
+    with running_up(state_dir, *OPTIONS, environment=faults.environment) as up:
+        asyncio.run(check_until_failed(faults, state_dir, expected))
+        for point in points:
+            killed = f"{point.partition('.')[0]} was killed by SIGKILL and is started again"
+            until(lambda killed=killed: killed in up.errors(), up)  # type: ignore[misc]
+        up.signal(signal.SIGINT)
+        assert up.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", HUNG)
+def test_a_service_that_hangs(expected: list[tuple[int, ...]], tmp_path: Path, point: str) -> None:
+    faults, state_dir = PlantedFaults(tmp_path / "record", f"{point}@{TIME}"), tmp_path / "state"
+    options = (*OPTIONS, "--hang-timeout-s", "2")
+    with running_up(state_dir, *options, environment=faults.environment) as up:
+        asyncio.run(check_until_failed(faults, state_dir, expected))
+        if point.endswith(":stop"):
+            until(lambda: "and is started again" in up.errors(), up)
+        up.signal(signal.SIGINT)
+        until(lambda: "stopping" in up.errors(), up)
+        # A thread that hangs drains nothing.
+        up.signal(signal.SIGINT)
+        up.end()
