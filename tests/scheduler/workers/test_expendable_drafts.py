@@ -78,6 +78,7 @@ async def test_a_killed_draft_costs_no_sequence_and_drafts_again_when_it_is_back
     assert client.errors == client.reasons == []
 
 
+@pytest.mark.slow
 async def test_a_draft_that_comes_late_catches_up_under_load(processes: WorkerProcesses) -> None:
     """The sequences are long enough to outlast the start of the process."""
     with running_session(processes, **calm()) as client:
@@ -169,6 +170,7 @@ async def retried(client: Client, address: str, **terms: object) -> object:
                 await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_a_worse_draft_gives_way_to_the_one_before(
     processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path
 ) -> None:
@@ -201,6 +203,7 @@ async def test_a_worse_draft_gives_way_to_the_one_before(
         assert all(output == expected for output in outputs)
 
 
+@pytest.mark.slow
 async def test_a_draft_that_does_not_fit_is_refused_and_the_scheduler_serves_on(
     processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
