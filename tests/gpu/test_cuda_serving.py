@@ -61,7 +61,7 @@ async def test_the_right_tokens(processes: WorkerProcesses, device_of_kind: Cuda
     sizes = {"slots": 3, "chunk_tokens": 16, "num_draft_tokens": 4, "context_tokens": 4096}
     settings: dict[str, Any] = {"device": device_of_kind, "run_ahead": run_ahead, **sizes}
     with running_session(processes, **settings) as client:
-        await client.attached.wait()
+        await client.served()
         jobs = [make_job(length) for length in (1, 5, 16, 17, 40, 100)]
         assert await client.run(*jobs) == [expected(job) for job in jobs]
         assert all(job.stats.mean_accept_length > 2.5 for job in jobs)
@@ -102,7 +102,7 @@ async def test_sequences_go_on_without_a_killed_draft_and_with_the_next(
     processes: WorkerProcesses, device: CudaDevice
 ) -> None:
     with running_session(processes, device=device, run_ahead=1, context_tokens=1 << 16) as client:
-        await client.attached.wait()
+        await client.served()
         jobs = [make_job(length, max_new_tokens=5_000) for length in (3, 30)]
         running = asyncio.create_task(client.run(*jobs))
         await until(lambda: jobs[0].stats.num_output_tokens > 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.bundled import prompts
 from slipstream.client import Client
 from tests.harness.running import running_up
+from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +46,8 @@ def serve(state_dir: Path, device: str, algorithm: str) -> Outputs:
             assert usage is not None, "the last chunk has the usage"
             return tuple(token for chunk in chunks for token in chunk.token_ids), usage.mean_accept_length
 
+        # A draft may attach a moment after the server is ready.
+        asyncio.run(until(lambda: client.server_info().algorithm == algorithm))
         with ThreadPoolExecutor(4) as threads:
             answers = list(threads.map(run, range(NUM_PROMPTS * len(TEMPERATURES))))
         state = client.server_info()
