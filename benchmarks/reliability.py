@@ -119,7 +119,7 @@ def _outage_cell(where: str, service: str, fault: str, model: str = "bundled", m
         for row in run["outages"] if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps) else ():
             if (row["service"], row["fault"]) == (service, fault):
                 return (
-                    f"{row['times']} times: longest gap {row['gap_p50_ms']:.0f} ms (p50), "
+                    f"faults: {row['times']}; longest gap {row['gap_p50_ms']:.0f} ms (p50), "
                     f"{row['gap_worst_ms']:.0f} ms (worst); back after {row['back_p50_s']:.1f} s"
                 )
     return ""
@@ -147,7 +147,7 @@ def _soak_cell(where: str) -> str:
     outcome = (
         f"{len(found['problems'])} problems" if found["problems"] else f"one end each, nothing left in use{growth}"
     )
-    return f"{sum(found['outcomes'].values()):,} jobs in {found['plan']['minutes']:g} minutes: {outcome}"
+    return f"{sum(found['outcomes'].values()):,} jobs in {60 * found['plan']['minutes']:.0f} s: {outcome}"
 
 
 CELLS: dict[str, Callable[..., str]] = {"outages": _outage_cell, "swap": _swap_cell, "soak": _soak_cell}
