@@ -183,7 +183,7 @@ class Schedule:
     @staticmethod
     def _has_draft(drafts: DraftSession) -> bool:
         """True if the draft that is wanted drafts, and no other is held."""
-        is_well = not drafts.address or drafts.status.state == "attached"
+        is_well = not drafts.target.address or drafts.status.state == "attached"
         return is_well and drafts._swap is None and all(held.cause is None for held in drafts._held.values())
 
     def _verify_lost(self, reason: str) -> None:

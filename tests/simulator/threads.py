@@ -95,7 +95,8 @@ class SimulatedCondition:
 
     def __enter__(self) -> bool:
         holder = self._world.thread or self._world
-        is_alive = self._world.thread is None or self._world.thread.process.is_alive
+        process = self._world.process if self._world.thread is None else self._world.thread.process
+        is_alive = process is None or process.is_alive
         if self._depth and self._holder is not holder and is_alive:
             self._world.fail("a lock is taken whose holder has given its turn away")
         self._holder = holder
