@@ -51,7 +51,11 @@ class Faults:
             kind, process = random.choice(KINDS), random.choice(PROCESSES)
             if kind in ("slow", "hang", "stumble") and process not in ("verify", "draft"):
                 kind = "kill"
-            faults.append(Fault(event, kind, process, random.choice((0.001, 0.02, 0.3, 3.0))))
+            seconds = random.choice((0.001, 0.02, 0.3, 3.0))
+            if kind == "stumble":
+                # About as long as a step waits for a draft.
+                seconds = random.choice((0.05, 0.25)) * (1 + random.random() / 2)
+            faults.append(Fault(event, kind, process, seconds))
         faults += [
             Fault(random.randrange(TYPICAL_EVENTS), "swap", random.choice(DRAFTS), 0.0) for _ in range(num_swaps)
         ]
@@ -94,6 +98,6 @@ class Faults:
                 process.stream.paused_until = world.now + fault.seconds
             case "stumble":
                 process.stream.paused_until = world.now + fault.seconds
-                process.stream.items_left = world.random.randrange(12)
+                process.stream.items_left = world.random.randrange(8)
             case "hang":
                 process.stream.is_stuck = True
