@@ -25,7 +25,8 @@ class Fault:
     event: int
     kind: str
     """kill: SIGKILL. stop: SIGSTOP for `seconds`. cut: the stream between gateway and scheduler breaks.
-    slow, hang: the stream of the worker rests for `seconds`, or for ever. stumble: first one, then the other.
+    slow, hang: the stream of the worker rests for `seconds`, or for ever. stumble: first one, then the other, and
+    verify's rests as long, so that a draft that was given up on writes late, and for the last time.
     swap: the scheduler is asked to put this draft in the place of the one that drafts; "none" takes it away."""
     process: str
     seconds: float
@@ -99,5 +100,9 @@ class Faults:
             case "stumble":
                 process.stream.paused_until = world.now + fault.seconds
                 process.stream.items_left = world.random.randrange(8)
+                verify = machine.find("verify")
+                if fault.process == "draft" and verify is not None:
+                    # So that verify comes to its waits when the late writer is through.
+                    verify.stream.paused_until = world.now + fault.seconds + 0.02 * world.random.random()
             case "hang":
                 process.stream.is_stuck = True

@@ -82,7 +82,16 @@ def _forget_to_notify(_: Any) -> Any:
     return wrong
 
 
+def _release_once(release: Any) -> Any:
+    def wrong(self: DraftAttachment, step: int) -> None:
+        if not self.is_released:
+            release(self, step)
+
+    return wrong
+
+
 BUGS = (
+    PlantedBug("a release that is not repeated", DraftAttachment, "release", _release_once),
     PlantedBug("a region used again too early", DraftAttachment, "is_gone", lambda _: property(lambda _: True)),
     PlantedBug("a slot freed twice", SlotAllocator, "release", _free_twice),
     PlantedBug("an output sent before its commit", JobJournal, "take_in", _send_before_commit),
