@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S = 0.25, 0.05
 """Of the watchdog where it is not set: a CPU's threads are not always scheduled sooner."""
+FIRST_STEP_TIMEOUT_S = 1.0
+"""The least time for the first step that a draft takes part in: a process that has just started is slow at first."""
 CATCH_UP_TIMEOUT_S = 10.0
 """A command that brings tokens may take so long: no step waits for it."""
 _SMOOTHING = 0.1
@@ -62,7 +64,7 @@ class SpeculationListener(Protocol):
 class _Drafting:
     """The work that an attachment was given."""
 
-    __slots__ = ("attachment", "done", "is_lost", "last_step", "moved_at", "pending")
+    __slots__ = ("attachment", "done", "has_drafted", "is_lost", "last_step", "moved_at", "pending")
 
     def __init__(self, attachment: DraftAttachment) -> None:
         self.attachment = attachment
@@ -75,6 +77,8 @@ class _Drafting:
         self.last_step = 0
         """The last step of verify that refers to it."""
         self.is_lost = False
+        self.has_drafted = False
+        """True once a command that brings no tokens is done."""
 
     def add(self, number: int, *, brings_tokens: bool) -> None:
         if not self.pending:
@@ -84,7 +88,8 @@ class _Drafting:
     def look(self) -> None:
         self.done = self.attachment.done.poll()
         while self.pending and self.pending[0][0] <= self.done:
-            self.pending.popleft()
+            _, brings_tokens = self.pending.popleft()
+            self.has_drafted = self.has_drafted or not brings_tokens
             self.moved_at = time.monotonic()
 
 
@@ -212,7 +217,8 @@ class Speculation:
             if drafting.done < waits_for:
                 brings_tokens = bool(drafting.pending) and drafting.pending[0][1]
                 waited_s = time.monotonic() - max(since, drafting.moved_at)
-                if waited_s > self.timeout_s + 2 * self._tokens_s * brings_tokens:
+                limit_s = self.timeout_s if drafting.has_drafted else max(self.timeout_s, FIRST_STEP_TIMEOUT_S)
+                if waited_s > limit_s + 2 * self._tokens_s * brings_tokens:
                     reason = f"the draft service did not come to an end of its work within {waited_s:.3f} s"
                     self._lose(drafting, LossCause.TIMEOUT, reason)
         for lost in self._leaving:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.step import FenceName, PrefillChunk, SlotUpdate, StepCommand, StepKind
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState, Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
@@ -59,6 +60,7 @@ class DraftEngine:
         self._drafter.open(state)
         if state.graphs is not None:
             self._graphs = DraftGraphs(self._drafter, state, state.graphs)
+            self._rehearse(state)
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         raise InvalidArgumentError("role", self.description.role.value, "verify, for a draft to attach to")
@@ -90,6 +92,23 @@ class DraftEngine:
             propose(self._drafter, state, command.step, rows, state.slots.sampling_mode(command.slots))
 
         return [Phase(work, FenceName.DRAFT_DONE)]
+
+    def _rehearse(self, state: EpochState) -> None:
+        """Takes in a prompt and drafts in a slot without pages: a GPU loads kernels when they are first used."""
+        attachment = state.attachment
+        chunk = PrefillChunk(slot=1, start=0, tokens=(0, 0), is_last=True)
+        update = SlotUpdate(slot=1, generation=0, limit_tokens=attachment.context_tokens, sampling=SamplingParams())
+        prompt = StepCommand(
+            epoch=attachment.epoch, step=0, kind=StepKind.PREFILL, slots=(1,), chunks=(chunk,), updates=(update,)
+        )
+        for command in (prompt, replace(prompt, kind=StepKind.DECODE, chunks=())):
+            state.staging.begin(command.step, command.slots)
+            changes = state.slots.changes(command.updates, state.staging)
+            phases = self.phases(command, state)
+            state.staging.flush()
+            state.slots.take_over(changes)
+            for phase in phases:
+                phase.work()
 
     def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
         sizes = [len(chunks.places) for chunks in groups]

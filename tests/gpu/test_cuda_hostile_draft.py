@@ -75,7 +75,8 @@ async def test_no_token_changes(tmp_path: Path, device: CudaDevice, algorithm: s
         processes.start(Role.DRAFT)
         await until(writes.exists)
         num_accepted = num_acceptable = 0
-        while int(writes.read_text() or 0) < NUM_WRITES:
+        # On a GPU it writes long before its graphs are captured and it takes part.
+        while not num_acceptable or int(writes.read_text() or 0) < NUM_WRITES:
             jobs = make_jobs()
             assert await client.run(*jobs) == expected
             num_accepted += sum(job.stats.total_accepted_tokens for job in jobs)
