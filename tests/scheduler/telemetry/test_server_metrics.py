@@ -61,23 +61,25 @@ def test_sizes_pages_and_what_runs() -> None:
     spec = SequenceSpec(
         job_id="job", prompt=(1, 2, 3), max_new_tokens=9, sampling=SamplingParams(), stop_token_ids=frozenset()
     )
-    used: set[float | None] = set()
+    draft: set[tuple[float | None, ...]] = set()
+    names = [f"slipstream_kv_{name}" for name in ("page_bytes", "pages", "pages_used")]
     with epoch_with(3, draft_kv_bytes=8) as running:
         registry = registry_of(running)
+        num_pages = running.epoch.batch.pages.num_pages
         running.on_progress = lambda _job, row: (
             None
             if row.finish_reason is not None
-            else used.add(scraped(registry, "slipstream_kv_pages_used", service="draft"))
+            else draft.add(tuple(scraped(registry, name, service="draft") for name in names))
         )
         running.run([Job(spec)])
         # 3 + 9 tokens and (2 + 1) * (3 + 1) that run-ahead may add, in pages of 16.
-        assert used == {2}
-        for service, page_bytes in (("draft", 8 * 16), ("verify", 64 * 16)):
-            assert scraped(registry, "slipstream_kv_page_bytes", service=service) == page_bytes
-            assert scraped(registry, "slipstream_kv_pages", service=service) == running.epoch.batch.pages.num_pages
-            assert scraped(registry, "slipstream_kv_pages_used", service=service) == 0
+        assert draft == {(8 * 16, num_pages, 2)}
+        assert [scraped(registry, name, service="verify") for name in names] == [64 * 16, num_pages, 0]
+        assert [scraped(registry, name, service="draft") for name in names] == [None] * 3, "it has left by now"
         sizes = ("epoch", "run_ahead", "num_draft_tokens", "slots")
-        assert [scraped(registry, f"slipstream_{size}") for size in sizes] == [3, 2, 3, 5]
+        assert [scraped(registry, f"slipstream_{size}") for size in sizes] == [3, 2, 0, 5], (
+            "K is 0 while nothing drafts"
+        )
         text = generate_latest(registry).decode()
     assert 'algorithm="standalone",device="cpu",fence="host",model="a-verify",mps="off",service="scheduler"' in text
 
