@@ -77,7 +77,8 @@ def test_sizes_pages_and_what_runs() -> None:
         assert [scraped(registry, name, service="verify") for name in names] == [64 * 16, num_pages, 0]
         assert [scraped(registry, name, service="draft") for name in names] == [None] * 3, "it has left by now"
         sizes = ("epoch", "run_ahead", "num_draft_tokens", "slots")
-        assert [scraped(registry, f"slipstream_{size}") for size in sizes] == [3, 2, 0, 5], (
+        values = [scraped(registry, f"slipstream_{size}") for size in sizes]
+        assert values == [3, 2, 0, 5], "K is 0 while nothing drafts"
             "K is 0 while nothing drafts"
         )
         text = generate_latest(registry).decode()
