@@ -79,8 +79,6 @@ def test_sizes_pages_and_what_runs() -> None:
         sizes = ("epoch", "run_ahead", "num_draft_tokens", "slots")
         values = [scraped(registry, f"slipstream_{size}") for size in sizes]
         assert values == [3, 2, 0, 5], "K is 0 while nothing drafts"
-            "K is 0 while nothing drafts"
-        )
         text = generate_latest(registry).decode()
     assert 'algorithm="standalone",device="cpu",fence="host",model="a-verify",mps="off",service="scheduler"' in text
 
