@@ -132,7 +132,11 @@ def publish_kernel(
     tl.store(output_tokens + place * ROW + w, token, mask=w < WIDTH)
 
 
-@triton.jit(do_not_specialize=["row_stride", "token_stride"])
+@triton.jit(
+    do_not_specialize=["row_stride", "token_stride"],
+    # Launched outside of graphs: no batch size may find a kernel that is not compiled.
+    do_not_specialize_on_alignment=["rows", "seq_lens", "accepted", "tokens"],
+)
 def stash_kernel(
     stashed_seq_lens: tl.tensor,  # [slots] int64
     bonus_tokens: tl.tensor,  # [slots] int64
@@ -171,7 +175,10 @@ def stash_kernel(
         tl.store(stashed_hidden + slot * ROW * HIDDEN + i, state, mask=i < WIDTH * HIDDEN)
 
 
-@triton.jit(do_not_specialize=["row_before", "row", "vocab_size"])
+@triton.jit(
+    do_not_specialize=["row_before", "row", "vocab_size"],
+    do_not_specialize_on_alignment=["draft_tokens", "rows", "copied"],  # as in `stash_kernel`
+)
 def copy_in_kernel(
     draft_tokens: tl.tensor,  # [slots, WIDTH] int64
     draft_stamps: tl.tensor,  # [ring, 2] int64
