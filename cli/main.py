@@ -215,7 +215,7 @@ def trace(
     ] = 10.0,
     **values: Any,
 ) -> None:
-    """Write what scheduler, draft and verify do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
+    """Write what all services do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
 
     Nothing is switched on for it: requests must run. If they end before, the steps so far are written.
     """

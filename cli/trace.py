@@ -1,5 +1,7 @@
 """`slipstream trace`: asks a server for the times of its next steps, and writes them as a file for a viewer.
 
+The times of requests come from the gateways; one that does not return them has no rows in the file.
+
 The file is in the Trace Event Format, which ui.perfetto.dev and chrome://tracing show. Each process has lanes (threads,
 to the viewers). Arrows (flow events) lead along the fences, from the work that signalled to the work that waited; along
 the commands, from the scheduler to a worker's host; and from there to the stream. All is on one clock, in microseconds
@@ -14,26 +16,29 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from slipstream.cli.trace_timeline import Lane, StampClock, Timeline
+from slipstream.cli.trace_timeline import Row, StampClock, Timeline
 from slipstream.client import AsyncClient
+from slipstream.client.connection import AccessOptions, open_async_channel
 from slipstream.client.requests import channel_options
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
-from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceRequest
-from slipstream.protos import trace_pb2_grpc
+from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, HostRecords, Trace, TracedProcess, TraceRequest
+from slipstream.protos import trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Unpack
 
-    from slipstream.client.connection import AccessOptions
+    from slipstream.common.api.server_state import ServiceState
 
 STANDARD_OUTPUT = "-"
+GATEWAY_TIMEOUT_S = 5.0
 
 Event = dict[str, object]
 
@@ -49,9 +54,12 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: 
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
         raise ConfigError("wait", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
-        scheduler = await scheduler_of(server, **access)
+        services = await services_of(server, **access)
+        scheduler = next(service.address for service in services if service.name == "scheduler")
         trace = await fetch_trace(scheduler, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
-        content = trace_json(trace)
+        gateways = [service for service in services if service.name.startswith("gateway")]
+        requests = await fetch_requests(server, gateways, access)
+        content = trace_json(replace(trace, processes=(*trace.processes, *requests)))
         write(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n")
     uncertainty_us = content["otherData"]["clock_uncertainty_us"]
     clocks = "one clock" if trace.device == "cpu" else f"clocks agree within {uncertainty_us:.1f} us"
@@ -61,14 +69,14 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: 
     return 0
 
 
-async def scheduler_of(server: str, **access: Unpack[AccessOptions]) -> str:
-    """Address of the scheduler behind a gateway. Raises UnavailableError if the gateway does not answer."""
+async def services_of(server: str, **access: Unpack[AccessOptions]) -> Sequence[ServiceState]:
+    """The services of a server. Raises UnavailableError if its gateway does not answer."""
     async with AsyncClient(server, **access) as client:
         try:
             state = await client.server_info()
         except UnavailableError as error:
             raise UnavailableError(f"no trace from a server at {server}: {error}") from error
-    return next(service.address for service in state.services if service.name == "scheduler")
+    return state.services
 
 
 async def fetch_trace(scheduler: str, request: TraceRequest) -> Trace:
@@ -87,12 +95,34 @@ async def fetch_trace(scheduler: str, request: TraceRequest) -> Trace:
             raise failure from error
 
 
+async def fetch_requests(
+    server: str, gateways: Sequence[ServiceState], access: AccessOptions
+) -> tuple[TracedProcess, ...]:
+    """Asks the gateways for the times of their last requests. Leaves out, with a warning, one that does not answer.
+
+    A gateway alone is asked where its clients call it; several share that port, and have addresses of their own.
+    """
+    found = []
+    for gateway in gateways:
+        address, allowed = (server, access) if len(gateways) == 1 else (gateway.address, AccessOptions())
+        async with open_async_channel(address, channel_options(address, None), allowed) as channel:
+            stub = trace_pb2_grpc.RecorderStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                answer = await stub.ReadRecords(trace_pb2.ReadRecordsRequest(), timeout=GATEWAY_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                print(f"no times of requests from {gateway.name}: {error_from_rpc(error)}", file=sys.stderr)
+                continue
+        records = HostRecords.from_pb(answer).records
+        found.append(TracedProcess(name=gateway.name, pid=gateway.pid, records=records))
+    return tuple(found)
+
+
 def trace_json(trace: Trace) -> dict[str, Any]:
     """Returns the whole file, for `json.dumps`. Viewers ignore `otherData`, which has the conditions of the trace."""
     timeline = Timeline(trace)
     origin_ns = min((slice_.begin_ns for slice_ in timeline.slices), default=0)
 
-    def at(lane: Lane, time_ns: int) -> Event:
+    def at(lane: Row, time_ns: int) -> Event:
         return {"pid": lane.process_number, "tid": lane.thread_number, "ts": (time_ns - origin_ns) / 1000}
 
     events = _names(trace, {slice_.lane for slice_ in timeline.slices})
@@ -119,7 +149,7 @@ def trace_json(trace: Trace) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
 
 
-def _names(trace: Trace, lanes: set[Lane]) -> list[Event]:
+def _names(trace: Trace, lanes: set[Row]) -> list[Event]:
     """The metadata events: names and order of the processes and threads that have slices."""
     processes = {process.name: process for process in trace.processes}
     events: list[Event] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, Role, StepKind
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from slipstream.common.device.interface import ClockSample
+    from slipstream.common.worker.recorder import Record
     from slipstream.common.worker.trace import Trace, TracedStep
 
 FENCES = {
@@ -30,10 +31,12 @@ LONGEST_STEP_NS = 600 * 10**9
 
 # The kinds of slices, and of arrows.
 STEP, BUBBLE, HOST, COPY, KERNEL, WAIT, IDLE = "step", "bubble", "host", "copy", "kernel", "wait", "idle"
+REQUEST = "request"
 FENCE, COMMAND, LAUNCH = "fence", "command", "launch"
 
 _LOOP = {Site.SEND: "send", Site.WAIT: "wait for result of", Site.TAKE_IN: "take in", Site.IDLE: "idle after"}
 _LOOP_KINDS = {Site.WAIT: WAIT, Site.IDLE: IDLE}
+_REQUEST = {Site.TOKENISE: "tokenise", Site.SUBMIT: "submit", Site.FIRST_TOKEN: "first token"}
 _EDGES = {
     VERIFY_TO_DRAFT: "bubble verify → draft",
     DRAFT_TO_VERIFY: "bubble draft → verify",
@@ -51,7 +54,7 @@ class Place(NamedTuple):
 
 
 class Lane(Place, enum.Enum):
-    """A row of the timeline, which has one thing at a time. In the order in which they are shown."""
+    """A row of the timeline, which has one thing at a time. In the order in which they are shown; gateways follow."""
 
     STEPS = 1, 11, "scheduler", "steps, and what they lose"
     LOOP = 1, 12, "scheduler", "loop"
@@ -62,6 +65,8 @@ class Lane(Place, enum.Enum):
     VERIFY_STREAM = 3, 32, "verify", "stream"
 
 
+Row: TypeAlias = Lane | Place
+"""A lane, or a row of a gateway: of these there are as many as requests overlap."""
 _HOSTS = {Role.DRAFT: Lane.DRAFT_HOST, Role.VERIFY: Lane.VERIFY_HOST}
 _STREAMS = {Role.DRAFT: Lane.DRAFT_STREAM, Role.VERIFY: Lane.VERIFY_STREAM}
 
@@ -70,7 +75,7 @@ _STREAMS = {Role.DRAFT: Lane.DRAFT_STREAM, Role.VERIFY: Lane.VERIFY_STREAM}
 class Slice:
     """Something that took time, in nanoseconds of the host's clock."""
 
-    lane: Lane
+    lane: Row
     kind: str
     name: str
     begin_ns: int
@@ -149,11 +154,14 @@ class Timeline:
         for step in self._steps:
             for role in roles:
                 self._add_arrows(role, step)
+        begin_ns = min((slice_.begin_ns for slice_ in self.slices), default=0)
+        end_ns = max((slice_.end_ns for slice_ in self.slices), default=0)
+        gateways = (name for name in self._records if name.startswith("gateway"))
+        for number, name in enumerate(gateways, start=len(Role) + 2):
+            self._add_requests(number, name, begin_ns, end_ns)
         self.slices.sort(key=lambda slice_: (slice_.lane, slice_.begin_ns, -slice_.end_ns))
 
-    def _add(
-        self, lane: Lane, kind: str, name: str, begin_ns: int, end_ns: int, details: Mapping[str, object]
-    ) -> Slice:
+    def _add(self, lane: Row, kind: str, name: str, begin_ns: int, end_ns: int, details: Mapping[str, object]) -> Slice:
         self.slices.append(Slice(lane, kind, name, begin_ns, end_ns, details))
         return self.slices[-1]
 
@@ -253,6 +261,23 @@ class Timeline:
                         self._add(Lane.STEPS, BUBBLE, _EDGES[edge], begin, end, {"step": step.step})
             before = verify.end_ns
             all_end = max(all_end, verify.end_ns, 0 if draft is None else draft.end_ns)
+
+    def _add_requests(self, process_number: int, name: str, earliest_ns: int, latest_ns: int) -> None:
+        """Adds a gateway's requests that overlap this time, each in the first row that is free."""
+        requests: dict[int, list[Record]] = {}
+        for record in self._records[name]:
+            if record.site in _REQUEST:
+                requests.setdefault(record.step, []).append(record)
+        free_ns: list[int] = []
+        for job, records in sorted(requests.items(), key=lambda item: item[1][0].begin_ns):
+            begin, end = records[0].begin_ns, records[-1].end_ns
+            if end < earliest_ns or begin > latest_ns:
+                continue
+            row = next((row for row, free in enumerate(free_ns) if free <= begin), len(free_ns))
+            free_ns[row : row + 1] = [end]
+            lane = Place(process_number, 1000 * process_number + row, name, "requests, until their first token")
+            for site, _, begin_ns, end_ns in records:
+                self._add(lane, REQUEST, _REQUEST[site], begin_ns, end_ns, {"job": job})
 
     def _add_arrows(self, role: Role, step: TracedStep) -> None:
         """Adds the arrows that lead to a worker's part of a step."""

@@ -79,7 +79,8 @@ class JobReader:
             while self._unfinished:
                 has_read = False
                 for index in tuple(self._unfinished):
-                    output = self._job.samples[index].output
+                    sample = self._job.samples[index]
+                    output = sample.output
                     # A reader that has sent all there is goes to wait at once, without a turn for it.
                     if not output.can_read(self._offsets[index]):
                         continue
@@ -89,6 +90,8 @@ class JobReader:
                     if chunk is not None:
                         has_read = True
                         await write(chunk)
+                        if sample.stats.first_sent_at is None and self._offsets[index]:
+                            sample.stats.first_sent_at = time.monotonic()
                 if not has_read:
                     await self._wait()
                 elif self._interval_s and self._unfinished and not self._has_end():

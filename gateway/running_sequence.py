@@ -23,9 +23,13 @@ class SequenceStats:
     """Tokens that the draft proposed: K for each checked draft, also where fewer may be accepted."""
     drafts_by_accepted: list[int] = field(default_factory=list)
     """[i]: drafts that the target checked, and accepted i tokens of."""
+    submitted_at: float | None = None
+    """When it was sent to a scheduler for the first time."""
     admitted_at: float | None = None
     """When it got a slot for the first time."""
     first_token_at: float | None = None
+    first_sent_at: float | None = None
+    """When the first token was sent to a client."""
     last_token_at: float | None = None
     finished_at: float | None = None
 

@@ -252,6 +252,8 @@ class SchedulerLink:
         if now or cancelled:
             sequences = [sequence.to_pb(self.description.server.epoch) for sequence in now]
             self._stream.send(scheduler_pb2.RunRequest(sequences=sequences, cancelled=cancelled))
+        for sequence in now:
+            sequence.stats.submitted_at = sequence.stats.submitted_at or time.monotonic()
 
     def _flush_soon(self) -> None:
         if not self._is_flushing:

@@ -30,11 +30,12 @@ from slipstream.gateway.manager import JobManager
 from slipstream.gateway.peers import SERVICE_NAME as PEERS_NAME
 from slipstream.gateway.peers import FromPeers, GatewayState, Peers, PeersServicer
 from slipstream.gateway.request_metrics import RequestMetrics, ServerInfo
+from slipstream.gateway.request_times import RECORDER, RecorderServicer
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import load_model
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
 from slipstream.gateway.validation import MAX_SAMPLES
-from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc
+from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc, trace_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,8 +97,10 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         )
         forwarding = Forwarding(peers, read_timeout_s=config.read_timeout_s, on_cut_off=jobs.cut_off)
         servers += _servers(config, listener, private, forwarding, RpcMetrics(registry))
+        recorder = RecorderServicer(servicer.request_times)
         for server in servers:
             server.add_service(SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer)
+            server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)
         for server in servers[1:]:
             server.add_service(PEERS_NAME, peers_pb2_grpc.add_PeersServicer_to_server, PeersServicer(jobs, own_state))
         if config.vllm_engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from slipstream.common.errors import (
 from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.keys import client_of
+from slipstream.gateway.request_times import RequestTimes
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
 from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos import generation_pb2, generation_pb2_grpc
@@ -67,6 +69,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._turns = turns
         self._peers = peers
         self._read_timeout_s = read_timeout_s
+        self.request_times = RequestTimes()
         self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
         """The chunk that was encoded last."""
 
@@ -132,6 +135,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
         `fills_context`: a request that names no number of tokens gets as many as the context has room for.
         """
+        received_ns = time.monotonic_ns()
         check_num_messages(request)
         with suppress(UnavailableError, FailedPreconditionError):
             check_size(request, self._model().limits)
@@ -156,7 +160,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             checked = await self._parse(request, limits, model.tokenizer, client)
             # Other workers may have come meanwhile, with another context length or vocabulary.
             if self._present_model() is model:
-                return self._jobs.create(checked, model)
+                tokenised_ns = time.monotonic_ns()
+                job = self._jobs.create(checked, model)
+                self.request_times.add(job, received_ns, tokenised_ns)
+                return job
 
     async def follow(
         self,

@@ -19,6 +19,9 @@ class TraceSite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRACE_SITE_RECEIVE: _ClassVar[TraceSite]
     TRACE_SITE_ENQUEUE: _ClassVar[TraceSite]
     TRACE_SITE_STREAM: _ClassVar[TraceSite]
+    TRACE_SITE_TOKENISE: _ClassVar[TraceSite]
+    TRACE_SITE_SUBMIT: _ClassVar[TraceSite]
+    TRACE_SITE_FIRST_TOKEN: _ClassVar[TraceSite]
 TRACE_SITE_UNSPECIFIED: TraceSite
 TRACE_SITE_SEND: TraceSite
 TRACE_SITE_COPY: TraceSite
@@ -28,6 +31,9 @@ TRACE_SITE_IDLE: TraceSite
 TRACE_SITE_RECEIVE: TraceSite
 TRACE_SITE_ENQUEUE: TraceSite
 TRACE_SITE_STREAM: TraceSite
+TRACE_SITE_TOKENISE: TraceSite
+TRACE_SITE_SUBMIT: TraceSite
+TRACE_SITE_FIRST_TOKEN: TraceSite
 
 class TraceRequest(_message.Message):
     __slots__ = ("steps", "wait_ms")

@@ -105,7 +105,8 @@ class Timeline:
 
 class RecorderStub:
     """Beside Worker, on the port of a worker that records what its host does. A drafter need not: its steps are then shown
-    by its stamps in the arena alone.
+    by its stamps in the arena alone. And beside Generation, on a gateway's ports, with the times of requests: with an API
+    key, of those made with that key; where no key is asked for, of all.
     """
 
     def __init__(self, channel):
@@ -123,11 +124,12 @@ class RecorderStub:
 
 class RecorderServicer:
     """Beside Worker, on the port of a worker that records what its host does. A drafter need not: its steps are then shown
-    by its stamps in the arena alone.
+    by its stamps in the arena alone. And beside Generation, on a gateway's ports, with the times of requests: with an API
+    key, of those made with that key; where no key is asked for, of all.
     """
 
     def ReadRecords(self, request, context):
-        """Returns the records of the last steps.
+        """Returns the records of the last steps; of a gateway, those of the last requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,7 +153,8 @@ def add_RecorderServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Recorder:
     """Beside Worker, on the port of a worker that records what its host does. A drafter need not: its steps are then shown
-    by its stamps in the arena alone.
+    by its stamps in the arena alone. And beside Generation, on a gateway's ports, with the times of requests: with an API
+    key, of those made with that key; where no key is asked for, of all.
     """
 
     @staticmethod

@@ -26,6 +26,12 @@ class Site(enum.IntEnum):
     """Worker, host: the step was enqueued."""
     STREAM = 8
     """Worker, stream: its own work of the step, after its waits. On the clock of the stamps."""
+    TOKENISE = 9
+    """Gateway: a request was received, until its prompt was tokenised and all of it was checked."""
+    SUBMIT = 10
+    """Gateway: from there, until it was sent to the scheduler."""
+    FIRST_TOKEN = 11
+    """Gateway: from there, until its first token was sent to a client."""
 
 
 class Record(NamedTuple):
@@ -33,6 +39,7 @@ class Record(NamedTuple):
 
     site: Site
     step: int
+    """Number of the step; of a gateway, number of the request's job."""
     begin_ns: int
     """CLOCK_MONOTONIC of the host, or the clock of the stamps."""
     end_ns: int

@@ -73,7 +73,7 @@ class TracedProcess:
     """One of the processes, and what it recorded."""
 
     name: str
-    """ "scheduler", "draft" or "verify"."""
+    """ "scheduler", "draft" or "verify", or the name of a gateway."""
     pid: int
     model: str = ""
     records: tuple[Record, ...]
@@ -97,7 +97,7 @@ class Trace:
     steps: tuple[TracedStep, ...]
     """In order."""
     processes: tuple[TracedProcess, ...]
-    """Scheduler first, then the workers that are attached."""
+    """Scheduler first, then the workers that are attached, then gateways if they were asked."""
     clock_samples: tuple[ClockSample, ...]
     """The stamps' clock against the host's, at one time or at two; between them it runs evenly."""
 

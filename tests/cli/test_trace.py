@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from slipstream.cli.trace import fetch_requests
+from slipstream.client import Client
 from slipstream.common.api.server_state import ServiceState
 from tests.harness.grpc_server import running_server
 from tests.harness.running import running, slipstream, until
@@ -26,9 +28,10 @@ NO_SERVER = ("--server", "127.0.0.1:9")
 
 
 def generate_until_the_end(trace: Running, address: str) -> None:
-    """Has the server run steps for as long as the command waits for some."""
-    while not trace.has_ended:
-        slipstream("generate", "--server", address, "--ignore-eos", "--max-new-tokens", "400", "class Queue:")
+    """Has the server run short requests for as long as the command waits for steps."""
+    with Client(address) as client:
+        while not trace.has_ended:
+            list(client.generate("class Queue:", ignore_eos=True, max_new_tokens=4))
 
 
 @pytest.mark.usefixtures("up")
@@ -52,11 +55,22 @@ def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
         check(content)
         assert content["otherData"]["steps"] == num_steps
         threads = slices_by_thread(content)
-        assert {process for process, _ in threads} == {1, 2, 3}
+        assert {process for process, _ in threads} == {1, 2, 3, 4}
         kernels = [e for e in threads[3, 32] if e["cat"] == "kernel"]
         first = kernels[0]["args"]["step"]
         assert [e["args"]["step"] for e in kernels] == list(range(first, first + num_steps))
     assert list(tmp_path.glob(".*")) == []
+    threads = slices_by_thread(written)
+    requests = [e for (process, _), slices in threads.items() if process == 4 for e in slices]
+    assert {e["name"] for e in requests} == {"tokenise", "submit", "first token"}
+    prefills = [e for e in threads[3, 32] if e["name"].startswith("verify prefill")]
+    begin, end = threads[1, 12][0]["ts"], threads[3, 32][-1]["ts"]
+    waits = [(e["ts"], e["ts"] + e["dur"]) for e in requests if e["name"] == "first token"]
+    inside = [(submitted, sent) for submitted, sent in waits if begin <= submitted and sent <= end]
+    assert inside
+    for submitted, sent in inside:
+        # On one clock: the work on a request's prompt begins after it was submitted, before its first token is sent.
+        assert any(submitted < e["ts"] < sent for e in prefills)
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "1001"])
@@ -97,6 +111,20 @@ def test_no_up_in_the_directory(tmp_path: Path) -> None:
     found = slipstream("trace", "--state-dir", str(tmp_path / "state"), str(tmp_path / "out.json"))
     assert (found.returncode, found.stdout) == (1, "")
     assert "no `slipstream up` is ready" in found.stderr
+
+
+async def test_a_gateway_that_does_not_answer_has_no_row(
+    serve_state: ServeState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = await serve_state()
+    gateways = [
+        ServiceState(name="gateway-0", address=address, pid=1),
+        ServiceState(name="gateway-1", address="unix:/nonexistent/gateway.sock", pid=0),
+    ]
+    assert await fetch_requests(address, gateways, {}) == ()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("no times of requests from gateway-0: ")
+    assert second.startswith("no times of requests from gateway-1: ")
 
 
 async def test_a_scheduler_that_cannot_be_traced(serve_state: ServeState, tmp_path: Path) -> None:

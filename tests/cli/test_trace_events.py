@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -277,6 +278,36 @@ def test_without_a_draft() -> None:
     content = trace_json(replace(TRACE, steps=steps, processes=(SCHEDULER, VERIFY)))
     check(content)
     assert {process for process, _ in slices_by_thread(content)} == {1, 3}
+
+
+def test_requests_of_gateways_until_their_first_token() -> None:
+    def phases(job: int, *times_us: float) -> tuple[Record, ...]:
+        sites = (Site.TOKENISE, Site.SUBMIT, Site.FIRST_TOKEN)
+        return tuple(record(site, job, *times) for site, times in zip(sites, pairwise(times_us), strict=False))
+
+    long_over, overlapping, behind = phases(5, -90, -80, -70, -1), phases(7, 50, 60, 70), phases(9, 700, 710)
+    first, later = phases(6, 5, 20, 30, 125), phases(8, 130, 140, 150, 325)
+    gateways = (
+        TracedProcess(name="gateway-0", pid=21, records=(*long_over, *first, *overlapping, *later, *behind)),
+        TracedProcess(name="gateway-1", pid=22, records=phases(4, 1, 2, 3)),
+    )
+    content = trace_json(replace(TRACE, processes=(*TRACE.processes, *gateways)))
+    check(content)
+    assert lane(content, (4, 4000)) == [
+        ("request", "tokenise", 5, 20),
+        ("request", "submit", 20, 30),
+        ("request", "first token", 30, 125),
+        ("request", "tokenise", 130, 140),
+        ("request", "submit", 140, 150),
+        ("request", "first token", 150, 325),
+    ]
+    assert lane(content, (4, 4001)) == [("request", "tokenise", 50, 60), ("request", "submit", 60, 70)]
+    assert lane(content, (5, 5000)) == [("request", "tokenise", 1, 2), ("request", "submit", 2, 3)]
+    assert set(slices_by_thread(content)) - set(slices_by_thread(trace_json(TRACE))) == {
+        (4, 4000),
+        (4, 4001),
+        (5, 5000),
+    }
 
 
 def test_nanoseconds_are_kept() -> None:

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
+from slipstream.cli.trace import fetch_requests
 from slipstream.client import AsyncClient
 from slipstream.common.api.job_info import JobState
 from slipstream.common.api.output_chunk import FinishReason
@@ -21,6 +22,7 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnavailableError,
 )
+from slipstream.common.worker.recorder import Site
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 from tests.harness.gateway_processes import GatewayProcesses, gateway_processes
 from tests.harness.generation_server import collect, state_of, tokens_of
@@ -102,6 +104,19 @@ async def test_a_server_draws_names_of_jobs_that_stay(gateways: GatewayProcesses
             for _ in range(5):
                 request = generation_pb2.CreateJobRequest(input_ids=generation_pb2.TokenIds(ids=PROMPT))
                 assert gateways.home_of((await stub.CreateJob(request)).job.job_id) == index
+
+
+async def test_each_gateway_returns_the_times_of_its_own_requests(
+    gateways: GatewayProcesses, clients: list[AsyncClient]
+) -> None:
+    for home in EVERYWHERE:
+        await collect(clients[0].generate(PROMPT, job_id=gateways.job_of(home, "timed"), max_new_tokens=9))
+    services = (await clients[0].server_info()).services[:NUM_GATEWAYS]
+    found = await fetch_requests(gateways.addresses[0], services, {})
+    assert [process.pid for process in found] == [gateways.pid(index) for index in EVERYWHERE]
+    for index, process in enumerate(found):
+        assert {record.step % NUM_GATEWAYS for record in process.records} == {index}
+        assert Site.FIRST_TOKEN in {record.site for record in process.records}
 
 
 async def test_a_job_is_cancelled_through_another_gateway(

@@ -21,12 +21,13 @@ from slipstream.gateway.journal_file import JournalFile, JournalMode
 from slipstream.gateway.manager import JobManager
 from slipstream.gateway.peers import GatewayState, Peers
 from slipstream.gateway.request_metrics import RequestMetrics
+from slipstream.gateway.request_times import RECORDER, RecorderServicer
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import ServedModel
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
 from slipstream.gateway.validation import RequestLimits
 from slipstream.gateway.vllm_engine import VllmEngineServicer
-from slipstream.protos import generation_pb2_grpc
+from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
 from tests.harness.grpc_server import FREE_PORT, running_server
 from tests.harness.scripted_scheduler import (
     CONTEXT_TOKENS,
@@ -167,6 +168,7 @@ async def generation_server(
         services = (
             (SERVICE_NAME, generation_pb2_grpc.add_GenerationServicer_to_server, servicer),
             (vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine),
+            (RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, RecorderServicer(servicer.request_times)),
         )
         async with running_server(*services, address=address, interceptors=interceptors) as server:
             served = GenerationServer(
