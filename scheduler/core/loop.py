@@ -159,7 +159,7 @@ class StepLoop:
         has_command = planned.draft is not None
         if attachment is not None:
             is_prefill = step.kind is StepKind.PREFILL
-            self._speculation.sending(step.number, attachment, has_command=has_command, brings_tokens=is_prefill)
+            self._speculation.sending(step.number, attachment, planned.draft, brings_tokens=is_prefill)
         waits_for = next((point.value for point in planned.verify.waits if point.fence is FenceName.DRAFT_DONE), 0)
         # The command that the other one waits for goes first.
         if step.kind is StepKind.DECODE:

@@ -16,17 +16,20 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
+from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 
 if TYPE_CHECKING:
+    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S = 0.25, 0.05
 """Of the watchdog where it is not set: a CPU's threads are not always scheduled sooner."""
 FIRST_STEP_TIMEOUT_S = 1.0
-"""The least time for the first step that a draft takes part in: a process that has just started is slow at first."""
+"""The least time for the first step that a draft takes part in, as a process that has just started is slow at first;
+and for a step whose stash does not come, though it may be a hostile draft that keeps it away."""
 CATCH_UP_TIMEOUT_S = 10.0
 """A command that brings tokens may take so long: no step waits for it."""
 _SMOOTHING = 0.1
@@ -61,36 +64,51 @@ class SpeculationListener(Protocol):
         ...
 
 
+class _Command(NamedTuple):
+    """A command that a draft was sent."""
+
+    number: int
+    brings_tokens: bool
+    stash: int
+    """The stash that it waits for; 0 for none."""
+
+
 class _Drafting:
     """The work that an attachment was given."""
 
-    __slots__ = ("attachment", "done", "has_drafted", "is_lost", "last_step", "moved_at", "pending")
+    __slots__ = ("attachment", "done", "has_drafted", "is_lost", "lacks_stash", "last_step", "moved_at", "pending")
 
     def __init__(self, attachment: DraftAttachment) -> None:
         self.attachment = attachment
-        self.pending: deque[tuple[int, bool]] = deque()
-        """Commands that draft is not known to have done, and whether they bring tokens."""
+        self.pending: deque[_Command] = deque()
+        """Commands that draft is not known to have done."""
         self.done = 0
         """The fence's counter when it was last looked at. A draft may write anything there, and take it back."""
         self.moved_at = time.monotonic()
-        """When one of `pending` was last found done, or the first was sent."""
+        """When one of `pending` was last found done, or the first was sent, or the stash that it waits for came."""
+        self.lacks_stash = False
+        """True if the first of `pending` was last seen to wait for verify."""
         self.last_step = 0
         """The last step of verify that refers to it."""
         self.is_lost = False
         self.has_drafted = False
         """True once a command that brings no tokens is done."""
 
-    def add(self, number: int, *, brings_tokens: bool) -> None:
+    def add(self, number: int, *, brings_tokens: bool, stash: int = 0) -> None:
         if not self.pending:
             self.moved_at = time.monotonic()
-        self.pending.append((number, brings_tokens))
+        self.pending.append(_Command(number, brings_tokens, stash))
 
     def look(self) -> None:
         self.done = self.attachment.done.poll()
-        while self.pending and self.pending[0][0] <= self.done:
-            _, brings_tokens = self.pending.popleft()
-            self.has_drafted = self.has_drafted or not brings_tokens
-            self.moved_at = time.monotonic()
+        while self.pending and self.pending[0].number <= self.done:
+            self.has_drafted |= not self.pending.popleft().brings_tokens
+            self.moved_at, self.lacks_stash = time.monotonic(), False
+        if self.pending and (stash := self.pending[0].stash):
+            lacked_stash, self.lacks_stash = self.lacks_stash, self.attachment.stash.poll() < stash
+            if lacked_stash and not self.lacks_stash:
+                self.pending[0] = self.pending[0]._replace(stash=0)
+                self.moved_at = time.monotonic()
 
 
 class _Joining:
@@ -175,13 +193,14 @@ class Speculation:
         active = self.active
         return Part() if active is None else Part(active, active.num_draft_tokens)
 
-    def sending(self, step: int, attachment: DraftAttachment, *, has_command: bool, brings_tokens: bool) -> None:
-        """Notes a step that is about to be sent with an attachment; `has_command`: draft has a part in it."""
+    def sending(self, step: int, attachment: DraftAttachment, draft: FenceOps | None, *, brings_tokens: bool) -> None:
+        """Notes a step that is about to be sent with an attachment; `draft`: of draft's command, if it has a part."""
         drafting = self._find(attachment)
         assert drafting is not None, "the attachment was there when the step was decided"
         drafting.last_step = step
-        if has_command:
-            drafting.add(step, brings_tokens=brings_tokens)
+        if draft is not None:
+            stash = next((point.value for point in draft.waits if point.fence is FenceName.VERIFY_STASH), 0)
+            drafting.add(step, brings_tokens=brings_tokens, stash=stash)
 
     def consumed(self, step: int, seconds: float, *, is_decode: bool) -> None:
         """Notes that a step was consumed, `seconds` after the one before or after it was sent."""
@@ -215,9 +234,11 @@ class Speculation:
         if drafting is not None and not drafting.is_lost:
             drafting.look()
             if drafting.done < waits_for:
-                brings_tokens = bool(drafting.pending) and drafting.pending[0][1]
+                brings_tokens = bool(drafting.pending) and drafting.pending[0].brings_tokens
                 waited_s = time.monotonic() - max(since, drafting.moved_at)
-                limit_s = self.timeout_s if drafting.has_drafted else max(self.timeout_s, FIRST_STEP_TIMEOUT_S)
+                limit_s = self.timeout_s
+                if drafting.lacks_stash or not drafting.has_drafted:
+                    limit_s = max(limit_s, FIRST_STEP_TIMEOUT_S)
                 if waited_s > limit_s + 2 * self._tokens_s * brings_tokens:
                     reason = f"the draft service did not come to an end of its work within {waited_s:.3f} s"
                     self._lose(drafting, LossCause.TIMEOUT, reason)
@@ -239,7 +260,7 @@ class Speculation:
         if self._active is None or not self._active.pending:
             return None
         self._active.look()
-        return (self._active.attachment, self._active.pending[0][0]) if self._active.pending else None
+        return (self._active.attachment, self._active.pending[0].number) if self._active.pending else None
 
     def lose(self, attachment: DraftAttachment, error: SlipstreamError) -> None:
         """Its link has failed. Raises UnavailableError, see `next_part`."""

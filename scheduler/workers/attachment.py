@@ -63,6 +63,8 @@ class DraftAttachment:
             self._own.close()
             raise
         self.done: Fence = self._own.fence(FenceName.DRAFT_DONE)
+        self.stash: Fence = self._given.fence(FenceName.VERIFY_STASH)
+        """On a GPU draft can write there, too."""
         self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)
         """[ring, 2] int64, as draft wrote them: any numbers."""
         self._process = ProcessId.of(description.pid)
@@ -112,7 +114,7 @@ class DraftAttachment:
 
     def release_draft(self, step: int) -> None:
         """Ends draft's waits for verify, up to `step`."""
-        self._given.fence(FenceName.VERIFY_STASH).release(step)
+        self.stash.release(step)
         if self._log.is_enabled:
             self._log.release(FenceName.VERIFY_STASH, step, epoch=self._epoch, attachment=self.number)
 

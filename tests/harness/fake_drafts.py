@@ -59,9 +59,10 @@ class FakeDraft:
         self.failure: SlipstreamError | None = None
         self.has_refused = False
         self.done = FakeFence()
+        self.stash = FakeFence()
         self.is_released = self.is_let_go = False
         self.slots: dict[int, DraftedSlot] = {}
-        self.stash: dict[int, tuple[int, list[int]]] = {}
+        self.stashed: dict[int, tuple[int, list[int]]] = {}
         """By slot, as verify wrote it: position of the bonus token, and the tokens of the last step."""
         self.kinds: list[StepKind] = []
         self._last_number = 0
@@ -108,7 +109,7 @@ class FakeDraft:
             slot.tokens += chunk.tokens
         if command.kind is StepKind.DECODE:
             for row in command.slots:
-                self._take_in_stash(self.slots[row], *self.stash[row])
+                self._take_in_stash(self.slots[row], *self.stashed[row])
 
     def _take_in_stash(self, slot: DraftedSlot, position: int, last_tokens: list[int]) -> None:
         first = position + 1 - len(last_tokens)

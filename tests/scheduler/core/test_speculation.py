@@ -11,137 +11,17 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from slipstream.common.errors import UnavailableError
-from slipstream.common.worker.step import StepCommand, StepKind
-from slipstream.scheduler.core.batch import BatchSizes
-from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.core.speculation import Speculation
+from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
+from tests.harness.drafted_run import SIZES, DraftedRun, lost_run
 from tests.harness.fake_drafts import FakeDraft, FakeFence
-from tests.harness.simulated_run import Run, make_job, reference, token_of
+from tests.harness.simulated_run import make_job, reference, token_of
 
 if TYPE_CHECKING:
-    from slipstream.scheduler.core.results import Step, StepResult
     from slipstream.scheduler.workers.attachment import DraftAttachment
     from tests.harness.counted_jobs import Job
 
-SIZES = BatchSizes(num_slots=4, num_pages=200, page_tokens=4, chunk_tokens=16, num_draft_tokens=3, run_ahead=1)
 NUM_RUNS = 4
-NO_DRAFT = DraftTraits(is_present=False)
-
-
-class Listener:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-        self.causes: list[LossCause] = []
-
-    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
-        """See `SpeculationListener.joined`."""
-        self.events.append(("joined", attachment.number))
-
-    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
-        """See `SpeculationListener.left`."""
-        self.events.append(("left", attachment.number))
-        self.causes.append(cause)
-
-    def let_go(self, attachment: DraftAttachment) -> None:
-        """See `SpeculationListener.let_go`."""
-        self.events.append(("let go", attachment.number))
-
-
-class DraftedRun(Run):
-    """The loop without its surroundings, with drafts that come and go."""
-
-    def __init__(self, sizes: BatchSizes, rng: random.Random, *, timeout_s: float | None = None) -> None:
-        super().__init__(sizes, rng)
-        self.random = rng
-        self.listener = Listener()
-        self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s)
-        self.kinds: list[StepKind] = []
-        self.plan = initial_state(NO_DRAFT, sizes.run_ahead)
-        self._planned_for: DraftAttachment | None = None
-        self._drafts: dict[int, FakeDraft] = {}
-
-    def offer(self, draft: FakeDraft) -> None:
-        """A draft comes."""
-        self._drafts[draft.number] = draft
-        self.speculation.offer(cast("DraftAttachment", draft))
-
-    def turn(self) -> bool:
-        """See `Run.turn`."""
-        self.batch.cancel(self.queue.take_cancelled())
-        self.batch.admit(self.queue)
-        part = self.speculation.next_part(self.plan.step, len(self.in_flight))
-        step, attachment = None, None
-        if part is not None:
-            attachment = part.attachment
-            step = (
-                self.batch.empty_step()
-                if part.is_empty
-                else self.batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first)
-            )
-        if step is not None:
-            self._send(step, attachment)
-        self.take()
-        if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
-            step, result = self.in_flight.popleft()
-            self.plan = consume(self.plan, step.number)
-            self.speculation.consumed(step.number, 0.001, is_decode=step.kind is not StepKind.PREFILL)
-            self.apply(step, result)
-        for draft in self._drafts.values():
-            if self.random.random() < 0.5:
-                draft.work()
-        return step is not None or bool(self.in_flight)
-
-    def finish(self) -> None:
-        """Turns until nothing is left to do."""
-        for _ in range(3000):
-            if not self.turn() and not len(self.queue):
-                return
-        raise AssertionError("no progress")
-
-    def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
-        self.kinds.append(step.kind)
-        if attachment is not self._planned_for:
-            self.plan = with_draft(self.plan, NO_DRAFT if attachment is None else attachment.traits)
-            self._planned_for = attachment
-        planned, self.plan = plan_step(self.plan, OrderedStep(step.number, step.kind, step.members.mask))
-        draft = None if attachment is None else self._drafts[attachment.number]
-        if attachment is not None:
-            self.speculation.sending(
-                step.number,
-                attachment,
-                has_command=planned.draft is not None,
-                brings_tokens=step.kind is StepKind.PREFILL,
-            )
-            assert not any(event == ("let go", attachment.number) for event in self.listener.events)
-        if draft is not None and planned.draft is not None and draft.failure is None:
-            draft.send(self._command(step, draft, planned.draft))
-            if step.kind is StepKind.DECODE:
-                draft.work(up_to=step.number)  # verify waits for it
-        result = self.device.run(step)
-        if draft is not None:
-            for slot, output in zip(step.yielding.slots, _outputs(result), strict=True):
-                state = self.device.slots[slot]
-                draft.stash[slot] = len(state.prompt) + state.num_output - 1, output
-        self.in_flight.append((step, result))
-
-    def _command(self, step: Step, draft: FakeDraft, ops: object) -> StepCommand:
-        return StepCommand(
-            epoch=draft.number,
-            step=step.number,
-            kind=step.kind,
-            slots=step.members.slots,
-            ops=ops,  # type: ignore[arg-type]
-            chunks=step.chunks,
-            updates=step.updates,
-        )
-
-
-def _outputs(result: StepResult) -> list[list[int]]:
-    columns = zip(result.tokens.tolist(), result.num_accepted.tolist(), strict=True)
-    return [tokens[: accepted + 1] for tokens, accepted in columns]
 
 
 def make_jobs(rng: random.Random, count: int, *, most: int = 60) -> list[Job]:
@@ -196,6 +76,11 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
     assert num_joined > NUM_RUNS
 
 
+def waits_for_stash(step: int) -> FenceOps:
+    """The fences of a command for a draft that waits for the stash of a step; 0 for none."""
+    return FenceOps((FencePoint(FenceName.VERIFY_STASH, step),) if step else (), ())
+
+
 def test_a_draft_that_is_there_before_the_first_step_takes_part_in_it() -> None:
     run = DraftedRun(SIZES, random.Random(1))
     draft = FakeDraft(2, 3)
@@ -243,18 +128,6 @@ def test_a_head_joins_within_two_steps_without_tokens() -> None:
     check(run, [job])
 
 
-def lost_run(**settings: float) -> tuple[DraftedRun, FakeDraft, Job]:
-    """A run whose draft drafts."""
-    run = DraftedRun(SIZES, random.Random(1), **settings)  # type: ignore[arg-type]
-    draft, job = FakeDraft(2, 3), make_job("job", (1, 2, 3), 60)
-    run.offer(draft)
-    run.jobs.add(job)
-    for _ in range(5):
-        run.turn()
-    assert run.kinds[-1] is StepKind.DECODE
-    return run, draft, job
-
-
 def test_a_lost_draft_is_released_up_to_the_last_step_until_that_is_consumed() -> None:
     run, draft, job = lost_run()
     last = run.plan.step
@@ -294,7 +167,7 @@ def test_the_watchdog_loses_a_draft_that_holds_a_step_up() -> None:
     run.speculation.watch(attachment, step, time.monotonic() - 1.0)
     assert run.speculation.active is attachment, "it is verify that the step waits for"
     next_step = step + 1
-    run.speculation.sending(next_step, attachment, has_command=True, brings_tokens=False)
+    run.speculation.sending(next_step, attachment, waits_for_stash(0), brings_tokens=False)
     deadline = time.monotonic() + 5.0
     while run.speculation.active is attachment:
         assert time.monotonic() < deadline
@@ -303,10 +176,47 @@ def test_the_watchdog_loses_a_draft_that_holds_a_step_up() -> None:
     assert draft.done.value == next_step
 
 
+def test_a_draft_is_not_blamed_for_a_stash_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, draft, _ = lost_run(timeout_s=0.1)
+    now = time.monotonic()
+    monkeypatch.setattr("slipstream.scheduler.core.speculation.time.monotonic", lambda: now)
+    step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
+    sent_at = now
+    run.speculation.sending(step, attachment, waits_for_stash(step - 1), brings_tokens=False)
+    draft.stash.value = step - 2
+    run.speculation.watch(attachment, step, sent_at)
+    now += 0.9
+    run.speculation.watch(attachment, step, sent_at)
+    assert run.speculation.active is attachment, "verify has not stashed"
+    draft.stash.value = step - 1
+    run.speculation.watch(attachment, step, sent_at)
+    now += 0.09
+    run.speculation.watch(attachment, step, sent_at)
+    assert run.speculation.active is attachment, "its time counts from the stash on"
+    draft.stash.value = 0  # as a hostile draft writes it
+    now += 0.02
+    run.speculation.watch(attachment, step, sent_at)
+    assert run.listener.causes == [LossCause.TIMEOUT]
+
+
+def test_a_stash_that_never_comes_does_not_excuse_a_draft_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, draft, _ = lost_run(timeout_s=0.1)
+    now = time.monotonic()
+    monkeypatch.setattr("slipstream.scheduler.core.speculation.time.monotonic", lambda: now)
+    step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
+    sent_at = now
+    run.speculation.sending(step, attachment, waits_for_stash(step - 1), brings_tokens=False)
+    draft.stash.value = step - 2
+    run.speculation.watch(attachment, step, sent_at)
+    now += 1.1
+    run.speculation.watch(attachment, step, sent_at)
+    assert run.listener.causes == [LossCause.TIMEOUT]
+
+
 def test_a_draft_whose_fence_falls_back_is_lost_as_one_that_never_came_so_far() -> None:
     run, draft, _ = lost_run(timeout_s=0.1)
     step, attachment = run.plan.step + 1, cast("DraftAttachment", draft)
-    run.speculation.sending(step, attachment, has_command=True, brings_tokens=False)
+    run.speculation.sending(step, attachment, waits_for_stash(0), brings_tokens=False)
     draft.done.value = 2**63
     run.speculation.watch(attachment, step, time.monotonic() - 1.0)
     assert run.speculation.active is attachment

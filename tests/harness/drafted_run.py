@@ -1,0 +1,146 @@
+"""The step loop without its surroundings, with drafts that come and go."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, cast
+
+from slipstream.common.worker.step import StepCommand, StepKind
+from slipstream.scheduler.core.batch import BatchSizes
+from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.core.speculation import Speculation
+from tests.harness.fake_drafts import FakeDraft
+from tests.harness.simulated_run import Run, make_job
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.core.results import Step, StepResult
+    from slipstream.scheduler.telemetry.draft_metrics import LossCause
+    from slipstream.scheduler.workers.attachment import DraftAttachment
+    from tests.harness.counted_jobs import Job
+
+SIZES = BatchSizes(num_slots=4, num_pages=200, page_tokens=4, chunk_tokens=16, num_draft_tokens=3, run_ahead=1)
+NO_DRAFT = DraftTraits(is_present=False)
+
+
+class Listener:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.causes: list[LossCause] = []
+
+    def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
+        """See `SpeculationListener.joined`."""
+        self.events.append(("joined", attachment.number))
+
+    def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
+        """See `SpeculationListener.left`."""
+        self.events.append(("left", attachment.number))
+        self.causes.append(cause)
+
+    def let_go(self, attachment: DraftAttachment) -> None:
+        """See `SpeculationListener.let_go`."""
+        self.events.append(("let go", attachment.number))
+
+
+class DraftedRun(Run):
+    """The loop without its surroundings, with drafts that come and go."""
+
+    def __init__(self, sizes: BatchSizes, rng: random.Random, *, timeout_s: float | None = None) -> None:
+        super().__init__(sizes, rng)
+        self.random = rng
+        self.listener = Listener()
+        self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s)
+        self.kinds: list[StepKind] = []
+        self.plan = initial_state(NO_DRAFT, sizes.run_ahead)
+        self._planned_for: DraftAttachment | None = None
+        self._drafts: dict[int, FakeDraft] = {}
+
+    def offer(self, draft: FakeDraft) -> None:
+        """A draft comes."""
+        self._drafts[draft.number] = draft
+        self.speculation.offer(cast("DraftAttachment", draft))
+
+    def turn(self) -> bool:
+        """See `Run.turn`."""
+        self.batch.cancel(self.queue.take_cancelled())
+        self.batch.admit(self.queue)
+        part = self.speculation.next_part(self.plan.step, len(self.in_flight))
+        step, attachment = None, None
+        if part is not None:
+            attachment = part.attachment
+            step = (
+                self.batch.empty_step()
+                if part.is_empty
+                else self.batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first)
+            )
+        if step is not None:
+            self._send(step, attachment)
+        self.take()
+        if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
+            step, result = self.in_flight.popleft()
+            self.plan = consume(self.plan, step.number)
+            self.speculation.consumed(step.number, 0.001, is_decode=step.kind is not StepKind.PREFILL)
+            self.apply(step, result)
+        for draft in self._drafts.values():
+            if self.random.random() < 0.5:
+                draft.work()
+        return step is not None or bool(self.in_flight)
+
+    def finish(self) -> None:
+        """Turns until nothing is left to do."""
+        for _ in range(3000):
+            if not self.turn() and not len(self.queue):
+                return
+        raise AssertionError("no progress")
+
+    def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
+        self.kinds.append(step.kind)
+        if attachment is not self._planned_for:
+            self.plan = with_draft(self.plan, NO_DRAFT if attachment is None else attachment.traits)
+            self._planned_for = attachment
+        planned, self.plan = plan_step(self.plan, OrderedStep(step.number, step.kind, step.members.mask))
+        draft = None if attachment is None else self._drafts[attachment.number]
+        if attachment is not None:
+            is_prefill = step.kind is StepKind.PREFILL
+            self.speculation.sending(step.number, attachment, planned.draft, brings_tokens=is_prefill)
+            assert not any(event == ("let go", attachment.number) for event in self.listener.events)
+        if draft is not None and planned.draft is not None and draft.failure is None:
+            draft.send(self._command(step, draft, planned.draft))
+            if step.kind is StepKind.DECODE:
+                draft.work(up_to=step.number)  # verify waits for it
+        result = self.device.run(step)
+        if draft is not None:
+            draft.stash.value = step.number
+            for slot, output in zip(step.yielding.slots, _outputs(result), strict=True):
+                state = self.device.slots[slot]
+                draft.stashed[slot] = len(state.prompt) + state.num_output - 1, output
+        self.in_flight.append((step, result))
+
+    def _command(self, step: Step, draft: FakeDraft, ops: object) -> StepCommand:
+        return StepCommand(
+            epoch=draft.number,
+            step=step.number,
+            kind=step.kind,
+            slots=step.members.slots,
+            ops=ops,  # type: ignore[arg-type]
+            chunks=step.chunks,
+            updates=step.updates,
+        )
+
+
+def _outputs(result: StepResult) -> list[list[int]]:
+    columns = zip(result.tokens.tolist(), result.num_accepted.tolist(), strict=True)
+    return [tokens[: accepted + 1] for tokens, accepted in columns]
+
+
+def lost_run(**settings: float) -> tuple[DraftedRun, FakeDraft, Job]:
+    """A run whose draft drafts."""
+    run = DraftedRun(SIZES, random.Random(1), **settings)  # type: ignore[arg-type]
+    draft, job = FakeDraft(2, 3), make_job("job", (1, 2, 3), 60)
+    run.offer(draft)
+    run.jobs.add(job)
+    for _ in range(5):
+        run.turn()
+    assert run.kinds[-1] is StepKind.DECODE
+    return run, draft, job
