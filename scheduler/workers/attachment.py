@@ -68,6 +68,8 @@ class DraftAttachment:
         self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)
         """[ring, 2] int64, as draft wrote them: any numbers."""
         self._process = ProcessId.of(description.pid)
+        self.was_taken = False
+        """True once its process has taken it, and so let go of all earlier ones."""
         self.is_superseded = False
         """True once its process was attached anew, and so has let this attachment go."""
         self._is_attached = self._is_known_to_verify = self._has_drained = False
@@ -91,7 +93,7 @@ class DraftAttachment:
             )
         )
         sizes = draft_sizes(self.description, self.num_draft_tokens)
-        self._is_known_to_verify = True
+        self.was_taken = self._is_known_to_verify = True
         attach_to_verify = failing_before("scheduler.before_attach_draft", verify.attach_draft)
         attach_to_verify(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
         # All processes that need the memory have mapped it by now.
@@ -200,12 +202,12 @@ class Retired:
             attachment.close()
 
     def check(self, pid: int) -> None:
-        """Raises FailedPreconditionError if too many wait, so that no draft is to be attached, `pid`'s among them.
+        """Raises FailedPreconditionError if too many processes may still write, apart from `pid`, which is to attach.
 
-        Its own attachments do not count: it lets go of them first.
+        That one lets go of what it has first.
         """
         self.free()
-        if sum(one.description.pid != pid for one in self._waiting) >= MOST_RETIRED:
+        if len({one.description.pid for one in self._waiting} - {pid}) >= MOST_RETIRED:
             raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
 
     def close(self) -> None:

@@ -291,6 +291,8 @@ class DraftSession:
         except SlipstreamError as error:
             if isinstance(error, MismatchError):
                 self._misfit = target.address, description.pid, list(error.differences)
+            if attachment.was_taken:
+                self._retired.supersede(description.pid)
             self._detach(attachment, epoch.link, drain=False)
             raise
         self._retired.supersede(description.pid)

@@ -35,6 +35,7 @@ def test_a_process_may_come_back_to_what_it_left_and_a_third_may_not() -> None:
     retired, first, second = Retired(), Held(1), Held(2)
     retired.add(first)  # type: ignore[arg-type]
     retired.add(second)  # type: ignore[arg-type]
+    retired.add(Held(2))  # type: ignore[arg-type]
     with pytest.raises(FailedPreconditionError, match="2 earlier draft processes"):
         retired.check(3)
     retired.check(1)
