@@ -217,10 +217,11 @@ class DraftSession:
 
     def _work(self, epoch: Epoch | None, swap: tuple[DraftSwap, Future[SwapOutcome]] | None) -> None:
         self.detach_let_go()
-        if swap is not None:
-            self._answer(epoch, *swap)
-        elif epoch is not None and self._is_due():
+        if epoch is not None and self._is_due() and (swap is None or not self._has_tried):
+            # The epoch waits for its first try, and a swap for the epoch's steps.
             self._try(epoch)
+        elif swap is not None:
+            self._answer(epoch, *swap)
 
     def _has_work(self) -> bool:
         return self._is_stopped or self._swap is not None or self._is_due() or bool(self._let_go())

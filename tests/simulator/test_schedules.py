@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.simulator.faults import Fault, Faults
 from tests.simulator.planted_bugs import BUGS, PlantedBug
 from tests.simulator.schedule import Schedule, run_schedule
-from tests.simulator.world import SimulationError
+from tests.simulator.world import START_S, SimulationError
 
 QUICK, QUICK_AT_ONCE = 300, 50
 ALL, AT_ONCE = 10_000, 250
@@ -66,3 +67,13 @@ def test_a_run_leaves_nothing_behind() -> None:
     with pytest.raises(SimulationError, match="seed 3: on purpose"):
         schedule.run()
     assert (journal.threading, loop.time) == before
+
+
+def test_a_draft_may_be_swapped_while_an_epoch_opens() -> None:
+    """Serving begins without a delay, at whichever point of the opening the swap comes."""
+    seed = next(seed for seed in range(QUICK) if Schedule(seed).num_swaps)
+    for event in range(20, 60):
+        schedule = Schedule(seed)
+        schedule.faults = Faults([Fault(event, "swap", "other-draft", 0.0)])
+        schedule.run()
+        assert schedule.world.now < START_S + 10
