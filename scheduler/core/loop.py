@@ -260,7 +260,7 @@ class StepLoop:
             self._hand_out()
             attachment, oldest = backlog
             started = time.monotonic()
-            while not attachment.is_released and not attachment.done.wait_on_host(oldest, WATCH_S):
+            while attachment is self._speculation.active and not attachment.done.wait_on_host(oldest, WATCH_S):
                 self._check_verify()
                 self._speculation.watch(attachment, oldest, started)
             self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)

@@ -186,13 +186,14 @@ class Retired:
 
     def add(self, attachment: DraftAttachment) -> None:
         """Takes an attachment that is detached on both sides."""
+        self.supersede(attachment)
         self._waiting.append(attachment)
         self.free()
 
-    def supersede(self, pid: int) -> None:
-        """A process was attached anew: it lets go of one attachment before it takes another."""
+    def supersede(self, taken: DraftAttachment) -> None:
+        """A process has taken an attachment, perhaps: it lets go of one before it takes another."""
         for attachment in self._waiting:
-            attachment.is_superseded |= attachment.description.pid == pid
+            attachment.is_superseded |= taken.was_taken and attachment.description.pid == taken.description.pid
         self.free()
 
     def free(self) -> None:

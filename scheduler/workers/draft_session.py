@@ -218,8 +218,7 @@ class DraftSession:
     def _work(self, epoch: Epoch | None, swap: tuple[DraftSwap, Future[SwapOutcome]] | None) -> None:
         self.detach_let_go()
         if epoch is not None and self._is_due() and (swap is None or not self._has_tried):
-            # The epoch waits for its first try, and a swap for the epoch's steps.
-            self._try(epoch)
+            self._try(epoch)  # which the epoch's first step waits for, and a swap for that
         elif swap is not None:
             self._answer(epoch, *swap)
 
@@ -292,11 +291,9 @@ class DraftSession:
         except SlipstreamError as error:
             if isinstance(error, MismatchError):
                 self._misfit = target.address, description.pid, list(error.differences)
-            if attachment.was_taken:
-                self._retired.supersede(description.pid)
             self._detach(attachment, epoch.link, drain=False)
             raise
-        self._retired.supersede(description.pid)
+        self._retired.supersede(attachment)
         self.last_known = description
         return attachment
 

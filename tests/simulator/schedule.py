@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from slipstream.scheduler.workers.draft_session import DraftSession
 
 CONTEXT_TOKENS = 64
-END_S = 60.0
-"""On the world's clock: every schedule is over by then."""
-QUIET_S = 120.0
+END_S = 240.0
+"""On the world's clock: every schedule is over by then. A call to a worker that hangs takes 60 s."""
+QUIET_S = 240.0
 """After the last client's end."""
 _MIB = 2**20
 

@@ -14,7 +14,7 @@ from slipstream.scheduler.workers.attachment import Retired
 class Held:
     """An attachment of a process that lives."""
 
-    is_superseded = False
+    is_superseded = was_taken = False
 
     def __init__(self, pid: int) -> None:
         self.description: Any = SimpleNamespace(pid=pid)
@@ -39,6 +39,10 @@ def test_a_process_may_come_back_to_what_it_left_and_a_third_may_not() -> None:
     with pytest.raises(FailedPreconditionError, match="2 earlier draft processes"):
         retired.check(3)
     retired.check(1)
-    retired.supersede(1)
+    again = Held(1)
+    retired.supersede(again)  # type: ignore[arg-type]
+    assert not first.is_closed, "its process may have taken nothing"
+    again.was_taken = True
+    retired.supersede(again)  # type: ignore[arg-type]
     assert (first.is_closed, second.is_closed) == (True, False)
     retired.check(3)
