@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.layout import EpochShape
     from slipstream.common.worker.step import StepCommand
-    from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.workers.link import Link
 
 MOST_RETIRED = 2
@@ -143,77 +143,56 @@ class DraftAttachment:
         self._given.close()
 
 
-class DraftTarget(NamedTuple):
-    """The draft that is wanted."""
-
-    address: str
-    num_draft_tokens: int
-
-
-class DraftStatus(NamedTuple):
-    """What drafts now, for people."""
-
-    state: str
-    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
-    since: float
-    """On time.monotonic's clock."""
-    problem: str
-    """While it is missing: why the last one left or was refused."""
-
-
-class Held:
-    """An attachment and its fate so far. Belongs to the session's lock."""
-
-    def __init__(self, attachment: DraftAttachment, target: DraftTarget) -> None:
-        self.attachment = attachment
-        self.target = target
-        self.has_joined = False
-        self.position = 0
-        """Decode steps that there were when it joined."""
-        self.cause: LossCause | None = None
-        """Set when it takes part in no further step."""
-        self.reason = ""
-        self.is_let_go = False
-        """True once no step refers to it any more."""
-        self.is_detached = False
-
-
 class Retired:
-    """Attachments that are over. Their memory is kept until draft is proven to write to it no more."""
+    """Attachments that are over. Their memory is kept until draft is proven to write to it no more. Any thread."""
 
     def __init__(self) -> None:
         self._waiting: list[DraftAttachment] = []
+        self._lock = threading.Lock()
 
     def add(self, attachment: DraftAttachment) -> None:
         """Takes an attachment that is detached on both sides."""
-        self.supersede(attachment)
-        self._waiting.append(attachment)
-        self.free()
+        with self._lock:
+            self._supersede(attachment)
+            self._waiting.append(attachment)
+            self._free()
 
     def supersede(self, taken: DraftAttachment) -> None:
         """A process has taken an attachment, perhaps: it lets go of one before it takes another."""
-        for attachment in self._waiting:
-            attachment.is_superseded |= taken.was_taken and attachment.description.pid == taken.description.pid
-        self.free()
+        with self._lock:
+            self._supersede(taken)
+            self._free()
 
     def free(self) -> None:
         """Gives back the memory of attachments whose draft is gone."""
-        for attachment in [one for one in self._waiting if one.is_gone]:
-            self._waiting.remove(attachment)
-            attachment.close()
+        with self._lock:
+            self._free()
 
     def check(self, pid: int) -> None:
-        """Raises FailedPreconditionError if too many processes may still write, apart from `pid`, which is to attach.
+        """Checks that the draft with this process id may be attached.
 
-        That one lets go of what it has first.
+        Raises FailedPreconditionError if MOST_RETIRED other processes may still write to their memory. Attachments of
+        the process itself do not count: it lets go of them when it is attached again.
         """
-        self.free()
-        if len({one.description.pid for one in self._waiting} - {pid}) >= MOST_RETIRED:
+        with self._lock:
+            self._free()
+            others = {one.description.pid for one in self._waiting} - {pid}
+        if len(others) >= MOST_RETIRED:
             raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
 
     def close(self) -> None:
         """Gives back everything, as the process ends."""
+        with self._lock:
+            for attachment in self._waiting:
+                attachment.close()
+
+    def _supersede(self, taken: DraftAttachment) -> None:
         for attachment in self._waiting:
+            attachment.is_superseded |= taken.was_taken and attachment.description.pid == taken.description.pid
+
+    def _free(self) -> None:
+        for attachment in [one for one in self._waiting if one.is_gone]:
+            self._waiting.remove(attachment)
             attachment.close()
 
 

@@ -11,25 +11,13 @@ import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from slipstream.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    MismatchError,
-    SlipstreamError,
-    UnavailableError,
-)
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, SlipstreamError, UnavailableError
 from slipstream.common.host import name_this_thread
 from slipstream.scheduler.telemetry.draft_metrics import LossCause, SwapResult
-from slipstream.scheduler.workers.attachment import (
-    DraftAttachment,
-    DraftStatus,
-    DraftTarget,
-    Held,
-    Retired,
-    draft_shape,
-)
-from slipstream.scheduler.workers.sharing import check_fits
-from slipstream.scheduler.workers.sizing import check_draft_memory
+from slipstream.scheduler.workers.admission import Admission
+from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_shape
+from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, drafting, state_of
+from slipstream.scheduler.workers.retries import Retries
 from slipstream.scheduler.workers.swap import Swap
 
 if TYPE_CHECKING:
@@ -45,10 +33,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
-"""Between two tries to attach a draft: the time doubles while they fail."""
-FIRST_TRY_S = 60.0
-"""An epoch waits so long for a draft that answers when the epoch is opened."""
+DESCRIBE_S = 1.0
+"""An epoch is opened without the description of a draft that does not answer within this time."""
+FIRST_TRY_S = 3.0
+"""An epoch that is open waits so long for its draft; one that needs longer joins beside the steps."""
+LOOK_S = 0.05
 
 
 class DraftSession:
@@ -81,13 +70,13 @@ class DraftSession:
         self._epoch: Epoch | None = None
         self._held: dict[int, Held] = {}
         self._retired = Retired()
+        self._admission = Admission(device, self._retired)
         self._swap: tuple[DraftSwap, Future[SwapOutcome]] | None = None
         self._link_in_use: Link | None = None
         self._is_busy = self._is_stopped = self._has_tried = False
-        self._next_try = 0.0
-        self._retry_s = RETRY_S
-        self._misfit: tuple[str, int, list[str]] | None = None
-        """Address, process id, and what differs."""
+        self._is_asked = False
+        """True while `describe` waits for an answer."""
+        self._retries = Retries()
         self._last_problem = ""
         self.status = DraftStatus("", time.monotonic(), "")
         self._thread = threading.Thread(target=self._run, name="drafts")
@@ -111,24 +100,25 @@ class DraftSession:
 
     def describe(self) -> WorkerDescription | None:
         """Asks the wanted draft for its description, before an epoch is opened; else it is the last known."""
-        target = self._target
-        if target is not None:
-            link = self._make_link(target.address)
-            try:
-                self.last_known = link.describe()
-            except SlipstreamError as error:
-                logger.debug("no draft yet: %s", error)
-            finally:
-                link.detach(drain=False)
-        return self.last_known
-
-    def enter(self, epoch: Epoch) -> None:
-        """Attaches drafts to an epoch that is open from now on. Returns when the first try is over."""
         with self._changed:
-            self._epoch, self._has_tried, self._next_try, self._retry_s = epoch, False, 0.0, RETRY_S
-            self._changed.notify_all()
             if self._target is not None:
-                self._changed.wait_for(lambda: self._has_tried, FIRST_TRY_S)
+                self._is_asked = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._is_asked, DESCRIBE_S)
+            return self.last_known
+
+    def enter(self, epoch: Epoch, is_stopped: Callable[[], bool]) -> None:
+        """Attaches drafts to an epoch that is open from now on. Returns when the first try is over, or takes too long.
+
+        It is not waited for if verify is lost, or once `is_stopped` returns True.
+        """
+        until = time.monotonic() + FIRST_TRY_S
+        with self._changed:
+            self._epoch, self._has_tried, self._retries = epoch, False, Retries()
+            self._changed.notify_all()
+            while self._target is not None and time.monotonic() < until and epoch.link.failure is None:
+                if is_stopped() or self._changed.wait_for(lambda: self._has_tried, LOOK_S):
+                    break
             self._update_status()
 
     def leave(self) -> None:
@@ -174,7 +164,8 @@ class DraftSession:
         """See `SpeculationListener.joined`."""
         with self._changed:
             held = self._held[attachment.number]
-            held.has_joined, self._retry_s = True, RETRY_S
+            held.joined_at = time.monotonic()
+            self._retries.joined()
             if self._epoch is not None:
                 held.position = self._epoch.decodes.position
             self._metrics.joined(catch_up_s)
@@ -188,7 +179,7 @@ class DraftSession:
             held.cause, held.reason = cause, reason
             if held.has_joined:
                 self._metrics.lost(cause, has_other=self._drafting() is not None)
-            self._next_try = time.monotonic() + self._retry_s
+            self._retries.left(cause, held.joined_at)
             self._update_status(reason)
         if cause in (LossCause.DIED, LossCause.TIMEOUT, LossCause.REFUSED):
             logger.warning("steps go on without a draft: %s", reason)
@@ -214,19 +205,25 @@ class DraftSession:
             except Exception:
                 logger.exception("the draft's session failed")
                 self._fail_try("the draft's session failed")
+            finally:
+                # They would keep the memory of an epoch that is over until the next one is opened.
+                del epoch, swap
 
     def _work(self, epoch: Epoch | None, swap: tuple[DraftSwap, Future[SwapOutcome]] | None) -> None:
         self.detach_let_go()
+        if self._is_asked:
+            self._ask()
         if epoch is not None and self._is_due() and (swap is None or not self._has_tried):
             self._try(epoch)  # which the epoch's first step waits for, and a swap for that
         elif swap is not None:
             self._answer(epoch, *swap)
 
     def _has_work(self) -> bool:
-        return self._is_stopped or self._swap is not None or self._is_due() or bool(self._let_go())
+        has_request = self._swap is not None or self._is_asked
+        return self._is_stopped or has_request or self._is_due() or bool(self._let_go())
 
     def _is_due(self) -> bool:
-        return self._epoch is not None and self._is_missing() and time.monotonic() >= self._next_try
+        return self._epoch is not None and self._is_missing() and time.monotonic() >= self._retries.due
 
     def _is_missing(self) -> bool:
         return self._target is not None and all(held.cause is not None for held in self._held.values())
@@ -234,7 +231,21 @@ class DraftSession:
     def _idle_s(self) -> float | None:
         if self._epoch is None or not self._is_missing():
             return None
-        return max(0.0, self._next_try - time.monotonic())
+        return max(0.0, self._retries.due - time.monotonic())
+
+    def _ask(self) -> None:
+        link = self._make_link(self.target.address)
+        self._link_in_use = link
+        try:
+            self.last_known = link.describe()
+        except SlipstreamError as error:
+            logger.debug("no draft yet: %s", error)
+        finally:
+            self._link_in_use = None
+            link.detach(drain=False)
+            with self._changed:
+                self._is_asked = False
+                self._changed.notify_all()
 
     def _try(self, epoch: Epoch) -> None:
         target = self._target
@@ -246,12 +257,12 @@ class DraftSession:
         else:
             with self._changed:
                 self._has_tried, self._last_problem = True, ""
+                self._changed.notify_all()
 
     def _fail_try(self, problem: str) -> None:
         with self._changed:
             self._has_tried = True
-            self._next_try = time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            self._retries.failed()
             is_new = problem != self._last_problem and self._epoch is not None
             self._last_problem = problem
             self._update_status(problem)
@@ -264,7 +275,7 @@ class DraftSession:
             self._link_in_use = link
         try:
             attachment = self._attached(epoch, target, link)
-        except SlipstreamError:
+        except BaseException:
             link.detach(drain=False)
             raise
         finally:
@@ -282,44 +293,32 @@ class DraftSession:
 
     def _attached(self, epoch: Epoch, target: DraftTarget, link: Link) -> DraftAttachment:
         description = link.describe()
-        self._check(epoch, description, target)
+        self._admission.check(epoch, description, target)
         number = self._next_number(description.last_epoch)
         shape = draft_shape(epoch.attachment.shape, description, target.num_draft_tokens, epoch.verify.dtype)
         attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
         try:
             attachment.attach(epoch.attachment, epoch.link, epoch.verify)
-        except SlipstreamError as error:
-            if isinstance(error, MismatchError):
-                self._misfit = target.address, description.pid, list(error.differences)
+        except BaseException as error:
+            self._admission.refuse(epoch, description, target, error)
             self._detach(attachment, epoch.link, drain=False)
             raise
         self._retired.supersede(attachment)
         self.last_known = description
         return attachment
 
-    def _check(self, epoch: Epoch, draft: WorkerDescription, target: DraftTarget) -> None:
-        if self._misfit is not None and self._misfit[:2] == (target.address, draft.pid):
-            raise MismatchError(self._misfit[2])
-        if draft.has_scheduler:
-            raise FailedPreconditionError("the draft service has another scheduler")
-        self._retired.check(draft.pid)
-        try:
-            check_fits(self._device, epoch.verify, draft)
-        except MismatchError as error:
-            self._misfit = target.address, draft.pid, list(error.differences)
-            raise
-        check_draft_memory(draft, epoch.sizes)
-
     def detach_let_go(self) -> None:
         """Ends the attachments that no step refers to any more."""
         with self._changed:
             gone, epoch = self._let_go(), self._epoch
+            for held in gone:
+                del self._held[held.attachment.number]
         for held in gone:
             is_well = held.cause in (LossCause.SWAPPED, LossCause.LEFT)
-            self._detach(held.attachment, None if epoch is None else epoch.link, drain=is_well)
-            with self._changed:
+            try:
+                self._detach(held.attachment, None if epoch is None else epoch.link, drain=is_well)
+            finally:
                 held.is_detached = True
-                self._held.pop(held.attachment.number, None)
         self._retired.free()
 
     def _let_go(self) -> list[Held]:
@@ -348,16 +347,20 @@ class DraftSession:
             self._metrics.swapped(SwapResult.ROLLED_BACK if outcome.rolled_back else SwapResult.SWAPPED)
             result.set_result(outcome)
 
-    def take_away(self, epoch: Epoch, held: Held) -> None:
+    def take_away(self, epoch: Epoch, *, but: Held | None = None) -> None:
         """See `Drafts.take_away`."""
-        epoch.speculation.withdraw(held.attachment, LossCause.LEFT)
+        with self._changed:
+            leaving = [held for held in self._held.values() if held is not but]
+        for held in leaving:
+            epoch.speculation.withdraw(held.attachment, LossCause.LEFT)
         self._wake()
-        self.wait_for(epoch, lambda: held.is_detached)
+        self.wait_for(epoch, lambda: all(held.is_detached for held in leaving))
 
     def want(self, target: DraftTarget | None) -> None:
         """See `Drafts.want`."""
         with self._changed:
-            self._target = target
+            if target != self._target:
+                self._target, self._retries = target, Retries()
             self._update_status()
 
     def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -381,19 +384,13 @@ class DraftSession:
                 return False
 
     def _drafting(self) -> Held | None:
-        """The attachment that drafts."""
-        return next((held for held in self._held.values() if held.has_joined and held.cause is None), None)
+        return drafting(self._held.values())
 
     def _update_status(self, problem: str | None = None) -> None:
         """Called under the lock, after each change."""
         self._changed.notify_all()
         is_expected = self._target is not None
-        if self._drafting() is not None:
-            state = "attached"
-        elif any(held.cause is None for held in self._held.values()):
-            state = "catching up"
-        else:
-            state = "missing" if is_expected else ""
+        state = state_of(self._held.values(), is_expected=is_expected)
         self._metrics.is_missing(is_missing=is_expected and self._epoch is not None and state != "attached")
         since = self.status.since if state == self.status.state else time.monotonic()
         told = self.status.problem if problem is None else problem

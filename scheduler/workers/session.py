@@ -23,7 +23,7 @@ from slipstream.scheduler.workers.draft_session import DraftSession
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.heartbeats import Heartbeats
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
-from slipstream.scheduler.workers.sharing import check_sharing
+from slipstream.scheduler.workers.sharing import check_fits, check_sharing
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from slipstream.common.device.interface import Device
+    from slipstream.common.worker.contract import WorkerDescription
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -183,13 +184,13 @@ class WorkerSession:
     def _epoch_with(self, link: Link) -> Epoch:
         verify = link.describe()
         check_sharing(self._device, [verify])
-        workers = Workers(verify=verify, draft=self.drafts.describe())
+        workers, sizes = self._decide(verify)
         labels = {"fence": self._device.fence_kind, "mps": "on" if verify.under_mps else "off", "algorithm": "none"}
         return Epoch(
             self._numbers.above(verify.last_epoch),
             self._config,
             workers,
-            EpochSizes.decide(self._config, workers),
+            sizes,
             device=self._device,
             link=link,
             queue=self._queue,
@@ -198,9 +199,22 @@ class WorkerSession:
             sink=self._sink,
         )
 
+    def _decide(self, verify: WorkerDescription) -> tuple[Workers, EpochSizes]:
+        """Decides the sizes with the draft that is expected, if it fits. Raises ConfigError, OutOfMemoryError."""
+        draft = self.drafts.describe()
+        if draft is not None:
+            workers = Workers(verify=verify, draft=draft)
+            try:
+                check_fits(self._device, verify, draft)
+                return workers, EpochSizes.decide(self._config, workers)
+            except (MismatchError, ConfigError, OutOfMemoryError) as error:
+                logger.warning("the memory is planned without the draft %s: %s", draft.model, error)
+        workers = Workers(verify=verify, draft=None)
+        return workers, EpochSizes.decide(self._config, workers)
+
     def _run_epoch(self, epoch: Epoch) -> None:
         loop = epoch.open()
-        self.drafts.enter(epoch)
+        self.drafts.enter(epoch, lambda: self._queue.is_stopped)
         epoch.speculation.settle()
         self._queue.open(epoch.number)
         self._listener.attached(epoch)

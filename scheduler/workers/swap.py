@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.draft_swap import DraftSwap
     from slipstream.scheduler.telemetry.decode_record import DecodedStep
-    from slipstream.scheduler.workers.attachment import DraftTarget, Held
     from slipstream.scheduler.workers.epoch import Epoch
+    from slipstream.scheduler.workers.held import DraftTarget, Held
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,11 @@ class Drafts(Protocol):
         """
         ...
 
-    def take_away(self, epoch: Epoch, held: Held) -> None:
-        """Has a draft leave, and waits until it is detached. Raises UnavailableError if the epoch is over first."""
+    def take_away(self, epoch: Epoch, *, but: Held | None = None) -> None:
+        """Has all drafts leave but one, those that catch up too, and waits until they are detached.
+
+        Raises UnavailableError if the epoch is over first.
+        """
         ...
 
 
@@ -102,9 +105,8 @@ class Swap:
 
     def _take_away(self) -> DraftFigures:
         self._session.want(None)
-        since, before = self._epoch.decodes.position, self._before
-        if before is not None:
-            self._session.take_away(self._epoch, before)
+        since = self._epoch.decodes.position
+        self._session.take_away(self._epoch)
         return figures("none", 0, self._compared(0, since, None))
 
     def _judge(self, held: Held) -> DraftFigures:
@@ -137,15 +139,23 @@ class Swap:
         return f"{lengths}: fewer than {terms.rollback_below:g} times the accepted tokens"
 
     def _roll_back(self, wanted: DraftTarget) -> str:
-        """Has the draft before join again; returns what to add to the reason."""
+        """Has the draft before join again; returns what to add to the reason.
+
+        If it cannot, the new one leaves all the same, and the session goes on to try.
+        """
         logger.warning("the new draft is worse: the one before comes back")
         self._session.want(wanted)
+        back, problem = None, ""
         try:
             back = self._session.attach(self._epoch, wanted)
             self._session.wait_for(self._epoch, lambda: back.has_joined or back.cause is not None, REJOIN_S)
         except SlipstreamError as error:
-            return f"; the draft before did not come back yet: {error}"
-        return ""
+            problem = str(error)
+        if back is not None and back.cause is None and back.has_joined:
+            return ""
+        self._session.take_away(self._epoch, but=back)
+        problem = problem or (back and back.reason) or "it still catches up"
+        return f"; the new one was taken away, and the one before did not come back yet: {problem}"
 
 
 def _figures_of(held: Held, steps: list[DecodedStep]) -> DraftFigures:

@@ -1,0 +1,226 @@
+"""Drafts that describe themselves wrongly, fail to be attached, or are taken away while they catch up."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
+from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.errors import FailedPreconditionError, UnavailableError
+from slipstream.common.worker.access_log import AccessLog
+from slipstream.common.worker.contract import Attachment, WorkerDescription
+from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
+from slipstream.common.worker.step import Role
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.telemetry.decode_record import DecodeRecord
+from slipstream.scheduler.telemetry.draft_metrics import DraftMetrics, LossCause
+from slipstream.scheduler.workers.attachment import DraftAttachment
+from slipstream.scheduler.workers.draft_session import DraftSession
+from slipstream.scheduler.workers.held import DraftTarget
+from slipstream.scheduler.workers.session import EpochNumbers, WorkerSession
+from slipstream.scheduler.workers.sizing import EpochSizes, Workers
+from tests.harness.workers import describe
+
+if TYPE_CHECKING:
+    from slipstream.common.errors import SlipstreamError
+    from slipstream.scheduler.workers.epoch import Epoch
+    from slipstream.scheduler.workers.link import Link
+
+pytestmark = pytest.mark.timeout(30)
+ADDRESS = "unix:/d"
+CONFIG = SchedulerConfig(
+    verify="unix:/v", draft=ADDRESS, slots=2, page_tokens=8, chunk_tokens=16, num_draft_tokens=2, kv_memory_mib=8
+)
+VERIFY = describe(Role.VERIFY)
+NO_PROCESS = 2**22 + 1
+"""Above every process id."""
+DRAFT = describe(Role.DRAFT, pid=NO_PROCESS)
+
+
+class FakeLink:
+    """A link to a worker that takes everything, unless `error` is set."""
+
+    failure = None
+    has_refused = False
+
+    def __init__(self, description: WorkerDescription, error: Exception | None = None) -> None:
+        self.role = description.role
+        self.description = description
+        self.error = error
+        self.answers = threading.Event()
+        """Cleared, a description does not come."""
+        self.answers.set()
+        self.num_detached = 0
+
+    def describe(self) -> WorkerDescription:
+        """See `Link.describe`."""
+        if not self.answers.wait(20):
+            raise UnavailableError("no answer")
+        return self.description
+
+    def attach(self, attachment: Attachment) -> None:
+        """See `Link.attach`."""
+
+    def attach_draft(self, _region: object) -> None:
+        """See `Link.attach_draft`."""
+        if self.error is not None:
+            raise self.error
+
+    def detach_draft(self, epoch: int, attachment: int) -> None:
+        """See `Link.detach_draft`."""
+
+    def detach(self, *, drain: bool) -> bool:
+        """See `Link.detach`."""
+        self.num_detached += 1
+        return drain
+
+
+class FakeSpeculation:
+    """Never lets a draft take part, and lets it go when it is withdrawn."""
+
+    def __init__(self) -> None:
+        self.session: DraftSession
+        self.offered: list[DraftAttachment] = []
+
+    def offer(self, attachment: DraftAttachment) -> None:
+        """See `Speculation.offer`."""
+        self.offered.append(attachment)
+
+    def withdraw(self, attachment: DraftAttachment, cause: LossCause) -> None:
+        """See `Speculation.withdraw`."""
+        self.session.left(attachment, cause, "it was taken away")
+        self.session.let_go(attachment)
+
+
+class Drafts:
+    """A draft session and an epoch beside it."""
+
+    def __init__(self, draft: FakeLink, verify: FakeLink | None = None) -> None:
+        device = HostDevice()
+        self.numbers = EpochNumbers()
+        self.session = DraftSession(
+            CONFIG,
+            device,
+            make_link=lambda _: cast("Link", draft),
+            next_number=self.numbers.above,
+            metrics=DraftMetrics(CollectorRegistry()),
+            wake=lambda: None,
+        )
+        self.speculation = FakeSpeculation()
+        self.speculation.session = self.session
+        sizes = EpochSizes.decide(CONFIG, Workers(verify=VERIFY, draft=None))
+        shape = EpochShape(num_slots=3, run_ahead=1, num_draft_tokens=2, chunk_tokens=16)
+        arena = device.create_arena(shape.specs(), RESULT_FENCES)
+        attachment = Attachment(
+            epoch=1,
+            manifest=arena.manifest,
+            shape=shape,
+            page_tokens=8,
+            num_pages=9,
+            slot_pages=5,
+            context_tokens=64,
+        )
+        arena.close()
+        parts: dict[str, Any] = {"number": 1, "verify": VERIFY, "sizes": sizes, "attachment": attachment}
+        parts |= {"speculation": self.speculation, "decodes": DecodeRecord(), "log": AccessLog()}
+        self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))
+
+    def attach(self) -> None:
+        """One try."""
+        self.session.attach(self.epoch, DraftTarget(ADDRESS, 2))
+
+
+def test_a_number_that_no_epoch_has_is_refused_and_not_counted_on_from() -> None:
+    link = FakeLink(describe(Role.DRAFT, last_epoch=2**64 - 1))
+    drafts = Drafts(link)
+    with pytest.raises(FailedPreconditionError, match="last_epoch of the draft service"):
+        drafts.attach()
+    assert drafts.numbers.above(0) == 1
+    assert link.num_detached == 1
+
+
+def test_any_error_of_an_attachment_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, closed = FakeLink(DRAFT), []
+    close = DraftAttachment.close
+    monkeypatch.setattr(DraftAttachment, "close", lambda self: (closed.append(self.number), close(self)))
+    with pytest.raises(ValueError, match="out of range"):
+        Drafts(link, FakeLink(VERIFY, ValueError("out of range"))).attach()
+    assert closed == [1]
+    assert link.num_detached > 0
+
+
+def test_no_draft_takes_away_one_that_catches_up() -> None:
+    drafts = Drafts(FakeLink(DRAFT))
+    session = drafts.session
+    session.start()
+    try:
+        session.enter(drafts.epoch, lambda: False)
+        assert session.status.state == "catching up"
+        outcome = session.swap(DraftSwap(address="", terms=SwapTerms(judge_steps=0)))
+        assert outcome.after.algorithm == "none"
+        assert session.status.state == ""
+        assert len(drafts.speculation.offered) == 1
+    finally:
+        session.leave()
+        session.join()
+
+
+def test_an_epoch_does_not_wait_for_a_draft_that_does_not_answer_when_it_is_to_end() -> None:
+    link = FakeLink(DRAFT)
+    link.answers.clear()
+    drafts = Drafts(link)
+    drafts.session.start()
+    try:
+        assert drafts.session.describe() is None
+        drafts.session.enter(drafts.epoch, lambda: True)
+        assert drafts.session.status.state == "missing"
+    finally:
+        drafts.session.leave()
+        link.answers.set()
+        drafts.session.join()
+
+
+class Listener:
+    """Implements `SessionListener`."""
+
+    def __init__(self) -> None:
+        self.is_attached = threading.Event()
+        self.errors: list[SlipstreamError] = []
+
+    def attached(self, _epoch: Epoch) -> None:
+        """See `SessionListener.attached`."""
+        self.is_attached.set()
+
+    def detached(self, reason: str) -> None:
+        """See `SessionListener.detached`."""
+
+    def failed(self, error: SlipstreamError) -> None:
+        """See `SessionListener.failed`."""
+        self.errors.append(error)
+        self.is_attached.set()
+
+
+@pytest.mark.parametrize("wrong", [{"kv_bytes_per_token": 2**40}, {"vocab_size": 9}], ids=["too large", "misfit"])
+def test_no_draft_ends_the_scheduler_as_the_memory_is_planned(wrong: dict[str, int]) -> None:
+    links = {Role.VERIFY: FakeLink(VERIFY), Role.DRAFT: FakeLink(describe(Role.DRAFT, **wrong))}
+    queue, listener = WaitingQueue(8), Listener()
+    session = WorkerSession(
+        CONFIG,
+        HostDevice(),
+        queue,
+        registry=CollectorRegistry(),
+        listener=listener,
+        sink=cast("Any", SimpleNamespace(put=lambda _: None)),
+        make_link=lambda role, _: cast("Link", links[role]),
+    )
+    session.start()
+    assert listener.is_attached.wait(20)
+    queue.stop()
+    session.join()
+    assert not listener.errors
