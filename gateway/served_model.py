@@ -47,7 +47,7 @@ def load_model(description: SchedulerDescription, last: ServedModel | None, *, m
         vocab_size=server.vocab_size,
         context_tokens=server.context_tokens,
         eos_token_ids=frozenset(description.eos_token_ids),
-        num_draft_tokens=server.num_draft_tokens,
+        num_draft_tokens=description.most_draft_tokens,
         max_samples=max_samples,
     )
     path = description.tokenizer_path

@@ -195,7 +195,7 @@ def _max_draft_tokens(speculation: generation_pb2.Speculation, limits: RequestLi
     field, most = "speculation.max_draft_tokens", limits.num_draft_tokens
     given = speculation.max_draft_tokens if speculation.HasField("max_draft_tokens") else None
     if given is not None and given > most:
-        raise InvalidArgumentError(field, given, f"0 to {most}, as many as this server drafts in a step")
+        raise InvalidArgumentError(field, given, f"0 to {most}, as many as a draft of this server may have in a step")
     if speculation.HasField("enabled") and given is not None and speculation.enabled != (given > 0):
         accepted = "1 or more where enabled is true" if speculation.enabled else "0 where enabled is false"
         raise InvalidArgumentError(field, given, accepted)

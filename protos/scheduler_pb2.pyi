@@ -13,16 +13,18 @@ class DescribeSchedulerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SchedulerDescription(_message.Message):
-    __slots__ = ("server", "tokenizer_path", "eos_token_ids", "max_sequences")
+    __slots__ = ("server", "tokenizer_path", "eos_token_ids", "max_sequences", "most_draft_tokens")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_PATH_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MOST_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     server: _generation_pb2.GetServerInfoResponse
     tokenizer_path: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_sequences: int
-    def __init__(self, server: _Optional[_Union[_generation_pb2.GetServerInfoResponse, _Mapping]] = ..., tokenizer_path: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+    most_draft_tokens: int
+    def __init__(self, server: _Optional[_Union[_generation_pb2.GetServerInfoResponse, _Mapping]] = ..., tokenizer_path: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_sequences: _Optional[int] = ..., most_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class RunRequest(_message.Message):
     __slots__ = ("sequences", "cancelled")

@@ -172,14 +172,13 @@ class _Serving:
         )
         services = [scheduler, _service(verify, self._config.verify)]
         if draft is not None:
-            services.append(_service(draft, drafts.target.address))
+            services.append(_service(draft, drafts.address))
         server = ServerState(
             version=version("slipstream-serve"),
             model=verify.model,
             vocab_size=verify.vocab_size,
             context_tokens=sizes.context_tokens,
             algorithm=epoch.algorithm,
-            # While one is expected, requests may bound what it may draft for them.
             num_draft_tokens=epoch.num_draft_tokens or drafts.target.num_draft_tokens,
             run_ahead=sizes.batch.run_ahead,
             num_slots=epoch.batch.slots.num_slots,
@@ -202,6 +201,7 @@ class _Serving:
             tokenizer_path=str(verify.tokenizer_path),
             eos_token_ids=tuple(verify.eos_token_ids),
             max_sequences=self._queue.capacity,
+            most_draft_tokens=sizes.batch.num_draft_tokens,
         )
 
 

@@ -97,8 +97,13 @@ class Supervisor:
         return service
 
     def keep(self, service: Service, command: ServiceCommand) -> None:
-        """Keeps a service that was started beside the others; `command` is its next start's."""
+        """Keeps a service that was started beside the others; `command` is its next start's.
+
+        One that has ended meanwhile is started again.
+        """
         service.command, service.is_kept = command, True
+        if service.due == math.inf:
+            service.due = None
         self._announce()
 
     async def wait_ready(self) -> None:

@@ -79,7 +79,7 @@ class SwapOutcome:
     after: DraftFigures
     """Of the new draft, also if it was taken off again."""
     rolled_back: bool = False
-    """True if the draft before drafts again; `reason` says why."""
+    """True if the new draft was taken off again; `reason` says why, and if the draft before does not draft yet."""
     reason: str = ""
     longest_pause_ms: float = 0.0
     """Longest time between two steps from the call to the answer; 0 if there were none."""

@@ -85,6 +85,8 @@ class SchedulerDescription:
     """Token ids with which the model ends a sequence."""
     max_sequences: int
     """Sequences that it holds at most, waiting and running, of all gateways together."""
+    most_draft_tokens: int
+    """The most draft tokens of a step that a request may ask for, whether a draft is attached or not."""
 
     def to_pb(self) -> scheduler_pb2.SchedulerDescription:
         return encode(scheduler_pb2.SchedulerDescription, self)

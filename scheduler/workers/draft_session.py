@@ -86,6 +86,13 @@ class DraftSession:
         """The draft that is wanted; an empty address and no draft tokens for none."""
         return self._target or DraftTarget("", 0)
 
+    @property
+    def address(self) -> str:
+        """The address of the draft that drafts, else of the one that is wanted; empty for none. Any thread."""
+        with self._changed:
+            held = drafting(self._held.values())
+            return (self.target if held is None else held.target).address
+
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
@@ -178,7 +185,7 @@ class DraftSession:
             held = self._held[attachment.number]
             held.cause, held.reason = cause, reason
             if held.has_joined:
-                self._metrics.lost(cause, has_other=self._drafting() is not None)
+                self._metrics.lost(cause, has_other=drafting(self._held.values()) is not None)
             self._retries.left(cause, held.joined_at)
             self._update_status(reason)
         if cause in (LossCause.DIED, LossCause.TIMEOUT, LossCause.REFUSED):
@@ -271,8 +278,7 @@ class DraftSession:
     def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
         """See `Drafts.attach`."""
         link = self._make_link(target.address)
-        with self._changed:
-            self._link_in_use = link
+        self._link_in_use = link
         try:
             attachment = self._attached(epoch, target, link)
         except BaseException:
@@ -335,7 +341,9 @@ class DraftSession:
                 raise UnavailableError("there is no verify service")
             terms = request.terms
             target = DraftTarget(request.address, terms.num_draft_tokens or self._config.num_draft_tokens)
-            outcome = Swap(self, epoch, request, self._drafting()).run(before, target if request.address else None)
+            outcome = Swap(self, epoch, request, drafting(self._held.values())).run(
+                before, target if request.address else None
+            )
         except Exception as error:
             with self._changed:
                 self._target, self._swap = before, None
@@ -382,9 +390,6 @@ class DraftSession:
                 return True
             if until is not None and time.monotonic() >= until:
                 return False
-
-    def _drafting(self) -> Held | None:
-        return drafting(self._held.values())
 
     def _update_status(self, problem: str | None = None) -> None:
         """Called under the lock, after each change."""

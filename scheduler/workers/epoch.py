@@ -25,7 +25,7 @@ from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchToge
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, ClockSample, Device
-    from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.contract import DraftSizes, WorkerDescription
     from slipstream.common.worker.trace import HostRecords
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import OutputSink
@@ -74,7 +74,7 @@ class Epoch:
         is_on_gpu = device.identity != "cpu"
         self.speculation = Speculation(self.batch, self, timeout_s=timeout_s, is_on_gpu=is_on_gpu)
         self.log = self._access_log(config, number)
-        self._expected = workers.draft
+        self._expected = workers
         self._config = config
         self._device = device
         self._queue = queue
@@ -139,7 +139,7 @@ class Epoch:
             raise FailedPreconditionError("the verify service has another scheduler")
         arena = self._device.create_arena(self._shape.specs(), RESULT_FENCES)
         self._held.callback(arena.close)
-        batch, expected = self.sizes.batch, self._expected
+        batch = self.sizes.batch
         self._attachment = Attachment(
             epoch=self.number,
             manifest=arena.manifest,
@@ -148,7 +148,7 @@ class Epoch:
             num_pages=batch.num_pages,
             slot_pages=slot_pages(self._shape, context_tokens=self.sizes.context_tokens, page_tokens=batch.page_tokens),
             context_tokens=self.sizes.context_tokens,
-            expected_draft=None if expected is None else draft_sizes(expected, batch.num_draft_tokens),
+            expected_draft=self._expected_draft(),
             is_debug=self._config.debug,
         )
         attach_verify = failing_before("scheduler.before_attach", self.link.attach)
@@ -156,6 +156,12 @@ class Epoch:
         # All processes that need the memory have mapped it by now.
         arena.seal()
         return self._loop(arena)
+
+    def _expected_draft(self) -> DraftSizes | None:
+        draft, num_draft_tokens = self._expected.draft, self._expected.num_draft_tokens
+        if num_draft_tokens is None:
+            num_draft_tokens = self.sizes.batch.num_draft_tokens
+        return draft_sizes(draft, num_draft_tokens) if draft is not None and num_draft_tokens else None
 
     def close(self, *, drain: bool) -> None:
         """Ends verify's stream of commands and gives the memory back; with `drain` it finishes what it has."""

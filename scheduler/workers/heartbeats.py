@@ -16,7 +16,7 @@ from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.metrics import gauge
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from prometheus_client import CollectorRegistry
@@ -45,12 +45,15 @@ class Heartbeats:
     def __init__(
         self,
         registry: CollectorRegistry,
-        addresses: Mapping[Role, str],
+        addresses: Mapping[Role, Callable[[], str]],
         thread: LinkThread,
         *,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`thread` must live until `close`."""
+        """`addresses`: where each worker is now, empty for nowhere; called on any thread.
+
+        `thread` must live until `close`.
+        """
         up, age = WORKER_UP.gauge(registry), HEARTBEAT_AGE.gauge(registry)
         self._loop = thread.loop
         self._pulses = [_Pulse(address, interval_s) for address in addresses.values()]
@@ -78,7 +81,7 @@ class Heartbeats:
 class _Pulse:
     """The health checks of one worker. Written on the event loop, read by the scraper's thread."""
 
-    def __init__(self, address: str, interval_s: float) -> None:
+    def __init__(self, address: Callable[[], str], interval_s: float) -> None:
         self._address = address
         self._interval_s = interval_s
         self._is_serving = False
@@ -93,11 +96,16 @@ class _Pulse:
     async def beat(self) -> None:
         # Without this bound gRPC waits longer before it sees a worker that comes back.
         options = [*SAME_HOST.options(), ("grpc.max_reconnect_backoff_ms", int(1000 * self._interval_s))]
-        async with grpc.aio.insecure_channel(self._address, options=options) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while True:
-                self._is_serving = await self._check(stub)
+        while True:
+            if not (address := self._address()):
+                self._is_serving, self._answered_at = False, time.monotonic()
                 await asyncio.sleep(self._interval_s)
+                continue
+            async with grpc.aio.insecure_channel(address, options=options) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                while self._address() == address:
+                    self._is_serving = await self._check(stub)
+                    await asyncio.sleep(self._interval_s)
 
     async def _check(self, stub: health_pb2_grpc.HealthStub) -> bool:
         try:

@@ -110,7 +110,9 @@ class WorkerSession:
             metrics=DraftMetrics(registry),
             wake=queue.wake,
         )
-        addresses = {Role.VERIFY: config.verify} | ({} if config.draft is None else {Role.DRAFT: config.draft})
+        addresses = {Role.VERIFY: lambda: config.verify}
+        if config.draft is not None:
+            addresses[Role.DRAFT] = lambda: self.drafts.address
         self._heartbeats = Heartbeats(registry, {} if make_link is not None else addresses, self._links)
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_cause = ""
@@ -203,7 +205,7 @@ class WorkerSession:
         """Decides the sizes with the draft that is expected, if it fits. Raises ConfigError, OutOfMemoryError."""
         draft = self.drafts.describe()
         if draft is not None:
-            workers = Workers(verify=verify, draft=draft)
+            workers = Workers(verify=verify, draft=draft, num_draft_tokens=self.drafts.target.num_draft_tokens)
             try:
                 check_fits(self._device, verify, draft)
                 return workers, EpochSizes.decide(self._config, workers)

@@ -27,6 +27,8 @@ class Workers:
     verify: WorkerDescription
     draft: WorkerDescription | None
     """The draft that is expected: it may come and go."""
+    num_draft_tokens: int | None = None
+    """K of that draft; None is the configuration's, 0 that no draft is wanted for now."""
 
     @property
     def all(self) -> list[WorkerDescription]:

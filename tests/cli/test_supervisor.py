@@ -341,6 +341,12 @@ async def test_a_service_beside_the_others_is_kept_only_when_told_so(fake_servic
         os.kill(second.process.pid, signal.SIGKILL)
         await until(lambda: second.num_restarts == 1 and second.is_ready)
         assert first.num_restarts == old.num_restarts == 0
+        third = supervisor.start_beside(replace(fake_service("draft-4"), restarts=True))
+        await third.process.ready.wait()
+        os.kill(third.process.pid, signal.SIGKILL)
+        await until(lambda: third.due is not None)
+        supervisor.keep(third, third.command)
+        await until(lambda: third.num_restarts == 1 and third.is_ready)
         assert not watching.done()
         watching.cancel()
 

@@ -88,7 +88,7 @@ def model_of(
         vocab_size=server.vocab_size,
         context_tokens=server.context_tokens,
         eos_token_ids=frozenset(description.eos_token_ids),
-        num_draft_tokens=server.num_draft_tokens,
+        num_draft_tokens=description.most_draft_tokens,
     )
     return ServedModel(make_tokenizer(kind), limits, tokenizer_path=tokenizer_path, identity=server.model)
 

@@ -50,7 +50,13 @@ STATE = ServerState(
     ),
     fence="timeline",
 )
-DESCRIPTION = SchedulerDescription(server=STATE, tokenizer_path="/nowhere", eos_token_ids=(EOS_ID,), max_sequences=8192)
+DESCRIPTION = SchedulerDescription(
+    server=STATE,
+    tokenizer_path="/nowhere",
+    eos_token_ids=(EOS_ID,),
+    max_sequences=8192,
+    most_draft_tokens=STATE.num_draft_tokens,
+)
 
 
 @dataclass(slots=True, eq=False)

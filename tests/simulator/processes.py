@@ -168,7 +168,11 @@ class SchedulerProcess(Process):
             fence="timeline",
         )
         return SchedulerDescription(
-            server=server, tokenizer_path="/nowhere", eos_token_ids=(EOS_ID,), max_sequences=self.queue.capacity
+            server=server,
+            tokenizer_path="/nowhere",
+            eos_token_ids=(EOS_ID,),
+            max_sequences=self.queue.capacity,
+            most_draft_tokens=sizes.batch.num_draft_tokens,
         )
 
 

@@ -116,7 +116,9 @@ def test_an_output_comes_out_the_same() -> None:
     "state",
     [
         SchedulerState(
-            serving=SchedulerDescription(server=SERVER, tokenizer_path="/m", eos_token_ids=(2, 3), max_sequences=8)
+            serving=SchedulerDescription(
+                server=SERVER, tokenizer_path="/m", eos_token_ids=(2, 3), max_sequences=8, most_draft_tokens=4
+            )
         ),
         SchedulerState(paused="the draft service is lost"),
         SchedulerState(paused="the models do not fit", is_final=True),

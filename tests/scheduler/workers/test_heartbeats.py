@@ -32,7 +32,9 @@ class Watched:
         self.address = f"unix:{folder}/draft.sock"
         self._registry = CollectorRegistry()
         self._thread = LinkThread()
-        self.heartbeats = Heartbeats(self._registry, {Role.DRAFT: self.address}, self._thread, interval_s=INTERVAL_S)
+        self.heartbeats = Heartbeats(
+            self._registry, {Role.DRAFT: lambda: self.address}, self._thread, interval_s=INTERVAL_S
+        )
 
     @property
     def is_up(self) -> bool:
@@ -94,6 +96,19 @@ async def test_one_that_never_was_there_is_as_old_as_the_scheduler(tmp_path: Pat
     with watching(tmp_path) as watched:
         await until(lambda: watched.age_s > 4 * INTERVAL_S)
         assert not watched.is_up
+
+
+async def test_heartbeats_follow_a_draft_that_was_swapped(tmp_path: Path) -> None:
+    with watching(tmp_path) as watched:
+        async with running_server(address=watched.address):
+            await until(lambda: watched.is_up)
+            watched.address = f"unix:{tmp_path}/other.sock"
+            await until(lambda: not watched.is_up)
+            async with running_server(address=watched.address):
+                await until(lambda: watched.is_up)
+                watched.address = ""
+                await until(lambda: not watched.is_up)
+                assert watched.age_s < 1
 
 
 async def test_closing_does_not_wait_for_an_answer(tmp_path: Path) -> None:
