@@ -339,11 +339,9 @@ class DraftSession:
         try:
             if epoch is None:
                 raise UnavailableError("there is no verify service")
-            terms = request.terms
-            target = DraftTarget(request.address, terms.num_draft_tokens or self._config.num_draft_tokens)
-            outcome = Swap(self, epoch, request, drafting(self._held.values())).run(
-                before, target if request.address else None
-            )
+            num_draft_tokens = request.terms.num_draft_tokens or self._config.num_draft_tokens
+            target = DraftTarget(request.address, num_draft_tokens) if request.address else None
+            outcome = Swap(self, epoch, request, drafting(self._held.values())).run(before, target)
         except Exception as error:
             with self._changed:
                 self._target, self._swap = before, None
