@@ -54,6 +54,10 @@ class FenceOps(NamedTuple):
     waits: tuple[FencePoint, ...] = ()
     signals: tuple[FencePoint, ...] = ()
 
+    def waits_for(self, fence: FenceName) -> int:
+        """The value of a fence that the command waits for; 0 for none."""
+        return next((point.value for point in self.waits if point.fence is fence), 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillChunk:

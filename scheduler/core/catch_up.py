@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.step import PrefillChunk, StepCommand, StepKind
@@ -13,9 +14,11 @@ if TYPE_CHECKING:
     from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
-_PATIENCE, _MOST_PATIENCE = 4, 8
-"""Commands without a gain, as tokens come as fast, after which draft joins with a larger last command; and after which
-verify waits for it."""
+_PATIENCE, _MOST_PATIENCE, _FAR_PATIENCE = 4, 8, 256
+"""Commands in which what is missing grows no less, as tokens come as fast. After the first, draft joins with a larger
+last command; after the second, verify waits for a draft that is near; after the third, draft never gets near."""
+_NEAR = 2
+"""Verify waits for a draft that lacks so many commands' tokens at most."""
 
 
 class CatchUp:
@@ -29,13 +32,15 @@ class CatchUp:
         """Number of the last command."""
         self.is_too_slow = False
         """True once it is known that draft catches up only while verify waits."""
+        self.never_gets_near = False
+        """True once it is known that draft lacks too much for verify to wait."""
         self._batch = batch
         self._attachment = attachment
         self._reads_tokens = not attachment.traits.reads_hidden
         self._given: dict[int, tuple[int, int]] = {}
         """By slot: the generation, and how many of its tokens draft was sent."""
-        self._least_missing: int | None = None
-        self._num_without_gain = 0
+        self._missing: deque[int] = deque(maxlen=_FAR_PATIENCE + 1)
+        """Before each of the last commands."""
 
     @property
     def is_pending(self) -> bool:
@@ -53,21 +58,27 @@ class CatchUp:
         return missing
 
     def is_close(self, missing: int, growth: int) -> bool:
-        """True if one more command brings what is missing, with the `growth` of the steps until then, and is short."""
+        """True if draft can join now: one more command has room for all, and is short or is not to get any shorter.
+
+        `missing`: tokens that draft lacks; `growth`: the most tokens that come until that command is sent.
+        """
         if not self._reads_tokens:
             return True
         chunk_tokens = self._batch.sizes.chunk_tokens
         if missing + growth > chunk_tokens:
             return False
-        return missing <= max(2 * growth, chunk_tokens // 8) or self._num_without_gain >= _PATIENCE
+        return missing <= max(2 * growth, chunk_tokens // 8) or self._has_stalled(_PATIENCE)
 
     def take_measure(self, missing: int) -> None:
-        """Notes how many tokens are missing before a command that is not the last."""
-        is_gain = self._least_missing is None or missing < self._least_missing
-        self._num_without_gain = 0 if is_gain else self._num_without_gain + 1
-        if is_gain:
-            self._least_missing = missing
-        self.is_too_slow |= self._num_without_gain > _MOST_PATIENCE
+        """Notes how many tokens draft lacks before a command that is not the last, to see whether it gains."""
+        self._missing.append(missing)
+        is_near = missing <= _NEAR * self._batch.sizes.chunk_tokens
+        self.is_too_slow |= is_near and self._has_stalled(_MOST_PATIENCE)
+        self.never_gets_near = not is_near and self._has_stalled(_FAR_PATIENCE)
+
+    def _has_stalled(self, num_commands: int) -> bool:
+        """True if draft lacks no less than so many commands ago."""
+        return len(self._missing) > num_commands and self._missing[-1] >= self._missing[-1 - num_commands]
 
     def bring(self, number: int, *, held_back: int = 0) -> bool:
         """Sends draft what it lacks, as far as a command may have it. Returns False if there was nothing to send.

@@ -159,8 +159,8 @@ class StepLoop:
         has_command = planned.draft is not None
         if attachment is not None:
             is_prefill = step.kind is StepKind.PREFILL
-            self._speculation.sending(step.number, attachment, planned.draft, brings_tokens=is_prefill)
-        waits_for = next((point.value for point in planned.verify.waits if point.fence is FenceName.DRAFT_DONE), 0)
+            self._speculation.sending(step.number, attachment, planned, brings_tokens=is_prefill)
+        waits_for = planned.verify.waits_for(FenceName.DRAFT_DONE)
         # The command that the other one waits for goes first.
         if step.kind is StepKind.DECODE:
             self._send_to_draft(step, planned, attachment)
@@ -224,7 +224,9 @@ class StepLoop:
         self._plan = consume(self._plan, step.number)
         gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         self._landed_ns = landed_ns
-        self._speculation.consumed(step.number, gap_s, is_decode=step.kind is not StepKind.PREFILL)
+        is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
+        is_decode = step.kind is not StepKind.PREFILL
+        self._speculation.consumed(step.number, gap_s, is_decode=is_decode, is_clean=is_clean)
         self._timings.came(step, result.stamps_before)
         num_failed = self._batch.num_not_finite
         taken_in = self._apply(step, result, landed_ns)

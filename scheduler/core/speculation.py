@@ -5,6 +5,14 @@ for it; when the results of all steps before n-1 are known, a last command bring
 is drafted. A head that reads hidden states has no use for tokens: it begins with what n-1 stashes, and its attention
 masks the rest.
 
+The states of an attachment:
+
+    offered      it waits for the loop to take it in
+    catching up  it takes in the tokens of what runs, in commands of its own
+    stashed      a plain step stashes for it, and it takes part from the next step on
+    active       it drafts in each step
+    leaving      it takes part in no further step, but steps under way refer to it; then it is let go
+
 The fence of a draft that is lost is released until no step under way refers to it: a late producer's write may set the
 word back. Those steps end with what was copied in, and the next one decodes plainly.
 """
@@ -18,21 +26,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.catch_up import CatchUp
+from slipstream.scheduler.core.draft_patience import DraftPatience
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import FenceOps
     from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.core.plan import PlannedStep
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
-LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S = 0.25, 0.05
-"""Of the watchdog where it is not set: a CPU's threads are not always scheduled sooner."""
 FIRST_STEP_TIMEOUT_S = 1.0
 """The least time for the first step that a draft takes part in, as a process that has just started is slow at first;
 and for a step whose stash does not come, though it may be a hostile draft that keeps it away."""
 CATCH_UP_TIMEOUT_S = 10.0
-"""A command that brings tokens may take so long: no step waits for it."""
-_SMOOTHING = 0.1
+"""The most time for a command that brings tokens while verify goes on beside it."""
 
 
 class Part(NamedTuple):
@@ -76,8 +82,6 @@ class _Command(NamedTuple):
 class _Drafting:
     """The work that an attachment was given."""
 
-    __slots__ = ("attachment", "done", "has_drafted", "is_lost", "lacks_stash", "last_step", "moved_at", "pending")
-
     def __init__(self, attachment: DraftAttachment) -> None:
         self.attachment = attachment
         self.pending: deque[_Command] = deque()
@@ -90,6 +94,8 @@ class _Drafting:
         """True if the first of `pending` was last seen to wait for verify."""
         self.last_step = 0
         """The last step of verify that refers to it."""
+        self.awaited = 0
+        """The last value of the fence that verify was sent a wait for."""
         self.is_lost = False
         self.has_drafted = False
         """True once a command that brings no tokens is done."""
@@ -134,27 +140,17 @@ class Speculation:
         """`timeout_s`: the time that a step may wait for its draft; None is two steps, and at least LEAST_TIMEOUT_…."""
         self._batch = batch
         self._listener = listener
-        self._timeout_s = timeout_s
-        self._least_timeout_s = LEAST_TIMEOUT_GPU_S if is_on_gpu else LEAST_TIMEOUT_CPU_S
+        self._patience = DraftPatience(timeout_s, is_on_gpu=is_on_gpu)
         self._active: _Drafting | None = None
         self._joining: _Joining | None = None
         self._leaving: list[_Drafting] = []
         self._consumed = 0
-        self._step_s = 0.0
-        """Time of a decode step, smoothed."""
-        self._tokens_s = 0.0
-        """Time of a command that brings tokens: of a prefill, or of one to catch up; the longest of late."""
         self._messages: deque[tuple[DraftAttachment, LossCause | None]] = deque()
 
     @property
     def active(self) -> DraftAttachment | None:
         """The attachment that drafts."""
         return None if self._active is None else self._active.attachment
-
-    @property
-    def joining(self) -> DraftAttachment | None:
-        """The attachment that catches up."""
-        return None if self._joining is None else self._joining.drafting.attachment
 
     @property
     def has_attachment(self) -> bool:
@@ -164,7 +160,7 @@ class Speculation:
     @property
     def timeout_s(self) -> float:
         """The time that a step may wait for its draft now."""
-        return max(2 * self._step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
+        return self._patience.timeout_s
 
     def offer(self, attachment: DraftAttachment) -> None:
         """Has an attachment join in place of the one that drafts. Any thread; wake the loop behind it."""
@@ -193,22 +189,26 @@ class Speculation:
         active = self.active
         return Part() if active is None else Part(active, active.num_draft_tokens)
 
-    def sending(self, step: int, attachment: DraftAttachment, draft: FenceOps | None, *, brings_tokens: bool) -> None:
-        """Notes a step that is about to be sent with an attachment; `draft`: of draft's command, if it has a part."""
+    def sending(self, step: int, attachment: DraftAttachment, ops: PlannedStep, *, brings_tokens: bool) -> None:
+        """Notes a step that is about to be sent with an attachment."""
         drafting = self._find(attachment)
         assert drafting is not None, "the attachment was there when the step was decided"
         drafting.last_step = step
-        if draft is not None:
-            stash = next((point.value for point in draft.waits if point.fence is FenceName.VERIFY_STASH), 0)
+        drafting.awaited = max(drafting.awaited, ops.verify.waits_for(FenceName.DRAFT_DONE))
+        if ops.draft is not None:
+            stash = ops.draft.waits_for(FenceName.VERIFY_STASH)
             drafting.add(step, brings_tokens=brings_tokens, stash=stash)
 
-    def consumed(self, step: int, seconds: float, *, is_decode: bool) -> None:
-        """Notes that a step was consumed, `seconds` after the one before or after it was sent."""
+    def consumed(self, step: int, seconds: float, *, is_decode: bool, is_clean: bool = True) -> None:
+        """Notes that a step was consumed, `seconds` after the one before or after it was sent.
+
+        `is_clean`: False for a step of no sequence, or whose draft was lost; its time says nothing of others.
+        """
         self._consumed = step
-        if is_decode:
-            self._step_s += (seconds - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
-        else:
-            self._tokens_s = max(seconds, self._tokens_s * (1 - _SMOOTHING))
+        if is_clean and is_decode:
+            self._patience.decoded(seconds)
+        elif is_clean:
+            self._patience.prefilled(seconds)
         if self._leaving:
             gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
             self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]
@@ -217,7 +217,8 @@ class Speculation:
 
     def check(self) -> None:
         """Takes in messages of other threads, and looks at the links. Raises UnavailableError, see `next_part`."""
-        while self._messages:
+        # A draft that is stashed for joins first: else the one that drafts would be left out for nothing.
+        while self._messages and (self._joining is None or not self._joining.is_stashed):
             self._take(*self._messages.popleft())
         for drafting in self._all():
             failure = drafting.attachment.link.failure
@@ -239,7 +240,7 @@ class Speculation:
                 limit_s = self.timeout_s
                 if drafting.lacks_stash or not drafting.has_drafted:
                     limit_s = max(limit_s, FIRST_STEP_TIMEOUT_S)
-                if waited_s > limit_s + 2 * self._tokens_s * brings_tokens:
+                if waited_s > limit_s + self._patience.tokens_timeout_s * brings_tokens:
                     reason = f"the draft service did not come to an end of its work within {waited_s:.3f} s"
                     self._lose(drafting, LossCause.TIMEOUT, reason)
         for lost in self._leaving:
@@ -280,14 +281,17 @@ class Speculation:
             return self._join(joining, last_step, held_back=1 - num_in_flight)
         if catch_up.is_pending:
             waited_s = time.monotonic() - catch_up.sent_at
-            if waited_s > max(CATCH_UP_TIMEOUT_S, self.timeout_s):
+            limit_s = self.timeout_s + self._patience.tokens_timeout_s
+            if not catch_up.is_too_slow:
+                limit_s = max(CATCH_UP_TIMEOUT_S, limit_s)
+            if waited_s > limit_s:
                 reason = f"the draft service did not take in tokens within {waited_s:.1f} s"
                 self._lose(joining.drafting, LossCause.TIMEOUT, reason)
                 return None
             return self._meanwhile(joining)
         if catch_up.number and joining.drafting.pending:
             joining.drafting.look()
-            self._tokens_s = max(self._tokens_s, time.monotonic() - catch_up.sent_at)
+            self._patience.brought(time.monotonic() - catch_up.sent_at)
         missing = catch_up.num_missing()
         if missing and last_step == catch_up.number:
             return self._meanwhile(joining)  # a command needs a number of its own
@@ -298,6 +302,10 @@ class Speculation:
             joining.is_stashed = True
             return Part(attachment, decodes_first=True)
         catch_up.take_measure(missing)
+        if catch_up.never_gets_near:
+            reason = f"the draft service takes in tokens no faster than they come: it lacks {missing}"
+            self._lose(joining.drafting, LossCause.TIMEOUT, reason)
+            return None
         self._bring(joining, last_step)
         return self._meanwhile(joining)
 
@@ -351,7 +359,7 @@ class Speculation:
         """Ends the waits for a draft. `watch` does it again until the steps that wait are consumed."""
         drafting.is_lost = True
         done = drafting.attachment.done
-        if not done.is_releasable and drafting.pending and done.poll() < drafting.last_step:
+        if not done.is_releasable and done.poll() < drafting.awaited:
             raise UnavailableError(f"{reason}; verify waits for it and cannot be released")
         drafting.attachment.release(drafting.last_step)
         drafting.pending.clear()

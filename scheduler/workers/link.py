@@ -151,6 +151,8 @@ class WorkerLink:
         self._on_failure = on_failure
         self._thread = thread
         self._epoch = 0
+        self._is_closed = False
+        """True after `detach`."""
         self._acknowledged = 0
         self._changed = threading.Condition()
         self._outbox: asyncio.Queue[StepCommand | None] = asyncio.Queue()
@@ -196,6 +198,8 @@ class WorkerLink:
         return self._thread.call(self._detach(drain=drain))
 
     async def _connect(self) -> pb_grpc.WorkerStub:
+        if self._is_closed:
+            raise UnavailableError("the link is closed")
         if self._channel is None:
             # Watched by heartbeats of its own: a stopped peer shows in about two seconds.
             self._channel = grpc.aio.insecure_channel(self.address, options=SAME_HOST.options())
@@ -281,7 +285,7 @@ class WorkerLink:
         self._on_failure()
 
     async def _detach(self, *, drain: bool) -> bool:
-        has_drained = False
+        has_drained, self._is_closed = False, True
         if drain and self.failure is None and self._channel is not None:
             has_drained = await self._drain(pb_grpc.WorkerStub(self._channel))  # type: ignore[no-untyped-call]
         self._outbox.put_nowait(None)

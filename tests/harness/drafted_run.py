@@ -103,7 +103,7 @@ class DraftedRun(Run):
         draft = None if attachment is None else self._drafts[attachment.number]
         if attachment is not None:
             is_prefill = step.kind is StepKind.PREFILL
-            self.speculation.sending(step.number, attachment, planned.draft, brings_tokens=is_prefill)
+            self.speculation.sending(step.number, attachment, planned, brings_tokens=is_prefill)
             assert not any(event == ("let go", attachment.number) for event in self.listener.events)
         if draft is not None and planned.draft is not None and draft.failure is None:
             draft.send(self._command(step, draft, planned.draft))

@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
+from slipstream.scheduler.core.plan import PlannedStep
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, lost_run
 from tests.harness.fake_drafts import FakeDraft, FakeFence
@@ -62,7 +63,7 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
                 break
             if to_submit and rng.random() < 0.1:
                 run.jobs.add(to_submit.popleft())
-            if rng.random() < 0.04 and (not drafts or run.speculation.joining is None):
+            if rng.random() < 0.04:
                 drafts.append(FakeDraft(len(drafts) + 10, rng.randrange(1, 4), reads_hidden=reads_hidden))
                 run.offer(drafts[-1])
             if drafts and rng.random() < 0.02:
@@ -76,9 +77,10 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
     assert num_joined > 0
 
 
-def waits_for_stash(step: int) -> FenceOps:
-    """The fences of a command for a draft that waits for the stash of a step; 0 for none."""
-    return FenceOps((FencePoint(FenceName.VERIFY_STASH, step),) if step else (), ())
+def waits_for_stash(stash: int) -> PlannedStep:
+    """A step whose draft waits for a stash; 0 for none."""
+    draft = FenceOps((FencePoint(FenceName.VERIFY_STASH, stash),) if stash else ())
+    return PlannedStep(draft, FenceOps(), FenceOps())
 
 
 def test_a_draft_that_is_there_before_the_first_step_takes_part_in_it() -> None:
@@ -245,7 +247,8 @@ def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
     draft.fail()
     draft_step = run.plan.step
     attachment = cast("DraftAttachment", draft)
-    run.speculation._find(attachment).add(draft_step, brings_tokens=False)  # type: ignore[union-attr]
+    waits = PlannedStep(FenceOps(), FenceOps((FencePoint(FenceName.DRAFT_DONE, draft_step),)), FenceOps())
+    run.speculation.sending(draft_step, attachment, waits, brings_tokens=False)
     with pytest.raises(UnavailableError, match="cannot be released"):
         run.speculation.check()
 
@@ -283,3 +286,16 @@ def test_the_draft_before_catches_up_again_if_the_other_is_lost_on_its_way_in() 
     assert run.kinds[-1] is StepKind.DECODE
     assert first.kinds.count(StepKind.CATCH_UP) >= 1
     check(run, [job])
+
+
+def test_a_pause_and_steps_that_say_nothing_hardly_change_how_long_a_step_waits() -> None:
+    run, _, _ = lost_run()
+    for step in range(100):
+        run.speculation.consumed(step, 0.5, is_decode=True)
+    run.speculation.consumed(100, 60.0, is_decode=True)
+    assert run.speculation.timeout_s < 2.0
+    for step in range(100):
+        run.speculation.consumed(step, 0.0, is_decode=True, is_clean=False)
+    assert run.speculation.timeout_s >= 1.0
+    run.speculation.consumed(100, 60.0, is_decode=False)
+    assert run.speculation._patience.tokens_timeout_s == 2.0
