@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
+from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.core.plan import PlannedStep
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, lost_run
@@ -299,3 +300,39 @@ def test_a_pause_and_steps_that_say_nothing_hardly_change_how_long_a_step_waits(
     assert run.speculation.timeout_s >= 1.0
     run.speculation.consumed(100, 60.0, is_decode=False)
     assert run.speculation._patience.tokens_timeout_s == 2.0
+
+
+def catching_up(num_missing: int, num_commands: int) -> CatchUp:
+    """A draft that lacks as many tokens before each of so many commands."""
+    run, draft, _ = lost_run()
+    found = CatchUp(run.batch, cast("DraftAttachment", draft))
+    for _ in range(num_commands):
+        found.take_measure(num_missing)
+    return found
+
+
+def test_verify_waits_only_for_a_draft_that_is_near() -> None:
+    near, far = 2 * SIZES.chunk_tokens, 2 * SIZES.chunk_tokens + 1
+    assert not catching_up(near, 8).is_too_slow
+    assert catching_up(near, 9).is_too_slow
+    assert not catching_up(far, 9).is_too_slow
+    assert not catching_up(far, 256).never_gets_near
+    assert catching_up(far, 257).never_gets_near
+
+
+def test_a_draft_that_was_near_once_and_lacks_less_each_time_gains() -> None:
+    found = catching_up(1, 1)
+    for missing in range(60, 10, -1):
+        found.take_measure(missing)
+    assert not found.is_too_slow
+
+
+def test_an_offer_waits_until_the_draft_that_is_stashed_for_has_joined() -> None:
+    run, _, job = lost_run()
+    run.offer(FakeDraft(3, 2))
+    while run.kinds[-1] is not StepKind.PLAIN:
+        run.turn()
+    run.offer(FakeDraft(4, 2))
+    run.finish()
+    assert [number for event, number in run.listener.events if event == "joined"] == [2, 3, 4]
+    check(run, [job])
