@@ -166,10 +166,10 @@ async def test_logprobs_are_those_of_our_interface(
     options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 5, "logprobs": True, "top_logprobs": 2}
     chunks = [chunk async for chunk in own.generate(prompt, **options)]
     own_logprobs = [logprobs for chunk in chunks for logprobs in chunk.logprobs]
-    assert [item.logprob for item in content] == pytest.approx([one.logprob for one in own_logprobs], abs=1e-5)
+    assert [item.logprob for item in content] == pytest.approx([one.logprob for one in own_logprobs], abs=1e-4)
     tokenizer = load_tokenizer(model_dir)
     for item, one in zip(content, own_logprobs, strict=True):
-        expected = [(tokenizer.decode([token]), pytest.approx(logprob, abs=1e-5)) for token, logprob in one.top]
+        expected = [(tokenizer.decode([token]), pytest.approx(logprob, abs=1e-4)) for token, logprob in one.top]
         assert [(top.token, top.logprob) for top in item.top_logprobs] == expected
 
 

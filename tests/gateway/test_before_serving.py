@@ -47,6 +47,7 @@ def calls_of(channel: grpc.Channel, *, has_jobs: bool) -> Iterator[tuple[str, An
         yield "CancelJob", lambda: stub.CancelJob(pb.CancelJobRequest(job_id="a"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("has_jobs", [True, False])
 def test_every_call_is_unavailable_with_the_time_to_come_back(tmp_path: Path, has_jobs: bool) -> None:
     tmp_path.chmod(0o700)

@@ -33,7 +33,7 @@ POINTS = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("action", ["kill", "exit", "hang", "stop"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_client_gets_every_token_once(tmp_path: Path, point: str, action: str) -> None:
