@@ -61,20 +61,22 @@ class StepTiming(NamedTuple):
 
 def time_step(kind: StepKind, before: Interval | None, verify: Interval, draft: Interval | None) -> StepTiming:
     """`before`: when verify ended the step before, and when the last of both workers did; None after an idle time."""
+    # The workers may stamp anything: no time is negative, and bubbles are no longer than their step.
     bubbles: dict[str, int] = {}
+    wall_ns: int | None = None
     if before is not None:
         verify_end, all_end = before
+        wall_ns = max(0, verify[1] - verify_end)
         if draft is not None and kind is StepKind.DECODE:
-            bubbles[VERIFY_TO_DRAFT] = max(0, draft[0] - all_end)
-            bubbles[DRAFT_TO_VERIFY] = max(0, verify[0] - draft[1])
+            bubbles[VERIFY_TO_DRAFT] = min(max(0, draft[0] - all_end), wall_ns)
+            bubbles[DRAFT_TO_VERIFY] = min(max(0, verify[0] - draft[1]), wall_ns - bubbles[VERIFY_TO_DRAFT])
         else:
-            bubbles[VERIFY_TO_VERIFY] = max(0, verify[0] - all_end)
+            bubbles[VERIFY_TO_VERIFY] = min(max(0, verify[0] - all_end), wall_ns)
     return StepTiming(
         kind=kind,
-        # The workers may stamp anything: no time is negative.
         draft_ns=0 if draft is None else max(0, draft[1] - draft[0]),
         verify_ns=max(0, verify[1] - verify[0]),
-        wall_ns=None if before is None else max(0, verify[1] - verify_end),
+        wall_ns=wall_ns,
         bubbles_ns=bubbles,
     )
 

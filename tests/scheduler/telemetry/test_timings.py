@@ -52,6 +52,11 @@ class TestFormulas:
         assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 7, DRAFT_TO_VERIFY: 10}
         assert timing.wall_ns == timing.draft_ns + timing.verify_ns + sum(timing.bubbles_ns.values())
 
+    def test_stamps_that_make_no_sense_make_no_bubble_longer_than_the_step(self) -> None:
+        timing = time_step(DECODE, (100, 100), verify=(130, 140), draft=(135, 10))
+        assert timing.wall_ns == 40
+        assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 35, DRAFT_TO_VERIFY: 5}
+
     def test_plain(self) -> None:
         timing = time_step(PLAIN, (100, 100), verify=(111, 150), draft=None)
         assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (0, 39, 50)
