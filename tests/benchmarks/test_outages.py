@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("service", SERVICES)

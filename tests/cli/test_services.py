@@ -136,6 +136,7 @@ def test_up_ends_when_a_service_dies_while_it_loads(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
+@pytest.mark.slow
 def test_services_die_with_a_killed_up_and_the_next_one_drains(tmp_path: Path) -> None:
     with loading_up(tmp_path) as (up, _):
         up.signal(signal.SIGKILL)

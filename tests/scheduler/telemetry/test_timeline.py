@@ -140,6 +140,7 @@ async def test_when_requests_end_before_there_are_the_steps_so_far(processes: Wo
     assert len(trace.steps) == 5
 
 
+@pytest.mark.slow
 async def test_workers_that_are_lost_end_the_wait(processes: WorkerProcesses) -> None:
     with running_session(processes, **SETTINGS) as client:
         await client.served()

@@ -58,6 +58,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Client, dict[Role, Breakin
             processes.ways = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_silent", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["reset", "silent"])
 async def test_a_way_to_draft_that_breaks_costs_no_sequence(tmp_path: Path, *, is_silent: bool) -> None:
     async with served(tmp_path) as (client, proxies, expected):

@@ -117,6 +117,7 @@ async def test_a_stopped_draft_costs_the_watchdogs_time(processes: WorkerProcess
     assert client.errors == client.reasons == []
 
 
+@pytest.mark.slow
 async def test_swaps_from_one_draft_to_another_and_to_none_and_back(
     processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path
 ) -> None:

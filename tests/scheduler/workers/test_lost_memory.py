@@ -116,6 +116,7 @@ def held() -> tuple[int, int]:
     return mappings, len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", Role)
 async def test_losses_give_everything_back(session: Cut, no_collector: None, role: Role) -> None:
     client = session.client

@@ -47,6 +47,7 @@ def test_prompts(device: torch.device, dtype: torch.dtype) -> None:
     case.assert_close(case.attend(), case.expected())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [3, 70])
 def test_sliding_windows(width: int, device: torch.device, dtype: torch.dtype) -> None:
