@@ -299,7 +299,7 @@ def _lower_quartile(values: list[float]) -> float:
     return statistics.quantiles(values, n=4)[0]
 
 
-NUM_TRIES = 3
+NUM_TRIES = 12
 """An error of the system shows every time."""
 
 
