@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import ConfigError, MismatchError
+from slipstream.common.worker.layout import DraftShape
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.common.device.manifest import Manifest
-    from slipstream.common.worker.layout import DraftShape, EpochShape
+    from slipstream.common.worker.layout import EpochShape, StepShape
     from slipstream.common.worker.step import Role
 
 PROTOCOL_VERSION = 2
@@ -68,6 +72,11 @@ class WorkerDescription:
     has_scheduler: bool = False
     """True if a scheduler has its stream of commands."""
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that it computes in."""
+        return DTYPES[self.dtype]
+
     def check_fits(self, other: WorkerDescription) -> None:
         """Raises a MismatchError that names all differences that must not be."""
         pairs = (
@@ -96,6 +105,17 @@ class DraftSizes:
     """Width of the hidden states that it reads; 0 if it reads none."""
     hidden_layers: tuple[int, ...] = ()
     """The target's layers whose inputs it reads; empty if verify chooses them."""
+
+    def shape(self, epoch: StepShape, hidden_dtype: torch.dtype) -> DraftShape:
+        """Returns the sizes of the memory between the draft and verify. `hidden_dtype`: of verify's hidden states."""
+        return DraftShape(
+            num_slots=epoch.num_slots,
+            run_ahead=epoch.run_ahead,
+            num_draft_tokens=self.num_draft_tokens,
+            chunk_tokens=epoch.chunk_tokens,
+            hidden_width=self.hidden_width,
+            hidden_dtype=hidden_dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,8 @@ class TakenIn(NamedTuple):
     """GOES_ON, STOP or LENGTH."""
     tokens: Ints
     """[rows, K + 1], of which the first `num_tokens` count."""
+    is_new: Bools
+    """[rows, K + 1]: True for those that count."""
     is_speculating: Bools
     """True if a draft was checked for the sequence."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]]
@@ -187,6 +189,7 @@ class SlotAccounts:
             num_accepted=accepted,
             reasons=reasons,
             tokens=tokens,
+            is_new=self._places[: tokens.shape[1]] < num_tokens[:, None],
             is_speculating=columns.is_speculating,
             logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()},
         )

@@ -155,7 +155,7 @@ class Batch:
         taken_in = self.accounts.take_in(step, result, self._is_current(step.yielding))
         # A result brings one token that the lengths were sure of, and up to K that they were not.
         self._room -= step.num_draft_tokens
-        self.committed.append(taken_in.rows, taken_in.tokens, taken_in.num_tokens)
+        self.committed.append(taken_in)
         self.outbox.add_step(taken_in, step.num_draft_tokens, published_ns or time.monotonic_ns())
         for slot in taken_in.rows[taken_in.reasons.nonzero()[0]].tolist():
             self._end(self._running[slot])

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from slipstream.scheduler.core.accounts import Ints
+    from slipstream.scheduler.core.accounts import TakenIn
 
 
 class CommittedTokens:
@@ -32,13 +32,13 @@ class CommittedTokens:
         self._tokens[slot, : len(tokens)] = tokens
         self._lengths[slot] = len(tokens)
 
-    def append(self, rows: Ints, tokens: Ints, num_tokens: Ints) -> None:
-        """Adds the first `num_tokens` ([rows]) of `tokens` ([rows, K + 1]) to these slots."""
-        columns = np.arange(tokens.shape[1])
-        is_new = columns < num_tokens[:, None]
+    def append(self, taken_in: TakenIn) -> None:
+        """Adds the new tokens of a step to its slots."""
+        rows, is_new = taken_in.rows, taken_in.is_new
+        at, columns = is_new.nonzero()
         lengths = self._lengths[rows]
-        self._tokens[rows.repeat(num_tokens), (lengths[:, None] + columns)[is_new]] = tokens[is_new]
-        self._lengths[rows] = lengths + num_tokens
+        self._tokens[rows[at], lengths[at] + columns] = taken_in.tokens[is_new]
+        self._lengths[rows] = lengths + taken_in.num_tokens
 
     def num_tokens(self, slot: int) -> int:
         """How many tokens of the slot's sequence are known."""

@@ -226,7 +226,14 @@ class StepLoop:
         self._landed_ns = landed_ns
         is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
         is_decode = step.kind is not StepKind.PREFILL
-        self._speculation.consumed(step.number, gap_s, is_decode=is_decode, is_clean=is_clean)
+        self._speculation.consumed(
+            step.number,
+            gap_s,
+            is_decode=is_decode,
+            is_clean=is_clean,
+            attachment=sent.attachment,
+            waited_for=sent.waits_for,
+        )
         self._timings.came(step, result.stamps_before)
         num_failed = self._batch.num_not_finite
         taken_in = self._apply(step, result, landed_ns)
@@ -258,7 +265,7 @@ class StepLoop:
     def _bound_draft(self, step: int) -> None:
         """Keeps draft from falling a whole ring behind: prompts can be sent faster than it takes them in."""
         bound = step - self._settings.ring
-        while (backlog := self._speculation.backlog()) is not None and backlog[1] <= bound:
+        while (backlog := self._speculation.backlog(bound)) is not None:
             self._hand_out()
             attachment, oldest = backlog
             started = time.monotonic()

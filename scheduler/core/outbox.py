@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.common.errors import SlipstreamError
-    from slipstream.scheduler.core.accounts import Ints
     from slipstream.scheduler.core.sequence import Sequence
 
 
@@ -139,19 +137,13 @@ def _by_stream(taken_in: TakenIn) -> Iterator[tuple[int, TakenIn]]:
 def _packed(taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> PackedStep:
     """The message of a step. STOP and LENGTH have the numbers of `FinishReason` in generation.proto."""
     num_tokens, ids, logprobs = taken_in.num_tokens, taken_in.ids, taken_in.logprobs
-    is_there = _places(taken_in.tokens.shape[1]) < num_tokens[:, None]
     return PackedStep(
         ids.tobytes(),
         num_tokens.astype(np.uint32).tobytes(),
         taken_in.num_accepted.astype(np.uint32).tobytes(),
         taken_in.reasons.tobytes(),
-        taken_in.tokens[is_there].astype(np.uint32).tobytes(),
+        taken_in.tokens[taken_in.is_new].astype(np.uint32).tobytes(),
         num_draft_tokens,
         published_ns,
         logprobs={int(ids[at]): likely for at, likely in sorted(logprobs.items())},
     )
-
-
-@lru_cache(maxsize=1)
-def _places(num_columns: int) -> Ints:
-    return np.arange(num_columns)

@@ -27,6 +27,7 @@ from slipstream.common.errors import DeadlineExceededError, SlipstreamError, Una
 from slipstream.common.worker.step import FenceName
 from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.core.draft_patience import DraftPatience
+from slipstream.scheduler.core.draft_work import DraftWork
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 
 if TYPE_CHECKING:
@@ -70,59 +71,12 @@ class SpeculationListener(Protocol):
         ...
 
 
-class _Command(NamedTuple):
-    """A command that a draft was sent."""
-
-    number: int
-    brings_tokens: bool
-    stash: int
-    """The stash that it waits for; 0 for none."""
-
-
-class _Drafting:
-    """The work that an attachment was given."""
-
-    def __init__(self, attachment: DraftAttachment) -> None:
-        self.attachment = attachment
-        self.pending: deque[_Command] = deque()
-        """Commands that draft is not known to have done."""
-        self.done = 0
-        """The fence's counter when it was last looked at. A draft may write anything there, and take it back."""
-        self.moved_at = time.monotonic()
-        """When one of `pending` was last found done, or the first was sent, or the stash that it waits for came."""
-        self.lacks_stash = False
-        """True if the first of `pending` was last seen to wait for verify."""
-        self.last_step = 0
-        """The last step of verify that refers to it."""
-        self.awaited = 0
-        """The last value of the fence that verify was sent a wait for."""
-        self.is_lost = False
-        self.has_drafted = False
-        """True once a command that brings no tokens is done."""
-
-    def add(self, number: int, *, brings_tokens: bool, stash: int = 0) -> None:
-        if not self.pending:
-            self.moved_at = time.monotonic()
-        self.pending.append(_Command(number, brings_tokens, stash))
-
-    def look(self) -> None:
-        self.done = self.attachment.done.poll()
-        while self.pending and self.pending[0].number <= self.done:
-            self.has_drafted |= not self.pending.popleft().brings_tokens
-            self.moved_at, self.lacks_stash = time.monotonic(), False
-        if self.pending and (stash := self.pending[0].stash):
-            lacked_stash, self.lacks_stash = self.lacks_stash, self.attachment.stash.poll() < stash
-            if lacked_stash and not self.lacks_stash:
-                self.pending[0] = self.pending[0]._replace(stash=0)
-                self.moved_at = time.monotonic()
-
-
 class _Joining:
     """An attachment on its way into the steps."""
 
     __slots__ = ("catch_up", "drafting", "is_stashed", "num_empty")
 
-    def __init__(self, batch: Batch, drafting: _Drafting) -> None:
+    def __init__(self, batch: Batch, drafting: DraftWork) -> None:
         self.drafting = drafting
         self.catch_up = CatchUp(batch, drafting.attachment)
         self.num_empty = 0
@@ -141,9 +95,9 @@ class Speculation:
         self._batch = batch
         self._listener = listener
         self._patience = DraftPatience(timeout_s, is_on_gpu=is_on_gpu)
-        self._active: _Drafting | None = None
+        self._active: DraftWork | None = None
         self._joining: _Joining | None = None
-        self._leaving: list[_Drafting] = []
+        self._leaving: list[DraftWork] = []
         self._consumed = 0
         self._messages: deque[tuple[DraftAttachment, LossCause | None]] = deque()
 
@@ -199,12 +153,24 @@ class Speculation:
             stash = ops.draft.waits_for(FenceName.VERIFY_STASH)
             drafting.add(step, brings_tokens=brings_tokens, stash=stash)
 
-    def consumed(self, step: int, seconds: float, *, is_decode: bool, is_clean: bool = True) -> None:
+    def consumed(
+        self,
+        step: int,
+        seconds: float,
+        *,
+        is_decode: bool,
+        is_clean: bool = True,
+        attachment: DraftAttachment | None = None,
+        waited_for: int = 0,
+    ) -> None:
         """Notes that a step was consumed, `seconds` after the one before or after it was sent.
 
         `is_clean`: False for a step of no sequence, or whose draft was lost; its time says nothing of others.
+        `waited_for`: the last command of `attachment` that verify has waited for in it.
         """
         self._consumed = step
+        if waited_for and self._active is not None and self._active.attachment is attachment:
+            self._active.did(waited_for)
         if is_clean and is_decode:
             self._patience.decoded(seconds)
         elif is_clean:
@@ -256,12 +222,14 @@ class Speculation:
         self._leaving.clear()
         self._messages.clear()
 
-    def backlog(self) -> tuple[DraftAttachment, int] | None:
-        """The active draft, and the oldest step that it was sent and has not done."""
-        if self._active is None or not self._active.pending:
+    def backlog(self, up_to: int) -> tuple[DraftAttachment, int] | None:
+        """The active draft, and the oldest step that it was sent and has not done, if that is one up to this one."""
+        active = self._active
+        if active is None or not active.pending or active.pending[0].number > up_to:
             return None
-        self._active.look()
-        return (self._active.attachment, self._active.pending[0].number) if self._active.pending else None
+        active.look()
+        is_behind = bool(active.pending) and active.pending[0].number <= up_to
+        return (active.attachment, active.pending[0].number) if is_behind else None
 
     def lose(self, attachment: DraftAttachment, error: SlipstreamError) -> None:
         """Its link has failed. Raises UnavailableError, see `next_part`."""
@@ -353,9 +321,9 @@ class Speculation:
             return
         while self._joining is not None:
             self._leave(self._joining.drafting, LossCause.SWAPPED, "another draft has come")
-        self._joining = _Joining(self._batch, _Drafting(attachment))
+        self._joining = _Joining(self._batch, DraftWork(attachment))
 
-    def _lose(self, drafting: _Drafting, cause: LossCause, reason: str) -> None:
+    def _lose(self, drafting: DraftWork, cause: LossCause, reason: str) -> None:
         """Ends the waits for a draft. `watch` does it again until the steps that wait are consumed."""
         drafting.is_lost = True
         done = drafting.attachment.done
@@ -366,7 +334,7 @@ class Speculation:
         if drafting not in self._leaving:
             self._leave(drafting, cause, reason)
 
-    def _leave(self, drafting: _Drafting, cause: LossCause, reason: str) -> None:
+    def _leave(self, drafting: DraftWork, cause: LossCause, reason: str) -> None:
         joining = self._joining
         if drafting is self._active:
             self._active = None
@@ -385,13 +353,13 @@ class Speculation:
         attachment.is_let_go = True
         self._listener.let_go(attachment)
 
-    def _all(self) -> list[_Drafting]:
+    def _all(self) -> list[DraftWork]:
         found = [] if self._active is None else [self._active]
         if self._joining is not None:
             found.append(self._joining.drafting)
         return found + self._leaving if self._leaving else found
 
-    def _find(self, attachment: DraftAttachment) -> _Drafting | None:
+    def _find(self, attachment: DraftAttachment) -> DraftWork | None:
         return next((drafting for drafting in self._all() if drafting.attachment is attachment), None)
 
 

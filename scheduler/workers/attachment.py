@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.common.device.manifest import DTYPES
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.fail_points import failing_before
 from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSizes
-from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName, DraftShape
+from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.core.plan import DraftTraits
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device, Fence
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.layout import EpochShape
+    from slipstream.common.worker.layout import DraftShape
     from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.workers.link import Link
 
@@ -200,20 +199,6 @@ def draft_sizes(draft: WorkerDescription, num_draft_tokens: int) -> DraftSizes:
     """Returns the properties of a draft that verify's work depends on."""
     return DraftSizes(
         num_draft_tokens=num_draft_tokens, hidden_width=draft.hidden_width, hidden_layers=draft.hidden_layers
-    )
-
-
-def draft_shape(
-    shape: EpochShape | DraftShape, draft: WorkerDescription, num_draft_tokens: int, dtype: str
-) -> DraftShape:
-    """Returns the sizes of the memory between a draft and verify. `shape`: verify's; `dtype`: of its hidden states."""
-    return DraftShape(
-        num_slots=shape.num_slots,
-        run_ahead=shape.run_ahead,
-        num_draft_tokens=num_draft_tokens,
-        chunk_tokens=shape.chunk_tokens,
-        hidden_width=draft.hidden_width,
-        hidden_dtype=DTYPES[dtype],
     )
 
 

@@ -15,7 +15,7 @@ from slipstream.common.errors import FailedPreconditionError, InvalidArgumentErr
 from slipstream.common.host import name_this_thread
 from slipstream.scheduler.telemetry.draft_metrics import LossCause, SwapResult
 from slipstream.scheduler.workers.admission import Admission
-from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_shape
+from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_sizes
 from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, drafting, state_of
 from slipstream.scheduler.workers.retries import Retries
 from slipstream.scheduler.workers.swap import Swap
@@ -301,7 +301,8 @@ class DraftSession:
         description = link.describe()
         self._admission.check(epoch, description, target)
         number = self._next_number(description.last_epoch)
-        shape = draft_shape(epoch.attachment.shape, description, target.num_draft_tokens, epoch.verify.dtype)
+        sizes = draft_sizes(description, target.num_draft_tokens)
+        shape = sizes.shape(epoch.attachment.shape, epoch.verify.torch_dtype)
         attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
         try:
             attachment.attach(epoch.attachment, epoch.link, epoch.verify)
@@ -375,10 +376,7 @@ class DraftSession:
         while True:
             with self._changed:
                 left = None if until is None else until - time.monotonic()
-                self._changed.wait_for(
-                    lambda: is_so() or self._epoch is not epoch or bool(self._let_go()),
-                    left,
-                )
+                self._changed.wait_for(lambda: is_so() or self._epoch is not epoch or bool(self._let_go()), left)
                 if self._epoch is not epoch:
                     raise UnavailableError("verify was lost meanwhile")
                 has_let_go = bool(self._let_go())

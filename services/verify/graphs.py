@@ -7,12 +7,12 @@ them, so that drafts come and go without a capture, unless one reads other layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.layout import BufferName, DraftShape
+from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
 from slipstream.services.worker.engine import Phase
@@ -164,14 +164,7 @@ class VerifyGraphs:
         """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
         # Not the slots of the last step: its numbers would be indices here.
         attachment, rows = self._state.attachment, self._graphed.slots.new_zeros(1)
-        shape = DraftShape(
-            num_slots=self._num_slots,
-            run_ahead=attachment.shape.run_ahead,
-            num_draft_tokens=draft.num_draft_tokens,
-            chunk_tokens=1,
-            hidden_width=draft.hidden_width,
-            hidden_dtype=self._target.dtype,
-        )
+        shape = replace(draft.shape(attachment.shape, self._target.dtype), chunk_tokens=1)
         specs = (*shape.given_specs(), *shape.own_specs())
         buffers = {BufferName(spec.name): rows.new_zeros(spec.shape, dtype=spec.dtype) for spec in specs}
         region = self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())

@@ -259,14 +259,7 @@ def _shape_of_region(offered: DraftRegion, epoch: StepShape, own: WorkerDescript
     if width != draft.hidden_width:
         raise MismatchError([f"width of the hidden states: memory has {width}, draft reads {draft.hidden_width}"])
     _check_dtype(dtype if width else None, own)
-    shape = DraftShape(
-        num_slots=epoch.num_slots,
-        run_ahead=epoch.run_ahead,
-        num_draft_tokens=draft.num_draft_tokens,
-        chunk_tokens=epoch.chunk_tokens,
-        hidden_width=width,
-        hidden_dtype=dtype,
-    )
+    shape = draft.shape(epoch, dtype)
     offered.own.check_holds(shape.own_specs())
     offered.given.check_holds(shape.given_specs())
     return shape

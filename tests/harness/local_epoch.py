@@ -13,7 +13,7 @@ from slipstream.common.worker.step import FenceName, FenceOps, Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.telemetry.step_metrics import StepMetricFamilies, StepMetrics
-from slipstream.scheduler.workers.attachment import DraftAttachment, draft_shape
+from slipstream.scheduler.workers.attachment import DraftAttachment, draft_sizes
 from slipstream.scheduler.workers.epoch import Epoch
 from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 from tests.harness.counted_jobs import JobBook
@@ -111,7 +111,7 @@ class LocalEpoch:
         epoch, description = self.epoch, link.describe()
         most = epoch.sizes.batch.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         number = max(epoch.number, description.last_epoch, *(one.number for one in self.attachments), 0) + 1
-        shape = draft_shape(epoch.attachment.shape, description, most, epoch.verify.dtype)
+        shape = draft_sizes(description, most).shape(epoch.attachment.shape, epoch.verify.torch_dtype)
         attachment = DraftAttachment(number, link, description, shape, self._device, epoch=epoch.number, log=epoch.log)
         attachment.attach(epoch.attachment, epoch.link, epoch.verify)
         self.attachments.append(attachment)
