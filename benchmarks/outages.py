@@ -106,7 +106,7 @@ class Undisturbed:
     """Mean of the decode steps."""
     tokens_per_second: float
     gap_p50_ms: float
-    """Of the longest gaps of each stream in half a second, as are those of a fault."""
+    """Median over the streams of the longest gap in half a second; a fault's gaps are counted alike."""
     gap_worst_ms: float
 
 
@@ -120,7 +120,7 @@ class Outage:
     gap_p50_ms: float
     gap_worst_ms: float
     later_gap_worst_ms: float
-    """Of the gaps after half a second, until the service is back."""
+    """The longest gap that began more than half a second after the fault, until the service is back."""
     back_p50_s: float
     """Until all services are there and drafts are made."""
     back_worst_s: float

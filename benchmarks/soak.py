@@ -56,7 +56,7 @@ WARM_UP = 0.2
 LEAST_FIT_S = 60.0
 """A process that lived for less is not judged."""
 BOUNDS = {"memory_mib": 0.05, "threads": 1.0, "descriptors": 1.0}
-"""What may be gained: a share of the mean memory; a number of threads and descriptors."""
+"""The most that a process may gain: a share of its mean memory; a number of threads and descriptors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Usage:
-    """What a process had in use, by sample."""
+    """Samples of the memory, threads and descriptors of one process."""
 
     service: str
     pid: int
@@ -125,13 +125,13 @@ class Report:
     faults: list[tuple[float, str, str]] = field(default_factory=list)
     """Seconds since the start, service and fault."""
     quiet: list[tuple[float, int, int, int]] = field(default_factory=list)
-    """Of each moment without clients: seconds since the start, free pages, pages, jobs that run or wait."""
+    """Moments without clients: seconds since the start, free pages, pages, jobs that run or wait."""
     usage: dict[int, Usage] = field(default_factory=dict)
     """By process id."""
     problems: list[str] = field(default_factory=list)
 
     def growths(self) -> list[Growth]:
-        """Those of `up`, and of the process of each service that lived longest."""
+        """Returns the growth of `up`, and of the longest-lived process of each service."""
         longest: dict[str, Usage] = {}
         for usage in self.usage.values():
             if usage.service not in longest or len(usage.at_s) > len(longest[usage.service].at_s):

@@ -64,7 +64,7 @@ class Plan:
     max_new_tokens: int = 800
     kills: int = 10
     swaps: tuple[str, ...] = (EAGLE3, NONE, STANDALONE, RANDOM)
-    """What drafts after each swap; standalone drafts at first."""
+    """The algorithm after each swap; standalone drafts at first."""
     device: str = "cpu"
 
 
@@ -288,7 +288,7 @@ def main(
     clients: Annotated[int, typer.Option(help="Clients that stream all the time.")] = Plan.clients,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a job.")] = Plan.max_new_tokens,
     kills: Annotated[int, typer.Option(help="Kills of the draft.")] = Plan.kills,
-    swaps: Annotated[str, typer.Option(help="What drafts after each swap, by commas.")] = ",".join(Plan.swaps),
+    swaps: Annotated[str, typer.Option(help="Algorithms after each swap, by commas.")] = ",".join(Plan.swaps),
     device: DeviceOption = Plan.device,
     json: JsonOption = None,
 ) -> None:

@@ -24,19 +24,17 @@ async def check_or_kill(address: str) -> str:
     parsed = parse_address(address, field="ADDRESS")
     if not isinstance(parsed, UnixAddress):
         raise ConfigError("kill_hung", address, "unix:PATH, whose process is known")
-    for _ in range(NUM_CHECKS - 1):
+    num_missed = 0
+    while True:
         try:
             return await check(address)
-        except UnavailableError:
-            if _listener(parsed) is None:
+        except UnavailableError as error:
+            if (pid := _listener(parsed)) is None:
                 raise
-    try:
-        return await check(address)
-    except UnavailableError as error:
-        if (pid := _listener(parsed)) is None:
-            raise
-        os.kill(pid, signal.SIGKILL)
-        raise UnavailableError(f"{address} does not answer: its process {pid} was killed") from error
+            num_missed += 1
+            if num_missed == NUM_CHECKS:
+                os.kill(pid, signal.SIGKILL)
+                raise UnavailableError(f"{address} does not answer: its process {pid} was killed") from error
 
 
 def _listener(address: UnixAddress) -> int | None:

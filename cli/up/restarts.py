@@ -38,7 +38,7 @@ class RestartRecord:
 
     settings: RestartSettings
     times: list[float] = field(default_factory=list)
-    """Of the restarts, by `time.monotonic`."""
+    """Moments of the restarts, on time.monotonic's clock."""
 
     def recent(self, now: float) -> list[float]:
         """The restarts within the window."""

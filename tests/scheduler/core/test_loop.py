@@ -17,6 +17,7 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core.draft_work import DraftWork
 from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
@@ -84,6 +85,20 @@ def test_a_verify_that_hangs_is_noticed_by_the_time_that_a_step_may_take() -> No
         go_on.set()
         assert epoch.epoch.batch.num_running == 1
         epoch.close(drain=False)
+
+
+def test_steps_that_wait_for_draft_ask_for_its_progress_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each look is a copy from the device, on the thread that decides the steps."""
+    looks: list[int] = []
+    look = DraftWork.look
+    monkeypatch.setattr(DraftWork, "look", lambda work: (looks.append(work.last_step), look(work))[1])
+    with workers() as both:
+        epoch = make_epoch(both, draft_timeout_ms=20_000.0)
+        job = make_job(max_new_tokens=200)
+        epoch.run([job])
+        num_steps = epoch.epoch.batch.last_step
+        assert num_steps > 60
+        assert len(looks) < num_steps / 4, "only a result that is late is a reason to look"
 
 
 def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
