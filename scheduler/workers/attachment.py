@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from slipstream.scheduler.workers.link import Link
 
 MOST_RETIRED = 2
-"""Attachments that may wait for the end of their process; then no further draft is attached."""
+"""Processes whose end attachments may wait for; then no further draft is attached."""
+MOST_OF_ONE = 16
+"""Attachments that may wait for the end of the same process; then it has to be started again."""
 
 
 class DraftAttachment:
@@ -55,6 +57,7 @@ class DraftAttachment:
         """True once no step refers to it: the loop looks at its memory no more. Belongs to the loop's thread."""
         self._epoch = epoch
         self._log = log
+        self._is_on_gpu = device.torch_device.type == "cuda"
         self._own: Arena = device.create_arena(shape.own_specs(), OWN_FENCES)
         try:
             self._given: Arena = device.create_arena(shape.given_specs(), GIVEN_FENCES)
@@ -133,8 +136,14 @@ class DraftAttachment:
 
     @property
     def is_gone(self) -> bool:
-        """True if draft is proven to write no more into the memory, after `detach`."""
-        return not self._is_attached or self._has_drained or self.is_superseded or self._process.is_gone
+        """True if the memory can be given back, after `detach`.
+
+        On a GPU that is once the process has ended: what it says of its mappings is no proof, and memory that it still
+        writes to might be another process's by then. On a CPU a mapping keeps its own memory.
+        """
+        if not self._is_attached or self._process.is_gone:
+            return True
+        return not self._is_on_gpu and (self._has_drained or self.is_superseded)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -170,13 +179,15 @@ class Retired:
     def check(self, pid: int) -> None:
         """Checks that the draft with this process id may be attached.
 
-        Raises FailedPreconditionError if MOST_RETIRED other processes may still write to their memory. Attachments of
-        the process itself do not count: it lets go of them when it is attached again.
+        Raises FailedPreconditionError if MOST_RETIRED other processes may still write to their memory, or this one to
+        that of MOST_OF_ONE attachments.
         """
         with self._lock:
             self._free()
-            others = {one.description.pid for one in self._waiting} - {pid}
-        if len(others) >= MOST_RETIRED:
+            pids = [one.description.pid for one in self._waiting]
+        if pids.count(pid) >= MOST_OF_ONE:
+            raise FailedPreconditionError(f"attached {MOST_OF_ONE} times: the draft service has to be started again")
+        if len(set(pids) - {pid}) >= MOST_RETIRED:
             raise FailedPreconditionError(f"{MOST_RETIRED} earlier draft processes may still write to their memory")
 
     def close(self) -> None:
