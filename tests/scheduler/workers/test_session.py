@@ -158,6 +158,7 @@ class CountingDevice(HostDevice):
     """Counts arenas."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.num_arenas = 0
 
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> HostArena:
