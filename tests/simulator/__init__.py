@@ -8,6 +8,7 @@
                        |                        plan, accounts, outbox, Speculation, CatchUp, DraftSession, Swap
                        |  SimulatedLink          links.py: commands in order, acknowledgements, calls
     workers.py      SimulatedWorker × 3    verify, two drafts: each a stream, a checksum as a model, the REAL FutureMap
+                       |                        (in worker_epochs.py)
                        |
     memory.py       SimulatedArena         shared memory, laid out as in reality; fences are words in it
 

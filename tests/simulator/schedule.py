@@ -18,7 +18,8 @@ from tests.simulator.faults import Faults
 from tests.simulator.memory import Host
 from tests.simulator.processes import GatewayProcess, Machine, SchedulerProcess
 from tests.simulator.substitutes import substituted
-from tests.simulator.workers import HIDDEN_WIDTH, DraftSkill, SimulatedWorker
+from tests.simulator.worker_epochs import DraftSkill
+from tests.simulator.workers import HIDDEN_WIDTH, SimulatedWorker
 from tests.simulator.world import SimulationError, World
 
 if TYPE_CHECKING:

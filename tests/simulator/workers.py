@@ -1,8 +1,8 @@
-"""Simulated workers: a process with a stream, a model of checksums and the real FutureMap; and a link to it."""
+"""Simulated workers: a process with a stream, a model of checksums and the real FutureMap."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +13,13 @@ from slipstream.common.errors import (
     SlipstreamError,
     StaleEpochError,
 )
-from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import DraftSizes
-from slipstream.common.worker.layout import BufferName, DraftShape, EpochShape
+from slipstream.common.worker.layout import DraftShape
 from slipstream.common.worker.step import FenceName, Role, StepKind
-from slipstream.services.worker.future_map import FutureMap, Region, VerifyResult
-from tests.harness.workers import VOCAB_SIZE
+from slipstream.services.worker.future_map import VerifyResult
 from tests.simulator.memory import SimulatedDevice
-from tests.simulator.model import PagedTokens, extend, token_of
+from tests.simulator.model import extend, token_of
 from tests.simulator.threads import Signal
+from tests.simulator.worker_epochs import Epoch
 from tests.simulator.world import Process
 
 if TYPE_CHECKING:
@@ -30,111 +28,14 @@ if TYPE_CHECKING:
     from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.step import PrefillChunk, StepCommand
     from tests.simulator.links import SimulatedLink
-    from tests.simulator.memory import Host, SimulatedArena, SimulatedFence
+    from tests.simulator.memory import Host
+    from tests.simulator.worker_epochs import DraftSkill, Piece
     from tests.simulator.world import World
 
 RELEASE_INTERVAL_S = 0.05
 RELEASE_TIMEOUT_S = 5.0
 HIDDEN_WIDTH = 2
 """A checksum of 32 bits as two numbers that float32 holds exactly."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftSkill:
-    """How a draft guesses."""
-
-    reads_hidden: bool = False
-    quality: float = 0.8
-    """Share of the guesses that are right."""
-    is_watched: bool = False
-    """True if a wrong guess of a draft of quality 1 is a finding: no fault excuses it."""
-
-
-class Piece:
-    """The memory of an attachment of a draft, as one side of it sees it."""
-
-    def __init__(self, region: Region, own: SimulatedArena, given: SimulatedArena) -> None:
-        self.region = region
-        self.shared = own.shared, given.shared
-        self.fences = {
-            FenceName.DRAFT_DONE: own.fence(FenceName.DRAFT_DONE),
-            FenceName.VERIFY_STASH: given.fence(FenceName.VERIFY_STASH),
-        }
-
-    @property
-    def is_undisturbed(self) -> bool:
-        """True until a wait was released."""
-        return not any(shared.is_released for shared in self.shared)
-
-    def check(self, process: Process) -> None:
-        """Called with each access."""
-        for shared in self.shared:
-            shared.check(process)
-
-
-class Epoch:
-    """A worker's part of an epoch or, for a draft, of its attachment."""
-
-    def __init__(self, attachment: Attachment, device: SimulatedDevice) -> None:
-        self.number = attachment.epoch
-        self.attachment = attachment
-        self.tokens = PagedTokens.of(attachment.num_pages, attachment.page_tokens)
-        self.pieces: dict[int, Piece] = {}
-        """By attachment; a draft has one."""
-        self.fences: dict[FenceName, SimulatedFence] = {}
-        """Of the results."""
-        self.waited: dict[SimulatedFence, int] = {}
-        self.last_step = 0
-        self.is_ending = False
-        """True once it takes no more commands."""
-        self.is_abandoned = False
-        if isinstance(attachment.shape, EpochShape):
-            arena = device.open_arena(attachment.manifest)
-            self.fences[FenceName.VERIFY_PUBLISH] = arena.fence(FenceName.VERIFY_PUBLISH)
-            self._map = FutureMap(
-                attachment.shape,
-                {BufferName(spec.name): arena.tensor(spec.name) for spec in attachment.shape.specs()},
-                vocab_size=VOCAB_SIZE,
-                log=AccessLog(),
-                is_debug=attachment.is_debug,
-            )
-        else:
-            assert attachment.given is not None, "a draft is given something"
-            own = device.open_arena(attachment.manifest)
-            given = device.open_arena(attachment.given, read_only=True)
-            width = attachment.shape.hidden_width
-            sizes = DraftSizes(num_draft_tokens=attachment.shape.num_draft_tokens, hidden_width=width)
-            self.add(self.number, attachment.shape, sizes, own, given)
-
-    def add(
-        self, number: int, shape: DraftShape, sizes: DraftSizes, own: SimulatedArena, given: SimulatedArena
-    ) -> Piece:
-        """Adds the memory of an attachment."""
-        buffers = {BufferName(spec.name): own.tensor(spec.name) for spec in shape.own_specs()}
-        buffers |= {BufferName(spec.name): given.tensor(spec.name) for spec in shape.given_specs()}
-        debug = self.attachment.is_debug
-        region = Region(shape, sizes, buffers, number=number, vocab_size=VOCAB_SIZE, log=AccessLog(), is_debug=debug)
-        piece = self.pieces[number] = Piece(region, own, given)
-        return piece
-
-    @property
-    def map(self) -> FutureMap:
-        """Verify's results."""
-        return self._map
-
-    @property
-    def own(self) -> Piece:
-        """A draft's memory."""
-        return self.pieces[self.number]
-
-    @property
-    def is_released(self) -> bool:
-        """True if what is done now may be behind a wait that was released."""
-        return self.is_ending or not all(piece.is_undisturbed for piece in self.pieces.values())
-
-    def limits(self, slots: tuple[int, ...]) -> torch.Tensor:
-        """The limits of these slots."""
-        return torch.tensor([self.tokens.slots[slot].limit_tokens for slot in slots])
 
 
 class SimulatedWorker(Process):
