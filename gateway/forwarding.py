@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from slipstream.common.rpc.interceptor import replaced
+from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.request_size import check_num_fields
 from slipstream.gateway.home import home_of
 from slipstream.gateway.keys import passed_on_for
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.interceptor import Continuation, Handle
     from slipstream.gateway.peers import Peers
 
-    _ServerInterceptor = object  # gRPC has no types of its own
-else:
-    _ServerInterceptor = grpc.aio.ServerInterceptor
-
 _NAMED_JOBS: Any = NamedJobs.DESCRIPTOR
 _ABORT = "/vllm.grpc.engine.VllmEngine/Abort"
 """Names any number of jobs, and has no effect on those that are not at home."""
@@ -37,7 +33,7 @@ _FORWARDED = {
 }
 
 
-class Forwarding(_ServerInterceptor):
+class Forwarding(ServerInterceptor):
     """Passes calls on whole, and their answers back, without decoding them.
 
     The client's cancellation and deadline go along. While the other gateway is not there, a call is UNAVAILABLE.

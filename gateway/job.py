@@ -49,7 +49,6 @@ class Job:
         self.request = request
         self.job_id = request.job_id
         self.owner = owner
-        self.digest = request.digest
         self.number = number
         self.num_prompt_tokens = len(request.samples[0].prompt)
         self.attempt = attempt
@@ -94,7 +93,7 @@ class Job:
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, roughly."""
-        return _JOB_BYTES + 8 * len(self.samples[0].spec.prompt) + sum(one.output.num_bytes for one in self.samples)
+        return _JOB_BYTES + 8 * self.num_prompt_tokens + sum(one.output.num_bytes for one in self.samples)
 
     @property
     def error(self) -> SlipstreamError | None:
@@ -131,7 +130,7 @@ class Job:
             self.failure = error
 
     async def forget_tokenizer(self) -> None:
-        """Lets go of the tokenizer, by spelling what is not text yet. Called when its model is not served any more."""
+        """Detokenizes the rest and lets go of the tokenizer. Called when its model is not served any more."""
         for sample in self.samples:
             await sample.output.forget_tokenizer()
 
@@ -224,7 +223,7 @@ class Job:
         admitted_at = min((one.admitted_at or now for one in stats), default=now)
         first_token_at = min((one.first_token_at or now for one in stats), default=now)
         metrics.started(
-            prompt_tokens=len(self.samples[0].spec.prompt),
+            prompt_tokens=self.num_prompt_tokens,
             queue_seconds=admitted_at - self._arrived_at,
             first_token_seconds=first_token_at - self._arrived_at,
         )

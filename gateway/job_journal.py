@@ -89,7 +89,7 @@ class JobJournal:
     async def restore(self, model: ServedModel) -> list[tuple[Job, float]]:
         """Returns each job with the time in seconds since its end, 0 if it has not ended.
 
-        Jobs of another model are dropped: their tokens cannot be spelled.
+        Jobs of another model are dropped: their tokens cannot become text.
         """
         restored: list[tuple[StoredJob, Job]] = []
         num_dropped = 0

@@ -75,7 +75,7 @@ class JobReader:
         `timeout_s` is over, the error that ends the job, and InternalError if the output is broken.
         """
         with self._deadline(timeout_s):
-            await self._spell_what_is_known()
+            await self._detokenize_up_to_offsets()
             while self._unfinished:
                 has_read = False
                 for index in tuple(self._unfinished):
@@ -106,7 +106,7 @@ class JobReader:
                     return encoded
             return self._read(output, index)
         except Exception as error:
-            # Without stop strings, a text is spelled by its first reader.
+            # Without stop strings, tokens become text with their first reader.
             self._on_broken(error)
             raise InternalError(BROKEN_OUTPUT) from error
 
@@ -138,10 +138,10 @@ class JobReader:
             self._metrics.coalesced()
         self._sent_at = now
 
-    async def _spell_what_is_known(self) -> None:
-        """Spells the text before the offsets bit by bit, so that the event loop serves other calls in between."""
+    async def _detokenize_up_to_offsets(self) -> None:
+        """Detokenizes what is before the offsets bit by bit, so that the event loop serves other calls in between."""
         for sample, offset in zip(self._job.samples, self._offsets, strict=True):
-            await sample.output.spell_in_turns(offset)
+            await sample.output.detokenize_in_turns(offset)
 
     async def _wait(self) -> None:
         job = self._job

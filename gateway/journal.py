@@ -60,33 +60,29 @@ class Journal:
             self._write = failing_before("gateway.before_commit", failing_after("gateway.after_commit", file.commit))
             self._thread.start()
 
-    def accepted(
-        self, number: int, record: bytes, output: bytes | None = None, then: Callable[[], None] | None = None
-    ) -> None:
+    def accepted(self, number: int, record: bytes, output: bytes | None = None) -> None:
         """A job begins, perhaps with output that it has already, or its record changes. Job numbers only grow."""
-        self._put(_Item(Accepted(number, record, output), None, then))
+        self._put(_Item(Accepted(number, record, output)))
 
     def outputs(self, rows: bytes, then: Callable[[], None] | None = None) -> None:
         """Output of a step, for any number of jobs that were accepted before."""
-        self._put(_Item(None, rows, then))
+        self._put(_Item(rows=rows, then=then))
 
-    def saved(
-        self, number: int, output: bytes, ended_ns: int | None = None, then: Callable[[], None] | None = None
-    ) -> None:
+    def saved(self, number: int, output: bytes, ended_ns: int | None = None) -> None:
         """The whole output of a job that has ended (in nanoseconds since 1970), or that goes on.
 
         Of a job that goes on: the output of every step whose `then` was called, and of none after it. Not called from a
         `then`, because others of the same commit may follow.
         """
-        self._put(_Item(Saved(number, output, self._next_step, ended_ns), None, then))
+        self._put(_Item(Saved(number, output, self._next_step, ended_ns)))
 
     def forget(self, number: int) -> None:
         """A job is kept no longer."""
-        self._put(_Item(Forgotten(number), None, None))
+        self._put(_Item(Forgotten(number)))
 
     def after(self, then: Callable[[], None]) -> None:
         """Calls `then` when everything given so far is committed."""
-        self._put(_Item(None, None, then))
+        self._put(_Item(then=then))
 
     async def flush(self) -> None:
         """Returns when everything given so far is committed. Raises the error that prevents it."""
@@ -176,9 +172,9 @@ class Journal:
 
 
 class _Item(NamedTuple):
-    change: Change | None
-    rows: bytes | None
-    then: Callable[[], None] | None
+    change: Change | None = None
+    rows: bytes | None = None
+    then: Callable[[], None] | None = None
 
 
 def _error_for_clients(cause: sqlite3.Error) -> SlipstreamError:

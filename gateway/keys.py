@@ -12,8 +12,6 @@ from collections import Counter
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import grpc.aio
-
 from slipstream.common.errors import (
     RETRY_AFTER_MS,
     ConfigError,
@@ -21,7 +19,7 @@ from slipstream.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from slipstream.common.rpc.interceptor import is_health_check, refusing, replaced
+from slipstream.common.rpc.interceptor import ServerInterceptor, is_health_check, refusing, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,11 +29,6 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.interceptor import Continuation, Handle
     from slipstream.gateway.job import Job
     from slipstream.gateway.sample import Sample
-
-    # gRPC has no types of its own.
-    _ServerInterceptor = object
-else:
-    _ServerInterceptor = grpc.aio.ServerInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +138,7 @@ class KeyFile:
         return tuple(names.items())
 
 
-class KeyInterceptor(_ServerInterceptor):
+class KeyInterceptor(ServerInterceptor):
     """Lets calls in that have a key, in the metadata `authorization: Bearer TOKEN`; health checks need none.
 
     Bounds the streams that a key has open.

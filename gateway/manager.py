@@ -153,7 +153,7 @@ class JobManager:
         job = self._store.get(current_owner(), job_id)
         if job is None:
             return None
-        if job.digest != digest:
+        if job.request.digest != digest:
             raise AlreadyExistsError(f"there is a job {job_id!r}, and another request made it")
         if not job.can_go_on:
             return job

@@ -12,7 +12,7 @@ import grpc.aio
 from slipstream.common.api.server_state import ServiceState
 from slipstream.common.errors import RETRY_AFTER_MS, ConnectionLostError, InvalidArgumentError, UnavailableError
 from slipstream.common.messages import decode, encode
-from slipstream.common.rpc.interceptor import replaced
+from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.gateway.home import gateway_name
 from slipstream.gateway.keys import act_for, client_of, current_owner
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.interceptor import Continuation, Handle
     from slipstream.gateway.home import Home
     from slipstream.gateway.manager import JobManager
-
-    _ServerInterceptor = object  # gRPC has no types of its own
-else:
-    _ServerInterceptor = grpc.aio.ServerInterceptor
 
 SERVICE_NAME = peers_pb2.DESCRIPTOR.services_by_name["Peers"].full_name
 DEFAULT_PAGE_SIZE = 50
@@ -157,7 +153,7 @@ def lost_peer(index: int, error: grpc.RpcError) -> UnavailableError | None:
     return UnavailableError(f"{gateway_name(index)}, which keeps the job, is not there", retry_after_ms=RETRY_AFTER_MS)
 
 
-class FromPeers(_ServerInterceptor):
+class FromPeers(ServerInterceptor):
     """Serves a call that another gateway passed on as its client's. For private addresses: it is believed."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:

@@ -30,7 +30,7 @@ MAX_SHARED_TOKENS = 64
 
 
 class OutputColumns(NamedTuple):
-    """All that must be kept of an output; its text is spelled again."""
+    """All that must be kept of an output; its tokens become text anew."""
 
     token_ids: Sequence[int]
     is_draft: bytes
@@ -74,7 +74,7 @@ class SampleOutput:
         self._max_chunk_tokens = MAX_CHUNK_TOKENS // (1 + (num_top or 0))
         self._text = io.StringIO()
         self._text_ends = array("I")
-        """For each spelled token, the number of code points up to and including its own."""
+        """For each token that is text, the number of code points up to and including its own."""
         self._tail: str | None = None
         """Text held back at the end, if the end came without a token that it could belong to."""
         self._finish_reason: FinishReason | None = None
@@ -93,7 +93,7 @@ class SampleOutput:
         return len(self.token_ids)
 
     @property
-    def num_spelled(self) -> int:
+    def num_detokenized(self) -> int:
         """Tokens that are text by now."""
         return len(self._text_ends)
 
@@ -143,13 +143,13 @@ class SampleOutput:
             self._finish_reason = reason
             self._ends_with_token = bool(token_ids)
             if self._stops is not None:
-                self.spell(self.num_tokens)
+                self.detokenize(self.num_tokens)
         if self.is_cut:
             # The sequence may end in any other way after it was cut here.
             self._finish_reason = None if reason is None else FinishReason.STOP
 
     def reopen(self, detokenizer: Detokenizer) -> None:
-        """Goes on after an end that was none of the output's own. Its text is spelled again when it is read."""
+        """Goes on after an end that was none of the output's own. Its tokens become text anew when they are read."""
         self._detokenizer = detokenizer
         self._text = io.StringIO()
         self._text_ends = array("I")
@@ -159,7 +159,7 @@ class SampleOutput:
         self._ends_with_token = False
         if self._stop:
             self._stops = StopMatcher(self._stop)
-            self.spell(self.num_tokens)
+            self.detokenize(self.num_tokens)
 
     def columns(self) -> OutputColumns:
         """What must be kept of it."""
@@ -177,10 +177,10 @@ class SampleOutput:
         self._ends_with_token = columns.ends_with_token
         if columns.is_cut:
             # The end, whichever it was, came after the cut.
-            self.spell(self.num_tokens)
+            self.detokenize(self.num_tokens)
         self._finish_reason = columns.finish_reason
         if self._stops is not None:
-            self.spell(self.num_tokens)
+            self.detokenize(self.num_tokens)
 
     def finish(self, usage: Usage) -> None:
         """Sets the usage, which comes with the last chunk."""
@@ -204,7 +204,7 @@ class SampleOutput:
             (last.token_offset, len(last.token_ids), last.finish_reason is not None) == (offset, end - offset, is_last)
         ):
             return last
-        self.spell(end)
+        self.detokenize(end)
         start_character = self._text_ends[offset - 1] if offset else 0
         text_ends = self._text_ends[offset:end]
         self._text.seek(start_character)
@@ -242,44 +242,44 @@ class SampleOutput:
         if len(self._text_ends) != offset:
             return None
         token_ids = self.token_ids[offset:]
-        text, lengths = self._speller.push_all(token_ids)
+        text, lengths = self._present_detokenizer.push_all(token_ids)
         encoded = self._encoder.encode(offset, token_ids, text, self._is_draft[offset:], lengths, self.published_ns)
         self._append(text, lengths)
         self._last_encoded = (offset, end, encoded)
         return encoded
 
     @property
-    def _speller(self) -> Detokenizer:
-        assert self._detokenizer is not None, "all was spelled before the tokenizer was forgotten"
+    def _present_detokenizer(self) -> Detokenizer:
+        assert self._detokenizer is not None, "all was text before the tokenizer was forgotten"
         return self._detokenizer
 
     async def forget_tokenizer(self) -> None:
-        """Spells all of an output that is over, in turns, and lets go of the tokenizer."""
+        """Detokenizes all of an output that is over, in turns, and lets go of the tokenizer."""
         if self._detokenizer is not None:
             with suppress(Exception):  # its readers get the error
-                await self.spell_in_turns(self.num_tokens)
-                self.spell(self.num_tokens)
+                await self.detokenize_in_turns(self.num_tokens)
+                self.detokenize(self.num_tokens)
         self._detokenizer = None
 
-    async def spell_in_turns(self, end: int) -> None:
-        """Spells bit by bit, so that the event loop serves other calls in between."""
-        while self.num_spelled < end:
-            self.spell(min(end, self.num_spelled + MAX_CHUNK_TOKENS))
+    async def detokenize_in_turns(self, end: int) -> None:
+        """Detokenizes bit by bit, so that the event loop serves other calls in between."""
+        while self.num_detokenized < end:
+            self.detokenize(min(end, self.num_detokenized + MAX_CHUNK_TOKENS))
             await asyncio.sleep(0)
 
-    def spell(self, end: int) -> None:
+    def detokenize(self, end: int) -> None:
         """Turns the tokens before `end` into text."""
-        start = self.num_spelled
+        start = self.num_detokenized
         is_end = self._finish_reason is not None and end == self.num_tokens
         last = end - (is_end and self._ends_with_token)
         if start < last:
-            text, lengths = self._speller.push_all(self.token_ids[start:last])
+            text, lengths = self._present_detokenizer.push_all(self.token_ids[start:last])
             if self._stops is None or self._stops.passes(text):
                 self._append(text, lengths)
             else:
                 self._append_certain(text, lengths, start)
         if is_end and self._tail is None and not self.is_cut:
-            self._spell_end(end)
+            self._detokenize_end(end)
 
     def _append_certain(self, text: str, lengths: list[int], start: int) -> None:
         """Appends the text of the tokens from `start` on, as far as it cannot belong to a stop string."""
@@ -292,16 +292,16 @@ class SampleOutput:
                 self._truncate(index + 1)
                 return
 
-    def _spell_end(self, end: int) -> None:
-        """Spells the token that the end came with, if there is one, and the text held back so far."""
+    def _detokenize_end(self, end: int) -> None:
+        """Turns into text the token that the end came with, if there is one, and the text held back so far."""
         if not self._ends_with_token:
-            self._tail = self._spell_rest("", end)
+            self._tail = self._rest_of_text("", end)
             return
         self._tail = ""
         # A token that stops the output is no part of the text.
         is_shown = self._finish_reason is not FinishReason.STOP
-        text = self._speller.push(self.token_ids[end - 1]) if is_shown else ""
-        text = self._spell_rest(text, end - 1)
+        text = self._present_detokenizer.push(self.token_ids[end - 1]) if is_shown else ""
+        text = self._rest_of_text(text, end - 1)
         self._append(text, [len(text)])
 
     def _append(self, text: str, lengths: list[int]) -> None:
@@ -310,9 +310,9 @@ class SampleOutput:
         lengths[0] += self._text_ends[-1] if self._text_ends else 0
         self._text_ends.extend(accumulate(lengths))
 
-    def _spell_rest(self, text: str, index: int) -> str:
+    def _rest_of_text(self, text: str, index: int) -> str:
         """`text` with the text held back so far."""
-        certain = self._certain(text + self._speller.finish(), index)
+        certain = self._certain(text + self._present_detokenizer.finish(), index)
         return certain if self._stops is None else certain + self._stops.finish()
 
     def _certain(self, text: str, index: int) -> str:

@@ -36,12 +36,11 @@ if TYPE_CHECKING:
 
     from slipstream.common.rpc.metrics import RpcMetrics
 
-    # gRPC has no types of its own.
-    _ServerInterceptor = object
+    ServerInterceptor = object  # gRPC has no types of its own
     Continuation = Callable[[Any], Awaitable[Any]]
     Handle = Callable[[Any, Any], Awaitable[Any]]
 else:
-    _ServerInterceptor = grpc.aio.ServerInterceptor
+    ServerInterceptor = grpc.aio.ServerInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def refusing(handler: Any, error: SlipstreamError) -> Any:
     return replaced(handler, lambda _: refuse, is_raw=True)
 
 
-class StatusInterceptor(_ServerInterceptor):
+class StatusInterceptor(ServerInterceptor):
     """Ends a call whose handler raises with the exception's status. Errors that are not ours are INTERNAL and logged.
 
     The first of a server's interceptors: it handles the errors of the others, too.
@@ -153,7 +152,7 @@ class StatusInterceptor(_ServerInterceptor):
                 self._metrics.count(method, code.name)
 
 
-class CallLimit(_ServerInterceptor):
+class CallLimit(ServerInterceptor):
     """Refuses calls beyond a number at a time with RESOURCE_EXHAUSTED; those that come together begin in turns.
 
     Health checks have room of their own, and do not wait.
@@ -193,7 +192,7 @@ class CallLimit(_ServerInterceptor):
         return ResourceExhaustedError(message, retry_after_ms=RETRY_AFTER_MS)
 
 
-class Decoder(_ServerInterceptor):
+class Decoder(ServerInterceptor):
     """Decodes a call's request; one that is no message is refused with INVALID_ARGUMENT. The last interceptor.
 
     Responses may be bytes, of messages that are encoded already.

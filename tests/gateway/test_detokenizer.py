@@ -52,7 +52,7 @@ def test_random_tokens_are_sent_as_the_whole_would_be(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_come_together_are_spelled_as_those_that_come_alone(kind: str) -> None:
+def test_tokens_that_come_together_become_the_text_of_those_that_come_alone(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
     vocabulary = Vocabulary(tokenizer)
     # Whole characters, as most tokens are, and halves among them.

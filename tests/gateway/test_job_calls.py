@@ -21,7 +21,7 @@ from slipstream.common.errors import (
 from slipstream.gateway.sample_output import SampleOutput
 from tests.harness.generation_server import TTL_S, collect, generation_server, state_of, tokens_of
 from tests.harness.scripted_scheduler import EOS_ID, TOKENS_PER_STEP
-from tests.harness.tokenizers_by_kind import spell_first_never
+from tests.harness.tokenizers_by_kind import break_first_detokenizer
 
 if TYPE_CHECKING:
     from tests.harness.generation_server import GenerationServer
@@ -250,10 +250,10 @@ async def test_an_output_that_cannot_be_taken_in_fails_its_own_job_alone(
     assert server.manager.num_jobs == 0
 
 
-async def test_an_output_that_cannot_be_spelled_fails_when_it_is_read(
+async def test_an_output_that_cannot_become_text_fails_when_it_is_read(
     server: GenerationServer, client: AsyncClient
 ) -> None:
-    spell_first_never(server.model)
+    break_first_detokenizer(server.model)
     server.loop.pause_tokens = TOKENS_PER_STEP
     await client.create_job([5, 6], job_id="broken", max_new_tokens=300)
     await client.create_job([7, 8], job_id="whole", max_new_tokens=30)

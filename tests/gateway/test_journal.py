@@ -66,7 +66,8 @@ def rows_of(file: JournalFile) -> list[bytes]:
 async def test_what_was_committed_is_read_back(path: Path, mode: JournalMode) -> None:
     said: list[str] = []
     async with journal_on(JournalFile.open(path, mode)) as journal:
-        journal.accepted(1, b"one", then=lambda: said.append("accepted"))
+        journal.accepted(1, b"one")
+        journal.after(lambda: said.append("accepted"))
         journal.outputs(b"a", lambda: said.append("a"))
         journal.outputs(b"", lambda: said.append("empty"))
         journal.accepted(2, b"two")
@@ -107,7 +108,7 @@ async def test_output_saved_between_steps_says_which_rows_come_on_top(path: Path
 async def test_without_a_file_callbacks_come_at_once() -> None:
     said: list[int] = []
     async with journal_on(None) as journal:
-        journal.accepted(1, b"", then=lambda: said.append(1))
+        journal.after(lambda: said.append(1))
         journal.outputs(b"", lambda: said.append(2))
         assert said == [1, 2]
         await journal.flush()

@@ -70,7 +70,7 @@ async def test_kept_jobs_let_go_of_a_model_that_is_gone_and_stay_readable() -> N
         assert tokens_of(await collect(client.watch_job("never-read"))) == expected
 
 
-async def test_output_that_cannot_be_spelled_keeps_no_tokenizer() -> None:
+async def test_output_that_cannot_become_text_keeps_no_tokenizer() -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:
         await client.create_job(TEXT, job_id="broken", max_new_tokens=20)
         await client.create_job(TEXT, job_id="whole", max_new_tokens=20)

@@ -117,4 +117,4 @@ def test_other_samples_are_read_as_objects() -> None:
     late = sample_output()
     late.add([5] * (MAX_SHARED_TOKENS + 1))
     assert late.read_encoded(0) is None, "so much would be kept for as long as the sample is"
-    assert late.read_encoded(1) is None, "the text before is not spelled"
+    assert late.read_encoded(1) is None, "the tokens before are not text yet"

@@ -16,7 +16,7 @@ from slipstream.common.rpc.metrics import RpcMetrics, make_registry
 from slipstream.gateway.request_metrics import OUTCOMES, RequestMetrics, ServerInfo
 from tests.harness.generation_server import collect
 from tests.harness.scripted_scheduler import STATE, TOKENS_PER_STEP
-from tests.harness.tokenizers_by_kind import spell_first_never
+from tests.harness.tokenizers_by_kind import break_first_detokenizer
 
 if TYPE_CHECKING:
     from slipstream.client import AsyncClient
@@ -87,11 +87,11 @@ def test_tokens_that_arrive_together_share_their_time() -> None:
         pytest.param(1, ["never there"], TOKENS_PER_STEP, id="with its last step"),
     ],
 )
-async def test_a_request_whose_output_cannot_be_spelled_ends_with_an_error(
+async def test_a_request_whose_output_cannot_become_text_ends_with_an_error(
     server: GenerationServer, client: AsyncClient, n: int, stop: list[str], max_new_tokens: int
 ) -> None:
     """Its call is over before the loop has let go of it, and nobody has gone away."""
-    spell_first_never(server.model)
+    break_first_detokenizer(server.model)
     server.loop.pause_tokens = TOKENS_PER_STEP
     with pytest.raises(InternalError, match="could not be taken in"):
         await collect(client.generate([5, 6], job_id="mine", n=n, stop=stop, max_new_tokens=max_new_tokens))

@@ -70,7 +70,7 @@ def _pieces(decoder: Any) -> Tokenizer:
     return tokenizer
 
 
-class Unspellable:
+class BrokenDetokenizer:
     """Knows no token."""
 
     def push(self, token_id: int) -> Never:
@@ -86,7 +86,7 @@ class Unspellable:
         return ""
 
 
-def spell_first_never(model: ServedModel) -> None:
+def break_first_detokenizer(model: ServedModel) -> None:
     """Gives the next sample that comes to `model` a detokenizer that fails; those behind it have their own."""
-    made, make = iter([Unspellable()]), model.vocabulary.new_detokenizer
+    made, make = iter([BrokenDetokenizer()]), model.vocabulary.new_detokenizer
     model.vocabulary.new_detokenizer = lambda: next(made, None) or make()  # type: ignore[method-assign]
