@@ -32,7 +32,6 @@ from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
 from slipstream.bundled import eagle3_dir, target_dir
-from slipstream.cli.up.mps import MpsMode
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
@@ -220,8 +219,7 @@ class DecodeBenchmark:
 
     @asynccontextmanager
     async def _three_processes(self) -> AsyncIterator[Served]:
-        mps = MpsMode.AUTO if self._device == "cuda" else MpsMode.OFF
-        async with Stack(device=self._device, mps=mps) as stack:
+        async with Stack(device=self._device) as stack:
             await asyncio.gather(stack.worker("verify", **self._verify), stack.worker("draft", **self._draft))
             async with stack.scheduler("draft", **self._scheduler) as served:
                 yield served

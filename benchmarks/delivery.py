@@ -18,7 +18,6 @@ import time
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +28,6 @@ from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001
 from slipstream.benchmarks.result_files import host, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import START_TIMEOUT_S, CpuClock, StepSums
-from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.rpc.keepalive import Keepalive
@@ -209,8 +207,7 @@ def main(
     measurements: list[Measurement] = []
 
     async def run() -> None:
-        mps = MpsMode.AUTO if device == "cuda" else MpsMode.OFF
-        async with Stack(Path("build/benchmarks"), device=device, mps=mps) as stack:
+        async with Stack(device=device) as stack:
             models: dict[str, Any] = {"load_format": setup.load_format}
             await asyncio.gather(
                 stack.worker("verify", model=setup.target, simulate_accept_length=ACCEPT_LENGTH, **models),

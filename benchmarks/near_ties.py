@@ -30,7 +30,6 @@ from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import stream_window
 from slipstream.bundled import prompts, target_dir
-from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.api.sampling import SamplingParams
 
@@ -171,10 +170,9 @@ class NearTies:
         write_json(asdict(report), self._path)
 
     async def _measure(self, draft: str) -> None:
-        mps = MpsMode.AUTO if self._device == "cuda" else MpsMode.OFF
         context_tokens = 128 + max(self._report.max_new_tokens, WINDOW_TOKENS)
         async with (
-            Stack(device=self._device, mps=mps) as stack,
+            Stack(device=self._device) as stack,
             _serving(stack, draft, context_tokens, is_deterministic=False) as usual,
             _serving(stack, draft, context_tokens, is_deterministic=True) as deterministic,
         ):

@@ -21,7 +21,7 @@ import typer
 from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
-from slipstream.benchmarks.stream_window import stream_window
+from slipstream.benchmarks.stream_window import PROMPT, stream_window
 from slipstream.cli.up.mps import MpsMode
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ REPEATS = {"cpu": 5, "cuda": 1}
 """Number of repeats, by device; in each, all orders are measured in turn."""
 WINDOWS = {"cpu": 1, "cuda": 2}
 """Windows of an order at its turn: starting a scheduler on a GPU takes longer than measuring it."""
-PROMPT = "def main():\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

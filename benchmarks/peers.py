@@ -28,6 +28,7 @@ from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.transformers_peer import ASSISTED, REPEATS, Peer, TransformersPeer, load, quiet
 from slipstream.bundled import prompts, standalone_dir, target_dir
+from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class Measurement:
     async def _slipstream(self) -> None:
         case = self._case
         weights: dict[str, Any] = {"load_format": "dummy" if self._is_dummy else "auto"}
-        async with Stack(device=self._device.type) as stack:
+        async with Stack(device=self._device.type, mps=MpsMode.OFF) as stack:
             await asyncio.gather(
                 stack.worker("verify", model=case.target, simulate_accept_length=case.mean_accept_length, **weights),
                 stack.worker("draft", model=case.draft, algorithm=case.algorithm, target=case.target, **weights),

@@ -61,13 +61,16 @@ class Stack:
     stack starts, and the schedulers stay outside.
     """
 
-    def __init__(self, log_dir: Path | None = LOG_DIR, *, device: str = "cpu", mps: MpsMode = MpsMode.OFF) -> None:
-        """`log_dir` takes the services' logs; without one they go to this process's stderr."""
+    def __init__(self, log_dir: Path | None = LOG_DIR, *, device: str = "cpu", mps: MpsMode | None = None) -> None:
+        """`log_dir` takes the services' logs; without one they go to this process's stderr.
+
+        `mps`: None is AUTO on a GPU, OFF on a CPU.
+        """
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
         self._device = device
-        self._mps = mps
+        self._mps = mps or (MpsMode.AUTO if device == "cuda" else MpsMode.OFF)
         self._held = AsyncExitStack()
         self._directory = Path()
         self._worker_environment: Mapping[str, str] = {}
@@ -205,7 +208,7 @@ class Stack:
             *command, stdout=log, stderr=log, env={**os.environ, **environment}
         )
         try:
-            await _until_serving(name, process, address)
+            await until_serving(name, process, address)
             yield
         finally:
             await end(process)
@@ -243,11 +246,14 @@ async def end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _until_serving(name: str, process: asyncio.subprocess.Process, address: str) -> None:
+async def until_serving(
+    name: str, process: asyncio.subprocess.Process, address: str, *, timeout_s: float = START_TIMEOUT_S
+) -> None:
+    """Waits until a process serves at an address. Raises RuntimeError if it ends first, or takes longer."""
     async with background(process.wait(), wait_until_serving(address)) as (ended, serving):
-        await asyncio.wait((ended, serving), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((ended, serving), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             raise RuntimeError(f"{name} ended with status {ended.result()} before it served")
         if not serving.done():
-            raise RuntimeError(f"{name} does not serve after {START_TIMEOUT_S:.0f} s")
+            raise RuntimeError(f"{name} does not serve after {timeout_s:.0f} s")
         serving.result()

@@ -28,7 +28,6 @@ from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import StepSums, TornWindowError, streaming
 from slipstream.bundled import standalone_dir, target_dir
-from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.rpc.scrape import Scrape, scrape
 from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, EDGES, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
@@ -308,7 +307,7 @@ async def _check_all(device: str, names: Sequence[str], json_file: Path | None) 
 
 
 async def _check_part(part: Part, served: tuple[float, float] | str, device: str, folder: Path) -> None:
-    async with Stack(device=device, mps=MpsMode.AUTO if device == "cuda" else MpsMode.OFF) as stack:
+    async with Stack(device=device) as stack:
         check = StepCheck(stack, part, device, folder)
         if isinstance(served, str):
             await check.start_models(Setup.named(served))

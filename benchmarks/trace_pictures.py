@@ -26,7 +26,6 @@ from slipstream.benchmarks.result_files import host
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import streaming
 from slipstream.cli.trace import fetch_trace, trace_json
-from slipstream.cli.up.mps import MpsMode
 from slipstream.client import AsyncClient
 from slipstream.common.worker.trace import TraceRequest
 
@@ -80,7 +79,7 @@ def main(
 
 async def _trace_all(device: str, paths: dict[int, Path]) -> None:
     draft_ms, verify_ms = KERNELS_MS[device]
-    async with Stack(device=device, mps=MpsMode.AUTO if device == "cuda" else MpsMode.OFF) as stack:
+    async with Stack(device=device) as stack:
         await stack.dummies(draft_ms, verify_ms)
         for run_ahead, path in paths.items():
             scheduler = stack.scheduler(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from slipstream.benchmarks.stack import free_ports, words
-from slipstream.cli.status import wait_until_serving
+from slipstream.benchmarks.stack import free_ports, until_serving, words
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.scrape import scrape
@@ -108,7 +106,7 @@ async def up_server(*options: str) -> AsyncIterator[UpServer]:
             )
         server = UpServer(address, Path(directory), psutil.Process(process.pid))
         try:
-            await _until_serving(process, address)
+            await until_serving("slipstream up", process, address, timeout_s=START_TIMEOUT_S)
             yield server
         except BaseException:
             print(log.read_text(encoding="utf-8"), file=sys.stderr)
@@ -117,15 +115,3 @@ async def up_server(*options: str) -> AsyncIterator[UpServer]:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
                 await process.wait()
-
-
-async def _until_serving(process: asyncio.subprocess.Process, address: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    serving = asyncio.ensure_future(wait_until_serving(address))
-    try:
-        while not serving.done():
-            if process.returncode is not None or time.monotonic() > deadline:
-                raise RuntimeError("slipstream up does not serve")
-            await asyncio.wait([serving], timeout=POLL_S)
-    finally:
-        serving.cancel()
