@@ -15,6 +15,7 @@ from slipstream.benchmarks import decode_report, overlap, reliability
 from slipstream.benchmarks.pages import RESULTS, ROOT, load, markdown_table, section, text
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.result_files import read_rows
+from slipstream.benchmarks.step_check import MOST_STRAY
 from slipstream.benchmarks.transformers_peer import ASSISTED
 from slipstream.common.host import STEP_LOOP
 
@@ -213,18 +214,22 @@ def _near_ties_section() -> list[str]:
 
 def _step_check_section(name: str) -> list[str]:
     report = load(name)
-    clocks, rows = [], []
+    clocks, rows, num_right = [], [], 0
+    delay_us = report["delay_us"]
     for part in report["parts"]:
         clock = part["clock"]
         clocks.append(f"{part['name']} | {clock['num_steps']:,} | {clock['step_s'] / clock['clock_s']:.5f}")
         for check in part["delays"]:
             delay, grown = check["delay"], check["bubble_us"]
+            wanted = {edge: delay_us if edge == delay["edge"] else 0.0 for edge in grown}
+            num_right += all(abs(grown[edge] - wanted[edge]) <= MOST_STRAY * delay_us for edge in grown)
             other = max((value for edge, value in grown.items() if edge != delay["edge"]), key=abs)
             place = f"{delay['where']}, run-ahead {delay['run_ahead']}"
             rows.append(f"{part['name']} | {delay['edge']} | {place} | {grown[delay['edge']]:.0f} | {other:.0f}")
     words = (
-        f"The sum of `slipstream_step_seconds` over the clock of the host, and {report['delay_us']:g} us put at one "
-        "place in turns with nothing: the growth per step of the bubble at its edge, and the largest at another, in us."
+        f"The sum of `slipstream_step_seconds` over the clock of the host, and {delay_us:g} us put at one "
+        "place in turns with nothing: the growth per step of the bubble at its edge, and the largest at another, in "
+        f"us. {num_right} of {len(rows)} delays show at their edge, and only there, within {100 * MOST_STRAY:g} %."
     )
     title = "Step metrics against the clock, and against delays of a known length"
     clock_table = markdown_table("models | steps | metrics / clock", clocks)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-HEALTH_INTERVAL_S = 0.01
+TIMEOUT_S = 10.0
 
 
 class HealthChecks:
@@ -29,19 +29,19 @@ class HealthChecks:
         """Begins to check."""
         self._pipe.send(True)
 
-    def end(self) -> tuple[list[float], list[str]]:
-        """Stops, and returns the milliseconds that each check took, and answers other than SERVING."""
+    def end(self) -> tuple[list[float], set[str]]:
+        """Stops, and returns the milliseconds that each check took, and all answers; an RPC error by its code."""
         self._pipe.send(False)
-        found: tuple[list[float], list[str]] = self._pipe.recv()
+        found: tuple[list[float], set[str]] = self._pipe.recv()
         return found
 
 
 @contextmanager
-def health_checks(address: str) -> Iterator[HealthChecks]:
-    """Starts the process, and ends it."""
+def health_checks(address: str, *, interval_s: float = 0.01) -> Iterator[HealthChecks]:
+    """Starts the process, and ends it. It waits `interval_s` between two checks."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_check_health, args=(address, theirs), daemon=True)
+    process = context.Process(target=_check_health, args=(address, interval_s, theirs), daemon=True)
     process.start()
     try:
         yield HealthChecks(ours)
@@ -51,19 +51,19 @@ def health_checks(address: str) -> Iterator[HealthChecks]:
         process.join()
 
 
-def _check_health(address: str, pipe: Connection) -> None:
+def _check_health(address: str, interval_s: float, pipe: Connection) -> None:
     with grpc.insecure_channel(address, options=proxy_options(address)) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while pipe.recv():
             took_ms: list[float] = []
-            refused: list[str] = []
-            while not pipe.poll(HEALTH_INTERVAL_S):
+            statuses: set[str] = set()
+            while not pipe.poll(interval_s):
                 begun = time.monotonic()
                 try:
-                    if stub.Check(health_pb2.HealthCheckRequest()).status != health_pb2.HealthCheckResponse.SERVING:
-                        refused.append("NOT_SERVING")
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+                    statuses.add(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
                 except grpc.RpcError as error:
-                    refused.append(error.code().name)
+                    statuses.add(error.code().name)
                 took_ms.append(1e3 * (time.monotonic() - begun))
             pipe.recv()
-            pipe.send((took_ms, refused))
+            pipe.send((took_ms, statuses))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slipstream.common.messages import LENGTH_DELIMITED, VARINT, tag, varint
 from slipstream.protos import generation_pb2
 
 MIB = 2**20
@@ -9,24 +10,16 @@ MIB = 2**20
 
 def wire(number: int, payload: bytes) -> bytes:
     """A field of bytes, as it is on the wire."""
-    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
-
-
-def _varint(value: int) -> bytes:
-    return _varint_rest(value) if value > 127 else bytes((value,))
-
-
-def _varint_rest(value: int) -> bytes:
-    return bytes((value & 127 | 128,)) + _varint(value >> 7)
+    return tag(number, LENGTH_DELIMITED) + varint(len(payload)) + payload
 
 
 def hostile_requests(num_bytes: int) -> dict[str, bytes]:
     """Requests of this size that cost a server time in one way or another, by what they are full of."""
     request = {name: one.number for name, one in generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name.items()}
     params = {name: one.number for name, one in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()}
-    unknown = _varint(999 << 3) + b"\1"
+    unknown = tag(999, VARINT) + b"\1"
     message = wire(1, wire(1, b"user") + wire(2, b"a"))
-    biases = (wire(params["logit_bias"], b"\x08" + _varint(i) + b"\x15\0\0\x80?") for i in range(num_bytes // 13))
+    biases = (wire(params["logit_bias"], b"\x08" + varint(i) + b"\x15\0\0\x80?") for i in range(num_bytes // 13))
     return {
         "unknown fields": unknown * (num_bytes // len(unknown)),
         "unknown fields of messages": wire(

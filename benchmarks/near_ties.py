@@ -117,7 +117,7 @@ class Request:
     sampling: SamplingParams
 
     def options(self, max_new_tokens: int) -> RequestOptions:
-        """As the client takes them."""
+        """Options of a call of the client."""
         return {
             "max_new_tokens": max_new_tokens,
             "ignore_eos": True,

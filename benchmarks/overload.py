@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.benchmarks.health_checks import health_checks
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.models import STANDALONE, JsonOption, Models
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.server_watch import HealthWatch, MemoryWatch, settled
+from slipstream.benchmarks.server_watch import MemoryWatch, settled
 from slipstream.benchmarks.serving import LENGTHS, beyond_warm_up, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import Arrival, Lengths, Workload
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.server_watch import Footprint, ResourceSnapshot
 
+HEALTH_INTERVAL_S = 0.2
 LEAST_GOODPUT = 0.9
 """Lowest goodput that passes, as a fraction of the capacity."""
 MOST_REJECTION_MS = 50.0
-MOST_GROWTH = {"scheduler": 0.02, "draft": 0.05, "verify": 0.05}
+MOST_GROWTH = {"gateway": 0.05, "scheduler": 0.02, "draft": 0.05, "verify": 0.05}
 """Growth of resident memory from the first third of the time to the last. A worker keeps the room of its largest step,
 which comes at random: its memory may rise once or twice, and then stays."""
 
@@ -75,7 +77,7 @@ class OverloadReport:
     """The minute."""
     rejections_without_retry_info: int
     health_statuses: list[str]
-    """Seen in the minute; an RPC error by its code."""
+    """Answers to health checks in the minute; an RPC error by its code."""
     footprints: dict[str, Footprint]
     """Resident memory of each service during the overload, by service name."""
     before: ResourceSnapshot
@@ -135,15 +137,18 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
     async with scheduler as served, AsyncClient(served.address) as client:
         address, seed = served.address, plan.seed
         pids = {service.name: service.pid for service in (await client.server_info()).services}
-        memory, health = MemoryWatch(pids), HealthWatch(address)
+        memory = MemoryWatch(pids)
         await _touch_everything(workload, address, plan)
         for_capacity = plan.slots, plan.capacity_seconds, plan.capacity_warm_up_s
         capacity_before = await find_capacity(workload, address, *for_capacity, f"{seed} before")
         before = await settled(client, None)
         rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
         arrivals = workload.arrivals(rate, plan.seconds, str(seed))
-        async with health.watching(), memory.watching(plan.sample_s, after_s=plan.warm_up_s):
-            run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
+        with health_checks(address, interval_s=HEALTH_INTERVAL_S) as health:
+            health.begin()
+            async with memory.watching(plan.sample_s, after_s=plan.warm_up_s):
+                run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
+            _, health_statuses = await asyncio.to_thread(health.end)
         after = await settled(client, before)
         capacity_after = await find_capacity(workload, address, *for_capacity, f"{seed} after")
     return OverloadReport(
@@ -155,7 +160,7 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
         offered_requests_per_second=rate,
         load=report_of(run, plan.warm_up_s),
         rejections_without_retry_info=sum(r.outcome == REJECTED and r.retry_after_ms is None for r in run.records),
-        health_statuses=sorted(health.statuses),
+        health_statuses=sorted(health_statuses),
         footprints=memory.footprints(),
         before=before,
         after=after,

@@ -307,7 +307,7 @@ async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: Hea
     stalls.take()
     health.begin()
     await probe.run(target)
-    health_ms, refused = await asyncio.to_thread(health.end)
+    health_ms, statuses = await asyncio.to_thread(health.end)
     stall = stalls.take()
     cuts = quantiles(health_ms, n=100)
     problems = [f"{probe.name}: {n} x {code}" for code, n in target.codes.items() if code not in probe.codes]
@@ -320,7 +320,7 @@ async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: Hea
         health_p50_ms=round(cuts[49], 2),
         health_p99_ms=round(cuts[98], 2),
         longest_gap_ms=round(target.longest_gap_ms, 1),
-        problems=[*problems, *(f"{probe.name}: health {code}" for code in refused)],
+        problems=[*problems, *(f"{probe.name}: health {status}" for status in sorted(statuses - {"SERVING"}))],
     )
 
 

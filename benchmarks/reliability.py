@@ -1,4 +1,4 @@
-"""Figures of faults, swaps and the soak: sections of the measured pages, and the cells of docs/reliability.md."""
+"""Figures of faults and loads: sections of the measured pages, and the cells of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.pages import is_measured, load, markdown_table, section
+from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,7 @@ def sections(where: str) -> list[str]:
         ("outages", _outages),
         ("swap", _swaps),
         ("soak", _soak),
+        ("probes", _probes),
     )
     return [part for name, make in makers if is_measured(f"{name}_{where}") for part in make(f"{name}_{where}")]
 
@@ -109,6 +111,23 @@ def _soak(name: str) -> list[str]:
     return section("Faults of all services for long", "soak", name, found["host"], words, *more, SOAK_PICTURE)
 
 
+def _probes(name: str) -> list[str]:
+    found = load(name)
+    loads = {probe.name: (probe.run.__doc__ or "").rstrip(".") for probe in PROBES}
+    rows = [
+        f"{loads[row['name']]} | {', '.join(f'{count:,} {code}' for code, count in row['codes'].items())}"
+        + "".join(f" | {row[key]:.1f}" for key in ("stall_ms", "health_p50_ms", "health_p99_ms"))
+        for row in found["probes"]
+    ]
+    words = (
+        f"Each load for {found['seconds']:g} s or more, with dummy kernels in place of the models; health is checked "
+        "meanwhile. *Loop held* is the longest piece of work on the gateway's event loop, in CPU time of its thread; "
+        f"the aim is {MOST_STALL_MS:g} ms. Clients, checks and services share the cores."
+    )
+    table = markdown_table("load | answers | loop held, ms | health p50, ms | p99, ms", rows)
+    return section("Hostile, large and many requests", "probes", name, found["host"], words, table)
+
+
 def _number(tokens: int | None) -> str:
     return "–" if tokens is None else f"{tokens}"
 
@@ -150,5 +169,18 @@ def _soak_cell(where: str) -> str:
     return f"{sum(found['outcomes'].values()):,} jobs in {60 * found['plan']['minutes']:.0f} s: {outcome}"
 
 
-CELLS: dict[str, Callable[..., str]] = {"outages": _outage_cell, "swap": _swap_cell, "soak": _soak_cell}
+def _probes_cell(where: str) -> str:
+    if not is_measured(f"probes_{where}"):
+        return ""
+    rows = load(f"probes_{where}")["probes"]
+    held, health = (max(row[key] for row in rows) for key in ("stall_ms", "health_p99_ms"))
+    return f"event loop held for {held:.0f} ms, health checks answered in {health:.0f} ms (p99), at most"
+
+
+CELLS: dict[str, Callable[..., str]] = {
+    "outages": _outage_cell,
+    "swap": _swap_cell,
+    "soak": _soak_cell,
+    "probes": _probes_cell,
+}
 """The text of a marked cell by the benchmark's name; empty if it was not measured."""

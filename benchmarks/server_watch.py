@@ -1,4 +1,4 @@
-"""Watches a server under load: its health, the memory of its processes, and the resources in use."""
+"""Watches a server under load: the memory of its processes, and the resources in use."""
 
 from __future__ import annotations
 
@@ -10,56 +10,17 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-import grpc.aio
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.cli.cancellation import background
-from slipstream.common.rpc.address import proxy_options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from slipstream.client import AsyncClient
 
-INTERVAL_S = 0.2
-TIMEOUT_S = 10.0
 SETTLE_S = 20.0
 POLL_S = 0.1
-_name_of = health_pb2.HealthCheckResponse.ServingStatus.Name
-
-
-class HealthWatch:
-    """Watches one server, and checks at intervals, on a connection of its own."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self.statuses: set[str] = set()
-        """Statuses that were seen, by a watch and by checks; an RPC error by its code."""
-
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
-        """Watches for as long as the context."""
-        async with grpc.aio.insecure_channel(self._address, options=proxy_options(self._address)) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            async with background(self._watch(stub), self._check(stub)):
-                yield
-
-    async def _watch(self, stub: health_pb2_grpc.HealthStub) -> None:
-        try:
-            async for response in stub.Watch(health_pb2.HealthCheckRequest()):
-                self.statuses.add(_name_of(response.status))
-        except grpc.aio.AioRpcError as error:
-            self.statuses.add(error.code().name)
-
-    async def _check(self, stub: health_pb2_grpc.HealthStub) -> None:
-        while True:
-            try:
-                response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-                self.statuses.add(_name_of(response.status))
-            except grpc.aio.AioRpcError as error:
-                self.statuses.add(error.code().name)
-            await asyncio.sleep(INTERVAL_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"
 
 
 class AccessOptions(TypedDict, total=False):
-    """What a client needs to be let in; files are in PEM. One of the last four makes it connect with TLS."""
+    """Credentials of a client; files are in PEM. Any of the last four makes it connect with TLS."""
 
     api_key: str | None
     """The token of a key, without its name; by default the variable SLIPSTREAM_API_KEY."""

@@ -194,7 +194,7 @@ _LASTING = frozenset(
         *("ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "CONTAINED", "EXTERNAL_DEVICE"),
     )
 )
-"""As the driver names them."""
+"""The driver's names of errors after which a process's context is lost."""
 
 
 def _shorten(value: object, limit: int = 120) -> str:

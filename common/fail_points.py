@@ -31,7 +31,7 @@ T = TypeVar("T")
 VARIABLE = "SLIPSTREAM_FAIL_POINTS"
 RECORD_VARIABLE = "SLIPSTREAM_FAIL_RECORD"
 EXIT_STATUS = 70
-"""Of a process that ended at a point with the action `exit`."""
+"""Exit status of a process that ended at a point with the action `exit`."""
 
 NAMES = frozenset(
     {
@@ -49,7 +49,7 @@ _POINT = re.compile(r"(?P<name>[a-z._]+):(?P<action>[a-z]+)@(?P<at>[1-9][0-9]{0,
 
 
 class Action(enum.StrEnum):
-    """What happens at a point."""
+    """The fault at a point."""
 
     KILL = "kill"
     """The process kills itself with SIGKILL."""

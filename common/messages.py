@@ -101,5 +101,5 @@ def varint(number: int) -> bytes:
 
 
 def tag(number: int, wire_type: int) -> bytes:
-    """What comes before the value of field `number`."""
+    """Encodes the key that precedes the value of field `number`."""
     return varint(number << 3 | wire_type)

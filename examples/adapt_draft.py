@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 CONCURRENCY = 16
 TEMPERATURE = 0.8
 LENGTH, BATCH = 128, 16
-"""Of a training step: tokens of a window, and windows."""
+"""Tokens of a window, and windows of a training step."""
 
 
 async def traffic(client: AsyncClient, num_prompts: int, max_new_tokens: int) -> list[int]:

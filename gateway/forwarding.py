@@ -1,4 +1,4 @@
-"""Passes a call that names a job on to the gateway that the job is at home at."""
+"""Forwards a call that names a job to the gateway that the job is at home at."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
 from slipstream.common.rpc.request_size import check_num_fields
 from slipstream.gateway.home import home_of
-from slipstream.gateway.keys import passed_on_for
-from slipstream.gateway.peers import lost_peer, passed_on
+from slipstream.gateway.keys import forwarded_for
+from slipstream.gateway.peers import forwarding_metadata, lost_peer
 from slipstream.gateway.servicer import SERVICE_NAME
 from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos.peers_pb2 import NamedJobs
@@ -34,7 +34,7 @@ _FORWARDED = {
 
 
 class Forwarding(ServerInterceptor):
-    """Passes calls on whole, and their answers back, without decoding them.
+    """Forwards whole calls, and their answers back, without decoding them.
 
     The client's cancellation and deadline go along. While the other gateway is not there, a call is UNAVAILABLE.
     """
@@ -54,16 +54,16 @@ class Forwarding(ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method not in _FORWARDED:
             return handler
-        passing = self._pass_stream if handler.response_streaming else self._pass_unary
+        forward = self._forward_stream if handler.response_streaming else self._forward_unary
 
         def make(handle: Handle) -> Handle:
             async def call(request: bytes, context: Any) -> Any:
-                if passed_on_for() is not None:
+                if forwarded_for() is not None:
                     return await handle(request, context)
                 await check_num_fields(request, _NAMED_JOBS)
                 homes, answer = self._homes(method, request), None
                 for index in homes - {self._peers.home.index}:
-                    answer = await self._pass(index, passing(index, method, request, context), context)
+                    answer = await self._forwarded(index, forward(index, method, request, context), context)
                 return await handle(request, context) if self._peers.home.index in homes else answer
 
             return call
@@ -71,7 +71,7 @@ class Forwarding(ServerInterceptor):
         return replaced(handler, make, is_raw=True, passes_bytes=True)
 
     async def wait_idle(self) -> None:
-        """Returns when no call is being passed on."""
+        """Returns when no call is being forwarded."""
         await self._is_idle.wait()
 
     def _homes(self, method: str, request: bytes) -> set[int]:
@@ -85,11 +85,11 @@ class Forwarding(ServerInterceptor):
         named = [job_id for job_id in (job_ids if method == _ABORT else job_ids[-1:]) if job_id]
         return {home_of(job_id, self._peers.home.count) for job_id in named} or {self._peers.home.index}
 
-    async def _pass(self, index: int, passing: Awaitable[Any], context: Any) -> Any:
+    async def _forwarded(self, index: int, answer: Awaitable[Any], context: Any) -> Any:
         self._num_calls += 1
         self._is_idle.clear()
         try:
-            return await passing
+            return await answer
         except grpc.aio.AioRpcError as error:
             lost = lost_peer(index, error)
             if lost is not None:
@@ -100,13 +100,13 @@ class Forwarding(ServerInterceptor):
             if not self._num_calls:
                 self._is_idle.set()
 
-    async def _pass_unary(self, index: int, method: str, request: bytes, context: Any) -> Any:
+    async def _forward_unary(self, index: int, method: str, request: bytes, context: Any) -> Any:
         call = self._peers.channel(index).unary_unary(method)
-        return await call(request, timeout=context.time_remaining(), metadata=passed_on(context))
+        return await call(request, timeout=context.time_remaining(), metadata=forwarding_metadata(context))
 
-    async def _pass_stream(self, index: int, method: str, request: bytes, context: Any) -> None:
+    async def _forward_stream(self, index: int, method: str, request: bytes, context: Any) -> None:
         call = self._peers.channel(index).unary_stream(method)(
-            request, timeout=context.time_remaining(), metadata=passed_on(context)
+            request, timeout=context.time_remaining(), metadata=forwarding_metadata(context)
         )
         try:
             async with watching_writes(self._read_timeout_s, self._on_cut_off) as watch:

@@ -34,7 +34,7 @@ class Home:
 
 
 ALONE = Home()
-"""That of a server with one gateway."""
+"""The only gateway of a server."""
 
 
 def home_of(job_id: str, count: int) -> int:

@@ -48,7 +48,7 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._flushes: set[asyncio.Future[None]] = set()
         self._next_step = 1 if file is None else file.next_step
-        """Of the first step that the jobs in memory do not have yet."""
+        """Number of the first step whose output the jobs in memory do not have yet."""
         self._changed = threading.Condition()
         self._pending: list[_Item] = []
         self._has_failed = False

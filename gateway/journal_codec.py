@@ -1,4 +1,4 @@
-"""What the journal keeps of jobs and of their output, as bytes, and jobs as they come back from it."""
+"""Encodes jobs and their output for the journal, and makes jobs from it again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNIX_EPOCH_NS = time.time_ns() - time.monotonic_ns()
 
 
 def record_of(job: Job) -> bytes:
-    """What was accepted."""
+    """The encoded request of a job, and the facts about it that change without output."""
     request = job.request
     return journal_pb2.JournaledJob(
         first=request.samples[0].to_pb(0, 0),
@@ -47,7 +47,7 @@ def record_of(job: Job) -> bytes:
 
 
 def output_of(job: Job) -> bytes:
-    """All of its output so far, and how it ended."""
+    """The encoded output of a job so far, and how it ended."""
     return journal_pb2.JournaledOutput(
         samples=[_sample_to_pb(sample) for sample in job.samples],
         failure=_error_to_pb(job.failure),
@@ -56,7 +56,7 @@ def output_of(job: Job) -> bytes:
 
 
 def rows_of(step: StepOutput, keys: Mapping[int, int]) -> bytes:
-    """The output of a step; `keys` names the sample of each sequence that counts."""
+    """The encoded output of a step; `keys` names the sample of each sequence that counts."""
     admitted = [
         (keys[sequence], at + _UNIX_EPOCH_NS)
         for sequence, at in zip(step.admitted, step.admitted_ns, strict=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERSION = 1
-"""Of the tables; a file of a later one is refused."""
+"""Version of the tables; a file with another one is refused."""
 _APPLICATION_ID = 0x536C6A6C
 
 _COLLECT_EVERY = 64
@@ -39,7 +39,7 @@ _INSERT_STEPS = "INSERT INTO steps VALUES (?, ?)"
 
 
 class JournalMode(enum.StrEnum):
-    """What the jobs survive."""
+    """The strongest failure that jobs survive."""
 
     OFF = "off"
     """Nothing: jobs are in memory alone."""

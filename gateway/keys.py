@@ -50,19 +50,19 @@ def current_owner() -> str:
 
 
 def act_for(client: str, owner: str) -> None:
-    """Makes the present call one of this client and owner: another gateway passed it on, and has asked for the key."""
+    """Makes the present call one of this client and owner: another gateway forwarded it, and has checked the key."""
     _client.set(client)
     _owner.set(owner)
 
 
-def passed_on_for() -> str | None:
-    """Returns the client for whom another gateway passed the present call on; None if it came from the client."""
+def forwarded_for() -> str | None:
+    """Returns the client for whom another gateway forwarded the present call; None if it came from the client."""
     return _client.get()
 
 
 def client_of(context: Any) -> str:
-    """Names the client of a call, also if another gateway passed it on."""
-    return passed_on_for() or str(context.peer())
+    """Names the client of a call, also if another gateway forwarded it."""
+    return forwarded_for() or str(context.peer())
 
 
 class KeyFile:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class Core(Protocol):
-    """What runs sequences. All methods return at once."""
+    """Runs sequences: the link to the scheduler. All methods return at once."""
 
     @property
     def running(self) -> Mapping[int, RunningSequence]:

@@ -30,7 +30,7 @@ SERVICE_NAME = peers_pb2.DESCRIPTOR.services_by_name["Peers"].full_name
 DEFAULT_PAGE_SIZE = 50
 MAX_PAGE_SIZE = 1000
 CLIENT_KEY, OWNER_KEY = "slipstream-client", "slipstream-owner"
-"""In the metadata of a call that a gateway passes on: the client, as `context.peer()` names it, and the key's name."""
+"""In the metadata of a call that a gateway forwards: the client, as `context.peer()` names it, and the key's name."""
 _TIMEOUT_S = 1.0
 
 
@@ -154,7 +154,7 @@ def lost_peer(index: int, error: grpc.RpcError) -> UnavailableError | None:
 
 
 class FromPeers(ServerInterceptor):
-    """Serves a call that another gateway passed on as its client's. For private addresses: it is believed."""
+    """Serves a call that another gateway forwarded as its client's. For private addresses alone: it checks no key."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Wraps the handler of such a call."""
@@ -173,6 +173,6 @@ class FromPeers(ServerInterceptor):
         return replaced(handler, make)
 
 
-def passed_on(context: Any) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call that this gateway passes on."""
+def forwarding_metadata(context: Any) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata of a call that this gateway forwards."""
     return (CLIENT_KEY, client_of(context)), (OWNER_KEY, current_owner())

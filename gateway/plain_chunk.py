@@ -24,7 +24,7 @@ class PlainChunkEncoder:
     """
 
     def __init__(self, job_id: str, sample_index: int, attempt: int) -> None:
-        """What all chunks of the sample have in common."""
+        """The arguments are the same in all chunks of the sample."""
         self._begin = generation_pb2.GenerateResponse(job_id=job_id).SerializeToString()
         self._end = generation_pb2.GenerateResponse(sample_index=sample_index, attempt=attempt).SerializeToString()
 

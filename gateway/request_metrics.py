@@ -151,7 +151,7 @@ class RequestMetrics:
 
 
 class ServerInfo(Collector):
-    """What the gateway serves, made anew at each scrape. Has no model before the first scheduler served."""
+    """Build, model and queue of the gateway, read at each scrape. Has no model before the first scheduler served."""
 
     def __init__(
         self, registry: CollectorRegistry, *, queue_capacity: int, state: Callable[[], ServerState | None]

@@ -69,7 +69,7 @@ class RunningSequence:
     """A sequence that is not over, with or without a scheduler. Belongs to the event loop; compared by identity."""
 
     spec: SequenceSpec
-    """As the request asks for it, without output."""
+    """The request's sequence, without output."""
     arrived_at: float = field(default_factory=time.monotonic)
     """Seconds of `time.monotonic`."""
     output: array[int] = field(default_factory=lambda: array("I"))

@@ -28,7 +28,7 @@ class Sample:
         self.error: SlipstreamError | None = None
         """The reason why the sample could not go on."""
         self.spec = sequence.spec
-        """What was asked for."""
+        """The request's sequence, without output."""
         self._sequence: RunningSequence | None = sequence
         self.stats = sequence.stats
         """Counts and times so far."""

@@ -45,7 +45,7 @@ class OutputColumns(NamedTuple):
 class SampleOutput:
     """The output of a sample. At most `max_new_tokens` tokens, at 20 to 30 bytes each with their text.
 
-    Tokens become text when they are read for the first time, so a job that nobody watches costs no such work; with stop
+    Tokens become text when they are read for the first time, so a job without a reader costs no such work; with stop
     strings they do at once, and the output is cut behind the token that completes one.
     """
 
@@ -162,7 +162,7 @@ class SampleOutput:
             self.detokenize(self.num_tokens)
 
     def columns(self) -> OutputColumns:
-        """What must be kept of it."""
+        """Returns all that `restore` needs."""
         logprobs = ((), (), ()) if self._logprobs is None else self._logprobs.columns()
         return OutputColumns(
             self.token_ids, bytes(self._is_draft), *logprobs, self._finish_reason, self._ends_with_token, self.is_cut

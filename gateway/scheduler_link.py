@@ -92,7 +92,7 @@ class SchedulerLink:
         self.num_waiting = 0
         """Sequences that wait for their first slot."""
         self.description: SchedulerDescription | None = None
-        """Of the scheduler that serves, or that served last."""
+        """The description of the scheduler that serves, or that served last."""
         self._address = address
         self._load_model = load_model
         self._capacity = capacity
@@ -139,7 +139,10 @@ class SchedulerLink:
         return 0.005 if self.description is not None and self.description.server.fence == "host" else 0.0
 
     async def describe(self) -> SchedulerDescription:
-        """What the scheduler serves, and its load now, or the last known ones. Raises the errors of `model`."""
+        """Asks the scheduler for its description, with its load; returns the last known one if it does not answer.
+
+        Raises the errors of `model`.
+        """
         if self.description is None:
             self.model()
         if self._absence is None and self._connection is not None:

@@ -144,7 +144,7 @@ def _servers(
     asks = [] if keys is None else [KeyInterceptor(keys, max_streams=config.key_streams)]
     yield GrpcServer(listener, metrics=metrics, access=config, interceptors=[*asks, *forwards])
     if private is not None and config.gateways > 1:
-        # A call that is passed on was counted where it came.
+        # A call that is forwarded was counted where it came.
         access = AccessSettings(max_calls=min(MAX_CALLS, config.max_calls * config.gateways))
         interceptors = [FromPeers(), *forwards]
         yield GrpcServer(private, access=access, interceptors=interceptors, max_streams=config.max_calls)

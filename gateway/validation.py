@@ -72,7 +72,7 @@ class CheckedRequest:
 
 
 def parse_request(
-    request: JobRequest, limits: RequestLimits, tokenizer: Tokenizer, home: Home = ALONE
+    request: JobRequest, limits: RequestLimits, tokenizer: PromptTokenizer, home: Home = ALONE
 ) -> CheckedRequest:
     """Checks a request. Raises InvalidArgumentError naming the field that cannot be honoured.
 
@@ -244,8 +244,8 @@ MAX_MESSAGES = 4096
 """Millions of them fit into a request, and each takes a microsecond of the event loop's time."""
 
 
-class Tokenizer(Protocol):
-    """The part of a tokenizer that reads prompts."""
+class PromptTokenizer(Protocol):
+    """The part of a tokenizer, ours or one of transformers, that reads prompts."""
 
     chat_template: Any
     """None if the model has none."""
@@ -279,7 +279,7 @@ def check_size(request: JobRequest, limits: RequestLimits) -> None:
         raise InvalidArgumentError(field, f"{num_characters} characters", accepted)
 
 
-def read_prompt(request: JobRequest, tokenizer: Tokenizer, limits: RequestLimits) -> tuple[int, ...]:
+def read_prompt(request: JobRequest, tokenizer: PromptTokenizer, limits: RequestLimits) -> tuple[int, ...]:
     """The prompt's token ids. Raises InvalidArgumentError naming the field that cannot be honoured."""
     vocab_size, context_tokens = limits.vocab_size, limits.context_tokens
     field = request.WhichOneof("prompt")
@@ -313,7 +313,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
         raise InvalidArgumentError(f"{field}[{index}]", ids[index], f"token ids of 0 to {vocab_size - 1}")
 
 
-def _render(messages: generation_pb2.ChatMessages, tokenizer: Tokenizer) -> str:
+def _render(messages: generation_pb2.ChatMessages, tokenizer: PromptTokenizer) -> str:
     if not messages.items:
         raise InvalidArgumentError("messages.items", [], "at least one message")
     for index, message in enumerate(messages.items):

@@ -77,7 +77,7 @@ class SwapOutcome:
 
     before: DraftFigures
     after: DraftFigures
-    """Of the new draft, also if it was taken off again."""
+    """The new draft's figures, also if it was taken off again."""
     rolled_back: bool = False
     """True if the new draft was taken off again; `reason` says why, and if the draft before does not draft yet."""
     reason: str = ""

@@ -20,7 +20,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     """The model's end of sequence, or a stop token or a stop string of the request."""
     LENGTH = "length"
-    """As many tokens as were asked for."""
+    """`max_new_tokens` were generated."""
     ABORT = "abort"
     """Cancelled."""
 

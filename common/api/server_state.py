@@ -75,7 +75,7 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerDescription:
-    """What a scheduler serves."""
+    """The state of a scheduler's server, and what a gateway needs to prepare requests for it."""
 
     server: ServerState
     """Its `services` are the processes from the scheduler on."""
@@ -98,7 +98,7 @@ class SchedulerDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerState:
-    """Whether a scheduler can run sequences. A change ends all that were submitted before."""
+    """Says if a scheduler can run sequences. A change ends all that were submitted before."""
 
     serving: SchedulerDescription | None = None
     """Set while sequences can run."""

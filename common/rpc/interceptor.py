@@ -1,4 +1,4 @@
-"""What a server does with each call: counts it, bounds it, decodes its message, turns its error into a status."""
+"""Interceptors of every server: they count and bound calls, decode requests, and turn errors into statuses."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class CallLimit(ServerInterceptor):
     def __init__(self, max_calls: int) -> None:
         self._max_calls = max_calls
         self.num_calls = 0
-        """That are being served."""
+        """Calls that are being served."""
         self._turns = LoopTurns()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:

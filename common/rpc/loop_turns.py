@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 SLICE_S = 0.004
-"""Of a turn of the event loop."""
+"""Length of a turn of the event loop."""
 WOKEN_IN_A_TURN = 32
+"""Futures that are set in a turn at most."""
 MANY_WAITING = 128
 """With so many, turns are a quarter as long: gRPC takes in one call a turn, and a health check may be among them."""
 

@@ -51,7 +51,7 @@ class MetricSpec:
     """The definition of one metric, for the process that has it and for the page that lists it."""
 
     name: str
-    """As in a query, without a histogram's `_bucket`, `_sum` or `_count`."""
+    """The name in a query, without a histogram's `_bucket`, `_sum` or `_count`."""
     kind: MetricKind
     help: str
     """A sentence in plain words."""

@@ -58,7 +58,7 @@ class GrpcServer:
         self._access = access or AccessSettings()
         options = [
             *_options(keepalive or Keepalive(), max_receive_bytes, self._access.max_connections),
-            # With 1, a second server shares the port, and nobody notices.
+            # With 1, a second server would share the port unnoticed.
             ("grpc.so_reuseport", int(listener.is_shared)),
             ("grpc.max_concurrent_streams", max_streams),
         ]

@@ -40,7 +40,7 @@ class PromptEnds:
     lengths: torch.Tensor
     """[E] int64: of the prompts."""
     slots: tuple[int, ...]
-    """As `rows`, on the host."""
+    """The slots on the host."""
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], staging: Staging) -> PromptEnds | None:

@@ -57,7 +57,7 @@ class RoleEngine(Protocol):
     """The device work of a draft or a verify service."""
 
     description: WorkerDescription
-    """What this worker is."""
+    """The worker's description, for the scheduler."""
 
     def open(self, state: EpochState) -> None:
         """Allocates what an epoch needs and warms up. Raises MismatchError, FailedPreconditionError."""

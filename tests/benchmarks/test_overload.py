@@ -48,5 +48,6 @@ async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path
     assert not report.faults()
     assert report.load.num_rejected > report.load.num_completed > 0
     assert report.goodput > 0
-    assert set(report.footprints) == {"scheduler", "verify", "draft"}
+    assert set(report.footprints) == {"gateway", "scheduler", "verify", "draft"}
+    assert all(isinstance(shortcoming, str) for shortcoming in report.shortcomings())
     assert asdict(report)["load"]["rejection_ms"]["count"] == report.load.num_rejected

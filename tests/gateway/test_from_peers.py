@@ -1,4 +1,4 @@
-"""A call that a gateway passes on to another is its client's there, too."""
+"""A call that a gateway forwards to another is its client's there, too."""
 
 from __future__ import annotations
 
