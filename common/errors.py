@@ -186,6 +186,8 @@ class InternalError(SlipstreamError):
     """A service failed unexpectedly; its log has the traceback."""
 
 
+_MAX_SHOWN = 120
+"""Characters of a value in a message."""
 _LASTING = frozenset(
     f"CUDA_ERROR_{name}"
     for name in (
@@ -197,6 +199,6 @@ _LASTING = frozenset(
 """The driver's names of errors after which a process's context is lost."""
 
 
-def _shorten(value: object, limit: int = 120) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

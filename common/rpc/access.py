@@ -83,10 +83,10 @@ class AccessSettings(Settings):
         """True if connections are encrypted."""
         return self.tls_cert is not None
 
-    def check_address(self, address: str, *, field: str = "listen") -> None:
+    def check_address(self, address: str) -> None:
         """Raises ConfigError for an address that other hosts can reach, unless that is secured or asked for."""
-        if not (self.has_tls or self.insecure_public) and is_public(address, field=field):
-            raise ConfigError(field, address, ACCEPTED_ADDRESSES)
+        if not (self.has_tls or self.insecure_public) and is_public(address):
+            raise ConfigError("listen", address, ACCEPTED_ADDRESSES)
 
     def credentials(self) -> Any:
         """Returns the `grpc.ServerCredentials` of the server; None without TLS. Raises ConfigError."""
@@ -107,12 +107,12 @@ def check_internal(address: str, *, field: str = "listen") -> None:
         raise ConfigError(field, address, "unix:PATH, in a directory that only this user opens")
 
 
-def is_public(address: str, *, field: str = "listen") -> bool:
+def is_public(address: str) -> bool:
     """True if other hosts may reach a server at `address`: it is neither a Unix socket nor on loopback alone.
 
     A name that cannot be resolved counts as public. Raises ConfigError for what is no address.
     """
-    parsed = parse_address(address, field=field)
+    parsed = parse_address(address, field="listen")
     if not isinstance(parsed, TcpAddress):
         return False
     try:

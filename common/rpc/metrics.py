@@ -174,8 +174,8 @@ class RpcMetrics:
 
 
 @contextmanager
-def serve_metrics(registry: CollectorRegistry, port: int | None, *, host: str = LOOPBACK) -> Iterator[int]:
-    """Serves `registry` over HTTP until the context ends, and yields the port.
+def serve_metrics(registry: CollectorRegistry, port: int | None) -> Iterator[int]:
+    """Serves `registry` over HTTP on loopback until the context ends, and yields the port.
 
     Port 0 takes any free one; None serves nothing and yields 0. Raises AddressInUseError or ConfigError naming
     `metrics_port`.
@@ -183,12 +183,13 @@ def serve_metrics(registry: CollectorRegistry, port: int | None, *, host: str = 
     if port is None:
         yield 0
         return
+    address = f"{LOOPBACK}:{port}"
     try:
-        server = _MetricsServer(registry, host, port)
+        server = _MetricsServer(registry, port)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise AddressInUseError("metrics_port", f"{host}:{port}") from error
-        raise ConfigError("metrics_port", f"{host}:{port}", f"a port that this user may listen at ({error})") from error
+            raise AddressInUseError("metrics_port", address) from error
+        raise ConfigError("metrics_port", address, f"a port that this user may listen at ({error})") from error
     thread = threading.Thread(target=server.run, name="metrics")
     thread.start()
     try:
@@ -211,11 +212,10 @@ class _MetricsServer(ThreadingMixIn, WSGIServer):
 
     daemon_threads = False
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    def __init__(self, registry: CollectorRegistry, port: int) -> None:
         self._is_stopping = False
         self._connections: set[socket.socket] = set()
-        super().__init__((host, port), _Handler)
+        super().__init__((LOOPBACK, port), _Handler)
         self.set_app(make_wsgi_app(registry))
 
     def server_bind(self) -> None:

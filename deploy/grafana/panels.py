@@ -98,24 +98,20 @@ def bars(
     return panel if most is None else panel.max(most)
 
 
-def heat_map(
-    title: str, description: str, query: Query, *, unit: str, span: int = 12, height: int = 8
-) -> heatmap.Panel:
+def heat_map(title: str, description: str, query: Query, *, unit: str) -> heatmap.Panel:
     """A histogram's buckets over time."""
-    panel = _framed(heatmap.Panel(), (), title, description, unit, _thresholds((), "green"), (span, height))
+    panel = _framed(heatmap.Panel(), (), title, description, unit, _thresholds((), "green"), (12, 8))
     colors = heatmap.HeatmapColorOptions().mode(heatmap_models.HeatmapColorMode.SCHEME).scheme("Oranges").steps(64)
     panel.calculate(False).color(colors).y_axis(heatmap.YAxisConfig().unit(unit)).cell_gap(1)
     return panel.with_target(_target(query, "A").format(prometheus_models.PromQueryFormat.HEATMAP))
 
 
-def listing(
-    title: str, description: str, query: Query, *, columns: Sequence[str], span: int = 24, height: int = 6
-) -> table.Panel:
+def listing(title: str, description: str, query: Query, *, columns: Sequence[str], height: int = 6) -> table.Panel:
     """The labels of a metric that is always 1, a row each."""
     names = {name: number for number, name in enumerate(columns)}
     hidden = {name: True for name in ("Time", "Value", "__name__", "job") if name not in names}
     options = {"indexByName": names, "excludeByName": hidden}
-    panel = _framed(table.Panel(), (), title, description, "none", _thresholds((), "green"), (span, height))
+    panel = _framed(table.Panel(), (), title, description, "none", _thresholds((), "green"), (WIDTH, height))
     panel.with_transformation(models.DataTransformerConfig(id_val="organize", options=options))
     return panel.with_target(_target(query, "A").format(prometheus_models.PromQueryFormat.TABLE))
 

@@ -1,4 +1,4 @@
-"""Each of the four services is killed under streaming clients: once here, 20 times by the benchmark."""
+"""Each of the four services is killed and ended under streaming clients: once here, 20 times by the benchmark."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("fault", ["kill", "term"])
 @pytest.mark.parametrize("service", SERVICES)
-async def test_clients_do_not_notice_kills(service: str) -> None:
-    run = await measure(Plan(times=1, clients=4, max_new_tokens=200, services=(service,), faults=("kill",)))
+async def test_clients_see_no_error_when_a_service_dies_or_is_ended(service: str, fault: str) -> None:
+    run = await measure(Plan(times=1, clients=4, max_new_tokens=200, services=(service,), faults=(fault,)))
     assert run["errors"] == []
     assert run["jobs"] >= 4
     (row,) = run["outages"]
-    assert (row["service"], row["fault"], row["times"]) == (service, "kill", 1)
+    assert (row["service"], row["fault"], row["times"]) == (service, fault, 1)
     assert row["gap_worst_ms"] >= row["gap_p50_ms"] > 0
     # Without its draft the server goes on; whatever else dies has to start first, which takes seconds.
     assert service != "draft" or row["gap_worst_ms"] < 4 * run["watchdog_ms"]
