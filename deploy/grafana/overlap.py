@@ -15,7 +15,7 @@ from slipstream.scheduler.telemetry.step_metrics import (
     OVERLAP_EFFICIENCY,
     STEP_SECONDS,
 )
-from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
+from slipstream.scheduler.telemetry.step_timing import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard

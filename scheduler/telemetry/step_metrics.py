@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.telemetry.timings import EDGES
+from slipstream.scheduler.telemetry.step_timing import EDGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from prometheus_client import Counter, Metric
 
-    from slipstream.scheduler.telemetry.timings import StepTiming
+    from slipstream.scheduler.telemetry.step_timing import StepTiming
 
 WINDOW_S = 10.0
 NS = 1e-9

@@ -118,6 +118,7 @@ def watched_on_a_terminal(*options: str) -> tuple[str, int]:
     return written.decode(), process.wait()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
 def test_an_interval_out_of_range(interval: str) -> None:
     found = slipstream("status", "--watch", "--interval", interval)

@@ -73,6 +73,7 @@ def test_a_trace_of_a_running_server(state_dir: Path, tmp_path: Path) -> None:
         assert any(submitted < e["ts"] < sent for e in prefills)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", ["0", "-1", "1001"])
 def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
     found = slipstream("trace", *NO_SERVER, "--steps", steps, str(tmp_path / "out.json"))
@@ -80,6 +81,7 @@ def test_a_number_of_steps_out_of_range(tmp_path: Path, steps: str) -> None:
     assert found.stderr == f"slipstream: error: --steps: got {steps}, accepted: 1 to 1000\n"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wait", ["0", "-1", "nan", "inf", "61"])
 def test_a_wait_out_of_range(tmp_path: Path, wait: str) -> None:
     found = slipstream("trace", *NO_SERVER, "--wait", wait, str(tmp_path / "out.json"))

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.telemetry.step_metrics import COUNTED_STEPS, RESULT, StepMetricFamilies, StepMetrics
-from slipstream.scheduler.telemetry.timings import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
+from slipstream.scheduler.telemetry.step_timing import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,11 +1,8 @@
-"""The times of a step: the formulas, and that lost time shows in them."""
+"""The times of steps: stamps are read when they are there, and lost time shows in them."""
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -17,71 +14,33 @@ from slipstream.common.device.cpu.arena import HostArena
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.layout import RESULT_FENCES, BufferName, DraftShape, EpochShape
-from slipstream.common.worker.step import Role, StepCommand, StepKind
+from slipstream.common.worker.step import Role, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.allocators import SlotLease
 from slipstream.scheduler.core.results import Step
-from slipstream.scheduler.telemetry.timings import (
+from slipstream.scheduler.telemetry.step_timing import (
     DRAFT_TO_VERIFY,
     VERIFY_TO_DRAFT,
     VERIFY_TO_VERIFY,
-    StepRecorder,
     StepTiming,
-    StepTimings,
-    time_step,
 )
+from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from tests.harness.counted_jobs import Job
-from tests.harness.local_epoch import LocalEpoch
+from tests.harness.counted_time import CountedDevice
+from tests.harness.local_epoch import PATIENCE_MS, LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from slipstream.common.worker.step import StepCommand
     from slipstream.scheduler.workers.link import Link
+    from slipstream.services.worker.engine import Phase
+    from slipstream.services.worker.epoch import EpochState
+    from tests.harness.counted_time import CountedTime
 
 DECODE, PREFILL, PLAIN = StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN
-
-
-class TestFormulas:
-    """wall, busy and bubbles of one step. `before`: verify's end, and the last end of both workers."""
-
-    def test_decode(self) -> None:
-        timing = time_step(DECODE, (100, 100), verify=(130, 180), draft=(107, 120))
-        assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (13, 50, 80)
-        assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 7, DRAFT_TO_VERIFY: 10}
-        assert timing.wall_ns == timing.draft_ns + timing.verify_ns + sum(timing.bubbles_ns.values())
-
-    def test_stamps_that_make_no_sense_make_no_bubble_longer_than_the_step(self) -> None:
-        timing = time_step(DECODE, (100, 100), verify=(130, 140), draft=(135, 10))
-        assert timing.wall_ns == 40
-        assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 35, DRAFT_TO_VERIFY: 5}
-
-    def test_plain(self) -> None:
-        timing = time_step(PLAIN, (100, 100), verify=(111, 150), draft=None)
-        assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (0, 39, 50)
-        assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 11}
-
-    def test_the_first_step_after_an_idle_time_has_no_bubble_and_no_wall(self) -> None:
-        timing = time_step(DECODE, None, verify=(130, 180), draft=(107, 120))
-        assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (13, 50, None)
-        assert timing.bubbles_ns == {}
-
-    def test_prefill_of_both_at_the_same_time(self) -> None:
-        """Draft is not on the path of the step: verify starts late only because of the host."""
-        timing = time_step(PREFILL, (100, 100), verify=(104, 150), draft=(101, 190))
-        assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (89, 46, 50)
-        assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 4}
-
-    def test_a_prefill_of_draft_that_outlasts_verifys_is_no_bubble(self) -> None:
-        """`before`: verify was done at 150, draft not until 190. The next step starts right behind draft."""
-        timing = time_step(DECODE, (150, 190), verify=(205, 240), draft=(192, 204))
-        assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 2, DRAFT_TO_VERIFY: 1}
-        assert timing.wall_ns == 90
-
-    def test_work_that_overlaps_is_no_bubble(self) -> None:
-        timing = time_step(PREFILL, (100, 140), verify=(110, 150), draft=(141, 190))
-        assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 0}
 
 
 SIZES = {"num_slots": 3, "run_ahead": 1, "num_draft_tokens": 2, "chunk_tokens": 8}
@@ -214,52 +173,73 @@ class TestStepTimings:
         assert [sum(timing.bubbles_ns.values()) for timing in stamps.timings] == [0, 10, 0, 10]
 
 
-DRAFT_MS, VERIFY_MS, DELAY_S = 0.5, 2.0, 0.002
-NUM_STEPS = 160
+DRAFT_NS, VERIFY_NS, DELAY_NS = 500_000, 2_000_000, 1_500_000
+NUM_STEPS = 20
 
 
-class LateSend:
-    """Puts a delay before the commands of every second step, and measures how long it was."""
+class LastingVerify(DummyVerify):
+    """A verify whose step lasts VERIFY_NS."""
 
-    def __init__(self) -> None:
-        self.delays_s: dict[int, float] = {}
+    def __init__(self, time: CountedTime) -> None:
+        super().__init__(describe(Role.VERIFY), 0)
+        self._time = time
 
-    def __call__(self, command: StepCommand) -> StepCommand:
-        """The command is about to be sent."""
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        return lasting(super().phases(command, state), self._time, VERIFY_NS)
+
+
+class LastingDraft(DummyDraft):
+    """A draft whose step lasts DRAFT_NS."""
+
+    def __init__(self, time: CountedTime) -> None:
+        super().__init__(describe(Role.DRAFT), 0)
+        self._time = time
+
+    def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
+        """See `RoleEngine.phases`."""
+        return lasting(super().phases(command, state), self._time, DRAFT_NS)
+
+
+def lasting(phases: list[Phase], time: CountedTime, length_ns: int) -> list[Phase]:
+    """The phases of a step; the work of the first one lasts so long."""
+    first, *others = phases
+
+    def work() -> None:
+        first.work()
+        time.spend(length_ns)
+
+    return [replace(first, work=work), *others]
+
+
+def measured(late_role: Role, *, run_ahead: int = 0, has_draft: bool = True) -> list[StepTiming]:
+    """The times of decode steps, of which the worker of `late_role` gets every second command DELAY_NS late."""
+    device = CountedDevice()
+
+    def late(command: StepCommand) -> StepCommand:
         if command.kind is not PREFILL and command.step % 2 == 0:
-            started = time.monotonic()
-            time.sleep(DELAY_S)
-            self.delays_s[command.step] = time.monotonic() - started
+            device.time.spend(DELAY_NS)
         return command
 
-
-@pytest.fixture(autouse=True)
-def prompt_threads() -> Iterator[None]:
-    """As in a worker: a thread that is woken need not wait 5 ms for the interpreter."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)
-    yield
-    sys.setswitchinterval(before)
-
-
-def _measure(late: LateSend, *, late_role: Role, run_ahead: int, has_draft: bool = True) -> list[StepTiming]:
-    """The times of decode steps, by dummies, one of whose commands are sent late in every second step."""
-    verify = LocalWorker(
-        DummyVerify(describe(Role.VERIFY), VERIFY_MS), before_send=late if late_role is Role.VERIFY else None
-    )
-    workers = [verify]
-    if has_draft:
-        drafting = DummyDraft(describe(Role.DRAFT), DRAFT_MS)
-        workers.append(LocalWorker(drafting, before_send=late if late_role is Role.DRAFT else None))
+    roles = [LastingVerify(device.time), *([LastingDraft(device.time)] if has_draft else [])]
+    workers = [
+        LocalWorker(role, device=device, before_send=late if role.description.role is late_role else None)
+        for role in roles
+    ]
     config = SchedulerConfig(
-        verify="unix:/none", run_ahead=run_ahead, num_draft_tokens=1, slots=1, context_tokens=512, page_tokens=16
+        verify="unix:/none",
+        run_ahead=run_ahead,
+        num_draft_tokens=1,
+        slots=1,
+        context_tokens=512,
+        page_tokens=16,
+        draft_timeout_ms=PATIENCE_MS,
     )
-    epoch = LocalEpoch(1, config, workers)
-    per_step = 2 if has_draft else 1
+    epoch = LocalEpoch(1, config, workers, device=device)
     spec = SequenceSpec(
         job_id="job",
         prompt=(1, 2, 3),
-        max_new_tokens=NUM_STEPS * per_step + 1,
+        max_new_tokens=NUM_STEPS * (2 if has_draft else 1) + 1,
         sampling=SamplingParams(),
         stop_token_ids=frozenset(),
     )
@@ -267,40 +247,20 @@ def _measure(late: LateSend, *, late_role: Role, run_ahead: int, has_draft: bool
     for worker in workers:
         worker.close()
     # Step 1 is the prefill; the last step's stamps are not read any more.
-    assert epoch.metrics.timings[0].kind is PREFILL
-    return epoch.metrics.timings
+    prefill, *timings = epoch.metrics.timings
+    assert prefill.kind is PREFILL
+    assert len(timings) >= NUM_STEPS - 1
+    return timings
 
 
-@dataclass(frozen=True, slots=True)
-class Lateness:
-    """The effect of a delay of this length on a bubble, in seconds."""
-
-    put_s: float
-    shown_s: float
-
-    @classmethod
-    def measure(cls, edge: str, *, late_role: Role, run_ahead: int, has_draft: bool = True) -> Lateness:
-        """Compares late steps with those between them. Other load on the machine only ever adds to a bubble, and
-        not to all of them: so the lower quartile of each is taken."""
-        late = LateSend()
-        timings = _measure(late, late_role=late_role, run_ahead=run_ahead, has_draft=has_draft)
-        bubbles = {
-            number: timing.bubbles_ns[edge] / 1e9 for number, timing in enumerate(timings, start=1) if number > 4
-        }
-        on_time = _lower_quartile([bubble for number, bubble in bubbles.items() if number not in late.delays_s])
-        put_s = statistics.median(late.delays_s.values())
-        more = [bubble - late.delays_s[number] for number, bubble in bubbles.items() if number in late.delays_s]
-        measured = cls(put_s, put_s + _lower_quartile(more) - on_time)
-        print(f"{1e3 * measured.put_s:.3f} ms late, {1e3 * measured.shown_s:.3f} ms more of bubble")
-        return measured
+def bubbles(timings: list[StepTiming], edge: str) -> list[int]:
+    """The bubbles from step 3 on: step 2 is the first behind a prefill."""
+    return [timing.bubbles_ns[edge] for timing in timings[1:]]
 
 
-def _lower_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4)[0]
-
-
-NUM_TRIES = 12
-"""An error of the system shows every time."""
+def alternating(length_ns: int, count: int) -> list[int]:
+    """A bubble in every second step, the first of which is step 4."""
+    return [length_ns * (number % 2) for number in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -311,24 +271,20 @@ NUM_TRIES = 12
     ],
 )
 def test_a_delay_before_a_send_is_a_bubble_of_its_length(late_role: Role, has_draft: bool, edge: str) -> None:
-    for _ in range(NUM_TRIES):
-        lateness = Lateness.measure(edge, late_role=late_role, run_ahead=0, has_draft=has_draft)
-        if lateness.shown_s == pytest.approx(lateness.put_s, rel=0.1):
-            return
-    pytest.fail(f"{lateness}: not within 10 %")
+    timings = measured(late_role, has_draft=has_draft)
+    found = bubbles(timings, edge)
+    assert found == alternating(DELAY_NS, len(found))
+    assert {timing.verify_ns for timing in timings} == {VERIFY_NS}
+    assert {timing.draft_ns for timing in timings} == {DRAFT_NS if has_draft else 0}
 
 
 def test_a_delay_while_draft_works_is_a_bubble_by_as_much_as_it_outlasts_draft() -> None:
-    for _ in range(NUM_TRIES):
-        lateness = Lateness.measure(DRAFT_TO_VERIFY, late_role=Role.VERIFY, run_ahead=0)
-        if lateness.shown_s == pytest.approx(lateness.put_s - DRAFT_MS / 1e3, rel=0.15):
-            return
-    pytest.fail(f"{lateness}: not within 15 % of what is left of the delay")
+    timings = measured(Role.VERIFY)
+    found = bubbles(timings, DRAFT_TO_VERIFY)
+    assert found == alternating(DELAY_NS - DRAFT_NS, len(found))
+    assert set(bubbles(timings, VERIFY_TO_DRAFT)) == {0}
 
 
 def test_running_ahead_hides_the_delay() -> None:
-    for _ in range(NUM_TRIES):
-        lateness = Lateness.measure(VERIFY_TO_DRAFT, late_role=Role.DRAFT, run_ahead=1)
-        if lateness.shown_s < 0.25 * lateness.put_s:
-            return
-    pytest.fail(f"{lateness}: not hidden")
+    timings = measured(Role.DRAFT, run_ahead=1)
+    assert set(bubbles(timings, VERIFY_TO_DRAFT) + bubbles(timings, DRAFT_TO_VERIFY)) == {0}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from slipstream.common.device.cpu.device import HostStream
+from slipstream.common.device.cpu.device import HostDevice, HostStream
 from slipstream.common.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -37,6 +39,23 @@ def test_two_streams_do_not_wait_for_each_other(make_stream: MakeStream) -> None
         held.synchronize(0.01)
     go.set()
     held.synchronize(10.0)
+
+
+def test_a_stamp_is_the_time_at_which_the_stream_comes_to_it(make_stream: MakeStream) -> None:
+    stream, device, times = make_stream(), HostDevice(), list[int]()
+    stamps, row = torch.zeros(3, dtype=torch.int64), torch.tensor([2])
+    go = threading.Event()
+    stream.enqueue(lambda: go.wait() and None)
+    stream.enqueue(lambda: times.append(time.monotonic_ns()))
+    device.stamp(stream, stamps[0])
+    device.stamp_row(stream, stamps, row)
+    stream.enqueue(lambda: times.append(time.monotonic_ns()))
+    enqueued = time.monotonic_ns()
+    go.set()
+    stream.synchronize(10.0)
+    first, unused, second = stamps.tolist()
+    assert enqueued <= times[0] <= first <= second <= times[1]
+    assert unused == 0
 
 
 def test_drops_everything_behind_a_failure_and_tells_once(make_stream: MakeStream) -> None:

@@ -1,0 +1,52 @@
+"""Wall, busy and bubbles of one step. `before`: verify's end, and the last end of both workers."""
+
+from __future__ import annotations
+
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.telemetry.step_timing import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, time_step
+
+DECODE, PREFILL, PLAIN = StepKind.DECODE, StepKind.PREFILL, StepKind.PLAIN
+
+
+def test_decode() -> None:
+    timing = time_step(DECODE, (100, 100), verify=(130, 180), draft=(107, 120))
+    assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (13, 50, 80)
+    assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 7, DRAFT_TO_VERIFY: 10}
+    assert timing.wall_ns == timing.draft_ns + timing.verify_ns + sum(timing.bubbles_ns.values())
+
+
+def test_stamps_that_make_no_sense_make_no_bubble_longer_than_the_step() -> None:
+    timing = time_step(DECODE, (100, 100), verify=(130, 140), draft=(135, 10))
+    assert timing.wall_ns == 40
+    assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 35, DRAFT_TO_VERIFY: 5}
+
+
+def test_plain() -> None:
+    timing = time_step(PLAIN, (100, 100), verify=(111, 150), draft=None)
+    assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (0, 39, 50)
+    assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 11}
+
+
+def test_the_first_step_after_an_idle_time_has_no_bubble_and_no_wall() -> None:
+    timing = time_step(DECODE, None, verify=(130, 180), draft=(107, 120))
+    assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (13, 50, None)
+    assert timing.bubbles_ns == {}
+
+
+def test_prefill_of_both_at_the_same_time() -> None:
+    """Draft is not on the path of the step: verify starts late only because of the host."""
+    timing = time_step(PREFILL, (100, 100), verify=(104, 150), draft=(101, 190))
+    assert (timing.draft_ns, timing.verify_ns, timing.wall_ns) == (89, 46, 50)
+    assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 4}
+
+
+def test_a_prefill_of_draft_that_outlasts_verifys_is_no_bubble() -> None:
+    """`before`: verify was done at 150, draft not until 190. The next step starts right behind draft."""
+    timing = time_step(DECODE, (150, 190), verify=(205, 240), draft=(192, 204))
+    assert timing.bubbles_ns == {VERIFY_TO_DRAFT: 2, DRAFT_TO_VERIFY: 1}
+    assert timing.wall_ns == 90
+
+
+def test_work_that_overlaps_is_no_bubble() -> None:
+    timing = time_step(PREFILL, (100, 140), verify=(110, 150), draft=(141, 190))
+    assert timing.bubbles_ns == {VERIFY_TO_VERIFY: 0}
