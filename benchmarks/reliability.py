@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from slipstream.benchmarks.pages import is_measured, load, markdown_table, section
+from slipstream.benchmarks.pages import is_measured, load, markdown_table, section, text
 from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _outages(name: str) -> list[str]:
             f"{calm['tokens_per_second']:,.0f} tokens/s and {calm['step_ms']:.1f} ms a step, which waits for the draft "
             f"{mine[-1]['watchdog_ms']:.0f} ms at most."
         )
-        parts += [setup, markdown_table(header, rows)]
+        parts += [text(setup), markdown_table(header, rows)]
     return parts
 
 
