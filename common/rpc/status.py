@@ -45,6 +45,9 @@ CODES: dict[type[errors.SlipstreamError], grpc.StatusCode] = {
 }
 """A class that is not in the table takes the code of its nearest base that is."""
 
+_UNSEEN = (grpc.StatusCode.CANCELLED, grpc.StatusCode.CANCELLED.name)
+"""Code and text of a call that a server's gRPC had taken and its event loop had not seen as the server stopped."""
+
 
 def code_of(error: errors.SlipstreamError) -> grpc.StatusCode:
     """Returns the status code of an RPC that raises `error`."""
@@ -73,8 +76,8 @@ def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
     kind = _FROM_REASON.get(info.reason) if is_ours else None
     if kind is None:
         kind = _FROM_CODE.get(code)
-        if kind is errors.UnavailableError and not is_ours:
-            # gRPC's own: a server that is unavailable says so in the details.
+        # gRPC's own: a server that is unavailable says so in the details; a call that was cancelled here has a text.
+        if not is_ours and (kind is errors.UnavailableError or (code, message) == _UNSEEN):
             kind = errors.ConnectionLostError
     return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, status)
 

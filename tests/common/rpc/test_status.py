@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -104,6 +107,36 @@ _NEAREST = {
     grpc.StatusCode.ABORTED: (grpc.StatusCode.FAILED_PRECONDITION,),
     grpc.StatusCode.UNIMPLEMENTED: (grpc.StatusCode.FAILED_PRECONDITION,),
 }
+
+
+def test_calls_that_a_stopping_server_has_not_seen_can_be_made_again() -> None:
+    """Its gRPC has taken them, its event loop is busy, and then it stops."""
+    is_busy, may_stop = threading.Event(), threading.Event()
+
+    async def serve(port: Future[int]) -> None:
+        server = grpc.aio.server()
+        port.set_result(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        is_busy.set()
+        may_stop.wait(30)
+        await server.stop(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        port: Future[int] = Future()
+        served = pool.submit(asyncio.run, serve(port))
+        with grpc.insecure_channel(f"127.0.0.1:{port.result(30)}") as channel:
+            assert is_busy.wait(30)
+            grpc.channel_ready_future(channel).result(30)
+            calls = [channel.unary_unary("/a/b").future(b"") for _ in range(16)]
+            may_stop.set()
+            lost = [error_from_rpc(call.exception(30)) for call in calls]
+        served.result(30)
+    assert {type(error) for error in lost} == {errors.ConnectionLostError}
+
+
+def test_a_call_that_was_cancelled_here_is_not_made_again() -> None:
+    status = status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="Locally cancelled by application!")
+    assert type(error_from_rpc(failed_call(status, grpc.aio.Metadata()))) is errors.CancelledError
 
 
 def test_a_long_error_fits_into_metadata() -> None:
