@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from contextlib import aclosing
 from dataclasses import asdict
@@ -24,18 +25,24 @@ INTERRUPTED = 130
 
 
 async def run_generate(
-    server: str, prompt: Prompt, options: RequestOptions, *, as_json: bool, **access: Unpack[AccessOptions]
+    server: str,
+    prompt: Prompt,
+    options: RequestOptions,
+    *,
+    connect_timeout_s: float,
+    as_json: bool,
+    **access: Unpack[AccessOptions],
 ) -> int:
     """Prints text as it comes, or a JSON line for each sample at the end; gives the exit status.
 
     Several samples come at the same time, so their texts are printed one after the other, at the end. A signal cancels
-    the job. Raises SlipstreamError as the server does, and when it is not there.
+    the job. A lost connection is told on standard error. Raises SlipstreamError as `AsyncClient.generate` does.
     """
+    logging.basicConfig(format="slipstream: %(message)s")
+    logging.getLogger("slipstream.client").setLevel(logging.INFO)
     is_streamed = not as_json and (options.get("n") or 1) == 1
-    try:
-        chunks = await StopSignals().cancel(_generate(server, prompt, options, access, is_streamed=is_streamed))
-    except UnavailableError as error:
-        raise UnavailableError(f"server at {server}: {error}") from error
+    client = AsyncClient(server, connect_timeout_s=connect_timeout_s, **access)
+    chunks = await StopSignals().cancel(_generate(client, prompt, options, is_streamed=is_streamed))
     if chunks is None:
         return INTERRUPTED
     indices = sorted({chunk.sample_index for chunk in chunks})
@@ -52,10 +59,10 @@ async def run_generate(
 
 
 async def _generate(
-    server: str, prompt: Prompt, options: RequestOptions, access: AccessOptions, *, is_streamed: bool
+    client: AsyncClient, prompt: Prompt, options: RequestOptions, *, is_streamed: bool
 ) -> list[OutputChunk]:
     chunks: list[OutputChunk] = []
-    async with AsyncClient(server, **access) as client, aclosing(client.generate(prompt, **options)) as stream:
+    async with client, aclosing(client.generate(prompt, **options)) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if is_streamed:

@@ -17,6 +17,8 @@ from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.swap_draft import SwapOptions, run_swap
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
+from slipstream.common.rpc.address import check_target
+from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
 from slipstream.common.settings import Settings, checked, setting, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
 
@@ -35,10 +37,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _checked_server(server: str) -> str:
+    check_target(server, field="server")
+    return server
+
+
 StateDirOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
 ]
-ServerOption = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where the server is.")]
+ServerOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="HOST:PORT or unix:PATH of the server.", callback=_checked_server)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +81,15 @@ class GenerateOptions(Settings):
         None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
     )
 
+    connect_timeout_s: float = setting(
+        CONNECT_TIMEOUT_S,
+        name="connect_timeout",
+        unit="SECONDS",
+        help="How long a server that does not answer is tried.",
+        above=0,
+        high=86400,
+    )
+
     def prompt(self, text: str) -> Prompt:
         """The text, or a conversation that begins with it."""
         return [{"role": "user", "content": text}] if self.chat else text
@@ -78,7 +97,7 @@ class GenerateOptions(Settings):
     def request(self) -> RequestOptions:
         """The keyword arguments of `AsyncClient.generate`."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("chat", "no_speculation", "stop_token_id"):
+        for name in ("chat", "no_speculation", "stop_token_id", "connect_timeout_s"):
             del named[name]
         named |= {
             "stop_token_ids": self.stop_token_id,
@@ -135,7 +154,10 @@ def generate(
     if not _is_utf8(text):
         raise ConfigError("PROMPT", text, "text in UTF-8")
     access = shared(ConnectionOptions, values).access()
-    _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **access))
+    request, timeout_s = options.request(), options.connect_timeout_s
+    _exit_with(
+        run_generate(server, options.prompt(text), request, connect_timeout_s=timeout_s, as_json=as_json, **access)
+    )
 
 
 @app.command()

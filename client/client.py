@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, Self
 from slipstream.client.connection import open_async_channel, open_channel
 from slipstream.client.requests import (
     RECONNECT_S,
+    FirstContact,
     OutputReader,
     Reconnection,
     build,
     channel_options,
     job_request,
-    our_errors,
 )
 from slipstream.common.api.job_info import JobInfo, JobPage
 from slipstream.common.api.server_state import ServerState
 from slipstream.common.errors import SlipstreamError
+from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -52,12 +53,24 @@ class AsyncClient:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, *, keepalive: Keepalive | None = None, **access: Unpack[AccessOptions]) -> None:
-        """`address`: HOST:PORT or unix:PATH. Connects with the first call; make it on the event loop.
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keepalive: Keepalive | None = None,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT.
 
-        `access`: an API key, and TLS. Raises ConfigError for files that cannot be used.
+        Connects with the first call; make it on the event loop. A server that has not answered any call yet is tried
+        again for `connect_timeout_s` by `generate`, `create_job` and `watch_job`, which then raise ConnectionLostError
+        with the address; all other calls fail at once. `access`: an API key, and TLS. Raises ConfigError for what is no
+        address, and for files that cannot be used.
         """
-        self._channel = open_async_channel(address, channel_options(address, keepalive), access)
+        self._contact = FirstContact(address, connect_timeout_s)
+        options = channel_options(address, keepalive, connect_timeout_s)
+        self._channel = open_async_channel(address, options, access)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
@@ -89,7 +102,10 @@ class AsyncClient:
         request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
         reader = OutputReader()
         return self._follow(
-            self._stub.Generate, lambda: reader.resumed(request), reader, Reconnection(reconnect_s, timeout_s)
+            self._stub.Generate,
+            lambda: reader.resumed(request),
+            reader,
+            Reconnection(self._contact, reconnect_s, timeout_s),
         )
 
     async def create_job(
@@ -108,10 +124,10 @@ class AsyncClient:
         Raises AlreadyExistsError when another request has made a job of this name.
         """
         request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or uuid.uuid4().hex, options)
-        retry = Reconnection(reconnect_s, timeout_s)
+        retry = Reconnection(self._contact, reconnect_s, timeout_s)
         while True:
             try:
-                with our_errors():
+                with self._contact.our_errors():
                     return JobInfo.from_pb((await self._stub.CreateJob(request, timeout=retry.time_left_s)).job)
             except SlipstreamError as error:
                 await asyncio.sleep(retry.pause_after(error))
@@ -134,18 +150,21 @@ class AsyncClient:
         """
         reader = OutputReader(from_token, attempt=attempt)
         return self._follow(
-            self._stub.WatchJob, lambda: reader.watch_request(job_id), reader, Reconnection(reconnect_s, timeout_s)
+            self._stub.WatchJob,
+            lambda: reader.watch_request(job_id),
+            reader,
+            Reconnection(self._contact, reconnect_s, timeout_s),
         )
 
     async def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. Raises NotFoundError if there never was one, or it ended too long ago."""
-        with our_errors():
+        with self._contact.our_errors():
             return JobInfo.from_pb((await self._stub.GetJob(build(generation_pb2.GetJobRequest, job_id=job_id))).job)
 
     async def list_jobs(self, *, page_size: int = 0, page_token: str = "") -> JobPage:
         """Lists some of the jobs that wait, run, or ended not long ago, the latest first."""
         request = build(generation_pb2.ListJobsRequest, page_size=page_size, page_token=page_token)
-        with our_errors():
+        with self._contact.our_errors():
             return JobPage.from_pb(await self._stub.ListJobs(request))
 
     async def cancel_job(self, job_id: str) -> None:
@@ -153,12 +172,12 @@ class AsyncClient:
 
         Raises NotFoundError if there never was one, or it ended too long ago.
         """
-        with our_errors():
+        with self._contact.our_errors():
             await self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
 
     async def server_info(self) -> ServerState:
         """Returns the server's configuration and load."""
-        with our_errors():
+        with self._contact.our_errors():
             return ServerState.from_pb(await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
 
     async def _follow(
@@ -181,7 +200,7 @@ class AsyncClient:
     ) -> AsyncGenerator[OutputChunk, None]:
         call = method(request, timeout=timeout_s)
         try:
-            with our_errors():
+            with self._contact.our_errors():
                 async for message in call:
                     chunk = reader.read(message)
                     if chunk is not None:
@@ -199,9 +218,18 @@ class Client:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, *, keepalive: Keepalive | None = None, **access: Unpack[AccessOptions]) -> None:
-        """`address`: HOST:PORT or unix:PATH. Connects with the first call. `access`: see `AsyncClient`."""
-        self._channel = open_channel(address, channel_options(address, keepalive), access)
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keepalive: Keepalive | None = None,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        """Connects with the first call. For the parameters see `AsyncClient`."""
+        self._contact = FirstContact(address, connect_timeout_s)
+        options = channel_options(address, keepalive, connect_timeout_s)
+        self._channel = open_channel(address, options, access)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
@@ -227,7 +255,10 @@ class Client:
         request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
         reader = OutputReader()
         return self._follow(
-            self._stub.Generate, lambda: reader.resumed(request), reader, Reconnection(reconnect_s, timeout_s)
+            self._stub.Generate,
+            lambda: reader.resumed(request),
+            reader,
+            Reconnection(self._contact, reconnect_s, timeout_s),
         )
 
     def create_job(
@@ -241,10 +272,10 @@ class Client:
     ) -> JobInfo:
         """Creates a job that goes on without this client. See `AsyncClient.create_job`."""
         request = job_request(generation_pb2.CreateJobRequest, prompt, job_id or uuid.uuid4().hex, options)
-        retry = Reconnection(reconnect_s, timeout_s)
+        retry = Reconnection(self._contact, reconnect_s, timeout_s)
         while True:
             try:
-                with our_errors():
+                with self._contact.our_errors():
                     return JobInfo.from_pb(self._stub.CreateJob(request, timeout=retry.time_left_s).job)
             except SlipstreamError as error:
                 time.sleep(retry.pause_after(error))
@@ -261,28 +292,31 @@ class Client:
         """Yields a job's output from a token on, up to its end. See `AsyncClient.watch_job`."""
         reader = OutputReader(from_token, attempt=attempt)
         return self._follow(
-            self._stub.WatchJob, lambda: reader.watch_request(job_id), reader, Reconnection(reconnect_s, timeout_s)
+            self._stub.WatchJob,
+            lambda: reader.watch_request(job_id),
+            reader,
+            Reconnection(self._contact, reconnect_s, timeout_s),
         )
 
     def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. See `AsyncClient.get_job`."""
-        with our_errors():
+        with self._contact.our_errors():
             return JobInfo.from_pb(self._stub.GetJob(build(generation_pb2.GetJobRequest, job_id=job_id)).job)
 
     def list_jobs(self, *, page_size: int = 0, page_token: str = "") -> JobPage:
         """Lists jobs, the latest first. See `AsyncClient.list_jobs`."""
         request = build(generation_pb2.ListJobsRequest, page_size=page_size, page_token=page_token)
-        with our_errors():
+        with self._contact.our_errors():
             return JobPage.from_pb(self._stub.ListJobs(request))
 
     def cancel_job(self, job_id: str) -> None:
         """Ends a job; its streams then end with the reason "abort". See `AsyncClient.cancel_job`."""
-        with our_errors():
+        with self._contact.our_errors():
             self._stub.CancelJob(build(generation_pb2.CancelJobRequest, job_id=job_id))
 
     def server_info(self) -> ServerState:
         """Returns the server's configuration and load."""
-        with our_errors():
+        with self._contact.our_errors():
             return ServerState.from_pb(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
 
     def _follow(
@@ -301,7 +335,7 @@ class Client:
     ) -> Generator[OutputChunk, None, None]:
         call = method(request, timeout=timeout_s)
         try:
-            with our_errors():
+            with self._contact.our_errors():
                 for message in call:
                     chunk = reader.read(message)
                     if chunk is not None:

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.address import check_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class AccessOptions(TypedDict, total=False):
 
 
 def open_async_channel(address: str, options: Sequence[ChannelOption], access: AccessOptions) -> Any:
-    """Returns a `grpc.aio.Channel`. Raises ConfigError for files that cannot be used."""
+    """Returns a `grpc.aio.Channel`. Raises ConfigError for no address, and for files that cannot be used."""
     return _open(address, options, access, grpc.aio.insecure_channel, grpc.aio.secure_channel)
 
 
@@ -53,6 +54,7 @@ def _open(
     insecure: Callable[..., Any],
     secure: Callable[..., Any],
 ) -> Any:
+    check_target(address)
     credentials = _credentials(access)
     if credentials is None:
         channel = insecure(address, options=options)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import grpc
 
 from slipstream.common.api.output_chunk import OutputChunk
 from slipstream.common.errors import (
+    CancelledError,
     ConnectionLostError,
+    DeadlineExceededError,
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -19,7 +23,7 @@ from slipstream.common.errors import (
     UnavailableError,
 )
 from slipstream.common.rpc.address import proxy_options
-from slipstream.common.rpc.keepalive import Keepalive
+from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S, Keepalive
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.protos import generation_pb2
 
@@ -28,10 +32,10 @@ if TYPE_CHECKING:
 
     from slipstream.common.rpc.keepalive import ChannelOption
 
+logger = logging.getLogger(__name__)
+
 RECONNECT_S = 30.0
 """Default time for which a client tries to get a lost connection back."""
-CONNECT_TIMEOUT_S = 5.0
-"""Limit of one attempt to connect."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
@@ -68,12 +72,14 @@ class RequestOptions(TypedDict, total=False):
     """Most draft tokens that are accepted in a step."""
 
 
-def channel_options(address: str, keepalive: Keepalive | None) -> list[ChannelOption]:
+def channel_options(
+    address: str, keepalive: Keepalive | None, connect_timeout_s: float = CONNECT_TIMEOUT_S
+) -> list[ChannelOption]:
     """Returns the arguments of a client's channel to `address`."""
     pauses: list[ChannelOption] = [
         ("grpc.initial_reconnect_backoff_ms", int(1000 * FIRST_PAUSE_S)),
         # Its name says a pause between two attempts; gRPC lets an attempt take that long.
-        ("grpc.min_reconnect_backoff_ms", int(1000 * CONNECT_TIMEOUT_S)),
+        ("grpc.min_reconnect_backoff_ms", int(1000 * min(connect_timeout_s, CONNECT_TIMEOUT_S))),
         ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_PAUSE_S)),
     ]
     unlimited: list[ChannelOption] = [("grpc.max_receive_message_length", -1)]
@@ -112,15 +118,6 @@ def build(kind: type[_Request], **values: Any) -> _Request:
     except (TypeError, ValueError) as error:
         given = {name: value for name, value in values.items() if value is not None}
         raise InvalidArgumentError(kind.__name__, given, f"what generation.proto says ({error})") from error
-
-
-@contextmanager
-def our_errors() -> Iterator[None]:
-    """Raises the error of a failed call as the server raised it."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_from_rpc(error) from error
 
 
 class OutputReader:
@@ -197,11 +194,36 @@ def can_go_on_after(error: SlipstreamError) -> bool:
             return False
 
 
+@dataclass(slots=True)
+class FirstContact:
+    """Whether a client's server has ever answered, and for how long it is tried until then."""
+
+    address: str
+    timeout_s: float
+    is_made: bool = False
+
+    @contextmanager
+    def our_errors(self) -> Iterator[None]:
+        """Takes note of the end of a call, and raises its error as the server raised it."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            found = error_from_rpc(error)
+            is_local = isinstance(found, (ConnectionLostError, DeadlineExceededError, CancelledError))
+            self.is_made = self.is_made or not is_local
+            raise found from error
+        self.is_made = True
+
+
 class Reconnection:
     """Decides how long, and how often, to try again. Begins anew whenever a message came through."""
 
-    def __init__(self, reconnect_s: float, timeout_s: float | None) -> None:
-        """Tries for `reconnect_s` after a failure; all calls together take `timeout_s` at most."""
+    def __init__(self, contact: FirstContact, reconnect_s: float, timeout_s: float | None) -> None:
+        """Tries for `reconnect_s` after a failure, or as `contact` says for a server that has never answered.
+
+        All calls together take `timeout_s` at most.
+        """
+        self._contact = contact
         self._reconnect_s = reconnect_s
         self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._lost_at: float | None = None
@@ -214,15 +236,25 @@ class Reconnection:
 
     def came_through(self) -> None:
         """Called after each message: the connection works."""
+        self._contact.is_made = True
         self._lost_at, self._pause_s = None, FIRST_PAUSE_S
 
     def pause_after(self, error: SlipstreamError) -> float:
-        """Returns the seconds to wait before the next try. Raises the error if there should be none."""
+        """Returns the seconds to wait before the next try. Raises the error if there should be none.
+
+        The error names the address if the server has never answered.
+        """
+        contact = self._contact
         if not can_go_on_after(error):
             raise error
         now = time.monotonic()
-        self._lost_at = now if self._lost_at is None else self._lost_at
+        limit_s = self._reconnect_s if contact.is_made else contact.timeout_s
+        if self._lost_at is None:
+            self._lost_at = now
+            logger.info("trying to reach %s for %g s: %s", contact.address, limit_s, error)
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if now + pause_s > self._lost_at + self._reconnect_s:
-            raise error
+        if now + pause_s > self._lost_at + limit_s:
+            if contact.is_made:
+                raise error
+            raise ConnectionLostError(f"no answer from a server at {contact.address}: {error}") from error
         return pause_s if self.time_left_s is None else min(pause_s, self.time_left_s)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream.common.errors import ConfigError
+from slipstream.common.rpc.address import parse_address
 from slipstream.common.settings import Settings, setting
 
 DISPATCH_TOGETHER = "together"
@@ -110,5 +111,8 @@ class SchedulerConfig(ServingSettings):
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""
         super().__post_init__()
+        parse_address(self.verify, field="verify")
+        if self.draft is not None:
+            parse_address(self.draft, field="draft")
         if self.device == "cpu" and self.fence != "auto":
             raise ConfigError("fence", self.fence, "auto on a CPU")

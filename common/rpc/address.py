@@ -11,6 +11,9 @@ from slipstream.common.errors import ConfigError
 MAX_UNIX_PATH_BYTES = 107
 """The kernel's limit, without the closing zero."""
 
+_SCHEMES = ("dns", "ipv4", "ipv6")
+"""What may stand before HOST:PORT in the address that a client dials."""
+
 ACCEPTED = "HOST:PORT with a port of 0 to 65535, [IPV6]:PORT, or unix:PATH"
 
 
@@ -48,6 +51,22 @@ def parse_address(text: str, *, field: str = "address") -> TcpAddress | UnixAddr
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16):
         raise ConfigError(field, text, ACCEPTED)
     return TcpAddress(host, int(port))
+
+
+def check_target(text: str, *, field: str = "address") -> None:
+    """Raises ConfigError naming `field` unless a client can dial `text`: an address, or a name with a scheme of gRPC's.
+
+    https://github.com/grpc/grpc/blob/master/doc/naming.md
+    """
+    scheme, _, rest = text.partition(":")
+    if scheme not in _SCHEMES or rest.isdigit():  # a host may be called as a scheme
+        parse_address(text, field=field)
+        return
+    try:
+        for endpoint in rest.rpartition("/")[2].split(","):
+            parse_address(endpoint)
+    except ConfigError:
+        raise ConfigError(field, text, f"{scheme}:HOST:PORT, or {scheme}:///HOST:PORT") from None
 
 
 def _parse_unix(text: str, field: str) -> UnixAddress:

@@ -1,10 +1,13 @@
-"""Settings that let a connection notice that its other end has stopped."""
+"""How long a connection may take to be made, and the settings that let it notice that its other end has stopped."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 ChannelOption = tuple[str, str | int]
+
+CONNECT_TIMEOUT_S = 5.0
+"""Time for which a client tries a server that has never answered; also the limit of one attempt to connect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

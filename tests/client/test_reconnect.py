@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from contextlib import asynccontextmanager, closing
@@ -15,6 +16,7 @@ from slipstream.client import AsyncClient, Client
 from slipstream.common.api.job_info import JobState
 from slipstream.common.errors import (
     AlreadyExistsError,
+    ConfigError,
     ConnectionLostError,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -174,18 +176,78 @@ async def test_tokens_of_another_attempt_are_not_joined() -> None:
             await anext(client.watch_job("mine", 3, attempt=first.attempt))
 
 
-async def test_not_for_ever() -> None:
+async def test_a_server_that_never_answers_is_an_error_with_its_address() -> None:
+    """When the connect timeout has passed; the longer time is for a connection that was lost."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        async with AsyncClient(f"127.0.0.1:{taken.getsockname()[1]}") as client:
-            with pytest.raises(ConnectionLostError):
-                await client.create_job("a", reconnect_s=0.1)
-            with pytest.raises(ConnectionLostError):
-                await anext(client.watch_job("a", reconnect_s=0.1))
-            with pytest.raises(ConnectionLostError):
-                await anext(client.generate("a", reconnect_s=0.1))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        message = f"no answer from a server at {address}: .*refused"
+        async with AsyncClient(address, connect_timeout_s=0.1) as client:
+            with pytest.raises(ConnectionLostError, match=message):
+                await client.create_job("a", reconnect_s=60.0)
+            with pytest.raises(ConnectionLostError, match=message):
+                await anext(client.watch_job("a", reconnect_s=60.0))
+            with pytest.raises(ConnectionLostError, match=message):
+                await anext(client.generate("a", reconnect_s=60.0))
+        async with AsyncClient(address, connect_timeout_s=60.0) as client:
             with pytest.raises(DeadlineExceededError):
                 await anext(client.watch_job("a", timeout_s=0.1))
+
+        def use() -> None:
+            with Client(address, connect_timeout_s=0.1) as client:
+                with pytest.raises(ConnectionLostError, match=message):
+                    client.create_job("a", reconnect_s=60.0)
+                with pytest.raises(ConnectionLostError, match=message):
+                    next(client.generate("a", reconnect_s=60.0))
+
+        await asyncio.to_thread(use)
+
+
+async def test_a_server_that_takes_connections_and_is_silent_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with AsyncClient(address, connect_timeout_s=0.3) as client:
+            with pytest.raises(ConnectionLostError, match=f"no answer from a server at {address}"):
+                await client.create_job("a", reconnect_s=60.0)
+
+
+async def test_a_client_waits_for_a_server_that_starts(tmp_path: object) -> None:
+    address = f"unix:{tmp_path}/a.sock"
+    async with AsyncClient(address) as client:
+        creating = asyncio.ensure_future(client.create_job([5, 6], max_new_tokens=2))
+        with Client(address) as blocking:
+            listing = asyncio.ensure_future(asyncio.to_thread(lambda: list(blocking.generate([5], max_new_tokens=2))))
+            await asyncio.sleep(0)
+            async with generation_server(address=address):
+                assert tokens_of([chunk async for chunk in client.watch_job((await creating).job_id)]) == [5, 6]
+                assert tokens_of(await listing) == [5, 5]
+
+
+async def test_a_server_that_was_reached_is_tried_for_longer(
+    tmp_path: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="slipstream.client")
+    address = f"unix:{tmp_path}/a.sock"
+    async with AsyncClient(address, connect_timeout_s=5.0) as client:
+        async with generation_server(address=address):
+            await client.create_job("a", job_id="a")
+        with pytest.raises(ConnectionLostError):
+            await client.create_job("a", reconnect_s=0.1)
+        with pytest.raises(ConnectionLostError):
+            await anext(client.watch_job("a", reconnect_s=0.1))
+        with pytest.raises(ConnectionLostError):
+            await anext(client.generate("a", reconnect_s=0.1))
+        assert caplog.text.count(f"trying to reach {address} for 0.1 s") == 3
+        watching = asyncio.ensure_future(anext(client.watch_job("b")))
+        async with generation_server(address=address):
+            with pytest.raises(NotFoundError):
+                await watching
+
+
+@pytest.mark.parametrize("address", ["", "here", "127.0.0.1", "127.0.0.1:x", "http://127.0.0.1:1", "dns:///host"])
+def test_a_client_refuses_what_is_no_address(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^address: got "):
+        Client(address)
 
 
 async def test_the_plain_client_does_all_that(tmp_path: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.common.errors import ConfigError
-from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, parse_address, proxy_options
+from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES, check_target, parse_address, proxy_options
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,20 @@ def test_no_proxy_is_asked_for_an_address_on_this_host(address: str) -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1:1", "gpu.example:1", "dns:///gpu.example:1"])
 def test_the_environment_s_proxy_is_asked_for_other_hosts(address: str) -> None:
     assert proxy_options(address) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("gpu:1", "dns:gpu:1", "dns:///gpu:1", "dns://10.0.0.53/gpu:1", "dns:1"),
+        *("ipv4:10.0.0.1:1,10.0.0.2:1", "ipv6:[::1]:1", "unix:/run/a.sock", "unix:///run/a.sock"),
+    ],
+)
+def test_a_client_dials_all_that_grpc_does(text: str) -> None:
+    check_target(text)
+
+
+@pytest.mark.parametrize("text", ["gpu", "dns:///gpu", "dns:gpu", "dns:", "ipv4:10.0.0.1", "http://gpu:1", "unix:"])
+def test_what_no_client_can_dial_is_refused_by_the_field_s_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^server: got "):
+        check_target(text, field="server")
