@@ -251,7 +251,8 @@ class Reconnection:
         limit_s = self._reconnect_s if contact.is_made else contact.timeout_s
         if self._lost_at is None:
             self._lost_at = now
-            logger.info("trying to reach %s for %g s: %s", contact.address, limit_s, error)
+            why = "lost the connection" if contact.is_made else "no answer yet"
+            logger.info("%s: trying %s for %g s", why, contact.address, limit_s)
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         if now + pause_s > self._lost_at + limit_s:
             if contact.is_made:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal
-from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.settings import setting
 from slipstream.gateway.home import Home, gateway_name
 from slipstream.gateway.journal_file import JournalMode
@@ -113,8 +112,7 @@ class GatewayConfig(GatewaySettings):
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""
         super().__post_init__()
-        if not isinstance(parse_address(self.scheduler, field="scheduler"), UnixAddress):
-            raise ConfigError("scheduler", self.scheduler, "unix:PATH")
+        check_internal(self.scheduler, field="scheduler")
         if self.private_listen is not None:
             check_internal(self.private_listen, field="private_listen")
         if self.gateway_index >= self.gateways:

@@ -57,7 +57,7 @@ async def outputs(address: str, *, name: str = "undisturbed") -> list[tuple[int,
             tokens += chunk.token_ids
         return tuple(tokens)
 
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, connect_timeout_s=120.0) as client:
         return list(await asyncio.gather(*(run(client, number) for number in range(NUM_JOBS))))
 
 

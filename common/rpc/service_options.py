@@ -42,7 +42,9 @@ class ServiceOptions(LogSettings):
     """The address and the metrics port of a service, and its log settings."""
 
     listen: str = setting(help="unix:PATH, in a directory that only this user opens.", unit="ADDRESS")
-    metrics_port: int = setting(0, help="Prometheus port on loopback; 0 is any free one.", unit="PORT")
+    metrics_port: int = setting(
+        0, help="Prometheus port on loopback; 0 is any free one.", unit="PORT", low=0, high=65535
+    )
     log_file: Path | None = setting(
         None, help="Takes the log, and all other output.", unit="FILE", unset="standard error"
     )

@@ -53,6 +53,10 @@ def test_help_names_the_commands() -> None:
         (("up", "--target", "MODEL", "--device", "tpu"), "--device: got 'tpu'"),
         (("up", "--target", "/nothing"), "--target: got '/nothing'"),
         (("up", "--no-such-option"), "--no-such-option"),
+        (("up", "--slots", "many"), "'--slots'"),
+        (("generate", "x", "--server", "here"), "--server: got 'here'"),
+        (("generate", "x", "--connect-timeout", "0"), "--connect-timeout: got 0.0"),
+        (("status", "--server", "here:http"), "--server: got 'here:http'"),
     ],
 )
 def test_a_wrong_command_is_one_clear_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -70,6 +74,17 @@ def test_nobody_at_the_address() -> None:
     assert found.returncode == 1
     assert found.stderr.startswith(f"slipstream: error: no answer from a server at 127.0.0.1:{port}")
     assert found.stderr.count("\n") == 1
+
+
+def test_generate_gives_up_a_server_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    found = slipstream("generate", "--server", address, "--connect-timeout", "0.3", "Hello")
+    assert found.returncode == 1
+    note, error = found.stderr.splitlines()
+    assert note == f"slipstream: no answer yet: trying {address} for 0.3 s"
+    assert error.startswith(f"slipstream: error: no answer from a server at {address}: ")
+    assert "refused" in error
 
 
 def test_up_refuses_a_port_in_use(tmp_path: Path) -> None:

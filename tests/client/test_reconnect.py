@@ -237,7 +237,7 @@ async def test_a_server_that_was_reached_is_tried_for_longer(
             await anext(client.watch_job("a", reconnect_s=0.1))
         with pytest.raises(ConnectionLostError):
             await anext(client.generate("a", reconnect_s=0.1))
-        assert caplog.text.count(f"trying to reach {address} for 0.1 s") == 3
+        assert caplog.text.count(f"lost the connection: trying {address} for 0.1 s") == 3
         watching = asyncio.ensure_future(anext(client.watch_job("b")))
         async with generation_server(address=address):
             with pytest.raises(NotFoundError):

@@ -17,10 +17,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from slipstream.client.connection import open_async_channel, open_channel
 from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal, is_public
+from slipstream.common.rpc.service_options import ServiceOptions
+from slipstream.gateway.config import GatewayConfig
+from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.certificates import Certificates
 from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from typing import Unpack
 
@@ -146,15 +150,33 @@ async def test_reflection_is_off_at_a_public_address_unless_it_is_asked_for() ->
 
 
 @pytest.mark.parametrize(
-    ("service", "options", "accepted"),
+    ("service", "options", "message"),
     [
-        ("gateway.main", "--scheduler unix:s.sock --listen 0.0.0.0:0", SENTENCE),
-        ("scheduler.main", "--verify unix:v.sock --listen 127.0.0.1:0", "unix:PATH, in a directory"),
-        ("services.verify.main", "--model . --listen 127.0.0.1:0", "unix:PATH, in a directory"),
+        ("gateway.main", "--scheduler unix:s.sock --listen 0.0.0.0:0", f"accepted: {SENTENCE}"),
+        ("scheduler.main", "--verify unix:v.sock --listen 127.0.0.1:0", "accepted: unix:PATH, in a directory"),
+        ("services.verify.main", "--model . --listen 127.0.0.1:0", "accepted: unix:PATH, in a directory"),
+        ("scheduler.main", "--verify v --listen unix:s.sock", "verify: got 'v'"),
     ],
 )
-def test_a_service_checks_its_address_before_it_starts(service: str, options: str, accepted: str) -> None:
+def test_a_service_checks_its_addresses_before_it_starts(service: str, options: str, message: str) -> None:
     command = [sys.executable, "-m", f"slipstream.{service}", *options.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert f"accepted: {accepted}" in done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: SchedulerConfig(verify="here"), "verify"),
+        (lambda: SchedulerConfig(verify="unix:/v", draft="host"), "draft"),
+        (lambda: GatewayConfig(scheduler="127.0.0.1:1"), "scheduler"),
+        (lambda: GatewayConfig(scheduler="unix:/s", private_listen="here"), "private_listen"),
+        (lambda: GatewayConfig(scheduler="unix:"), "scheduler"),
+        (lambda: ServiceOptions(listen="unix:/s", metrics_port=65536), "metrics_port"),
+    ],
+)
+def test_what_is_no_address_is_refused_by_the_option_s_name(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: got "):
+        make()
