@@ -69,6 +69,11 @@ class PendingLengths:
         self._most_more[rows] = pending - most_more
         return before
 
+    def most(self, rows: Ints) -> Ints:
+        """Upper bounds once the steps under way are done."""
+        bounds: Ints = self._known[rows] + self._most_more[rows]
+        return bounds
+
     def least(self, rows: Ints) -> Ints:
         """Lower bounds once the steps under way are done; the lengths themselves where none is."""
         bounds: Ints = self._known[rows] + self._least_more[rows]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,40 +10,23 @@ import numpy as np
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import SlotAccounts
-from slipstream.scheduler.core.allocators import PageAllocator, SlotAllocator
+from slipstream.scheduler.core.allocators import NO_SLOT, PageAllocator, SlotAllocator
 from slipstream.scheduler.core.committed import CommittedTokens
 from slipstream.scheduler.core.outbox import Outbox
+from slipstream.scheduler.core.page_lists import PageLists
 from slipstream.scheduler.core.results import Step, StepSlots
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.accounts import Bools, Ints, TakenIn
+    from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
 
 
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
-    """The limits of a batch."""
-
-    num_slots: int
-    """Row 0 included."""
-    num_pages: int
-    """Page 0 included."""
-    page_tokens: int
-    chunk_tokens: int
-    """Prompt tokens in one prefill step at most."""
-    num_draft_tokens: int
-    """The largest K that a draft may have."""
-    run_ahead: int
-
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages for so many tokens, prompt and output, with those that run-ahead may add."""
-        slack = (self.run_ahead + 1) * (self.num_draft_tokens + 1)
-        return -(-(num_tokens + slack) // self.page_tokens)
+_MANY = 1 << 30
+"""Steps of no sequence that pages last."""
 
 
 class _Decoding(NamedTuple):
@@ -65,6 +47,7 @@ class Batch:
     def __init__(self, sizes: BatchSizes) -> None:
         self.sizes = sizes
         self.pages = PageAllocator(sizes.num_pages)
+        self._page_lists = PageLists(sizes, self.pages)
         self.slots = SlotAllocator(sizes.num_slots)
         self.accounts = SlotAccounts(sizes.num_slots, sizes.num_draft_tokens)
         self.committed = CommittedTokens(sizes.num_slots)
@@ -81,6 +64,12 @@ class Batch:
         """None if a sequence came or went since it was made."""
         self._room = 0
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
+        self._num_covered = 0
+        """The pages of all sequences of `_decoding` last for so many steps more."""
+        self._preempted: list[Sequence] = []
+        """Sequences that are to wait in the queue again."""
+        self.num_preempted = 0
+        """Times that a sequence was preempted."""
         self._over: list[Sequence] = []
         """Sequences that the queue still counts."""
         self.last_step = 0
@@ -95,21 +84,25 @@ class Batch:
         return len(self._running)
 
     def admit(self, queue: WaitingQueue) -> None:
-        """Starts waiting sequences in the queue's order, while a slot and the pages of the whole sequence are free."""
+        """Starts waiting sequences in the queue's order, while a slot and the pages to prefill them are free."""
         if self._over:
             queue.release(self._over)
             self._over.clear()
+        if self._preempted:
+            queue.put_back([sequence for sequence in self._preempted if not sequence.is_over])
+            self._preempted.clear()
         for expired in queue.take_expired():
             expired.is_over = True
             self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
-        while (sequence := queue.take_next(self._has_room_for)) is not None:
+        while self.slots.num_free and (sequence := queue.take_next(self._has_room_for)) is not None:
             sequence.lease = self.slots.allocate()
-            sequence.pages = self.pages.allocate(self._num_pages(sequence))
+            self._page_lists.begin(sequence)
             self.accounts.admit(sequence)
             self.committed.begin(sequence.lease.slot, sequence.tokens, sequence.num_tokens_at_most)
             self._running[sequence.lease.slot] = sequence
             self._prefilling.append(sequence)
-            self.outbox.add_admitted(sequence)
+            if not sequence.was_preempted:
+                self.outbox.add_admitted(sequence)
 
     def next_step(self, num_draft_tokens: int, *, decodes_first: bool = False) -> Step | None:
         """The next step, or None if there is nothing to do: prompts and decoding take turns.
@@ -132,7 +125,7 @@ class Batch:
         return Step(number=self.last_step, kind=StepKind.PLAIN, members=nothing, yielding=nothing)
 
     def is_decoding(self) -> bool:
-        """True if a step that decodes would have members."""
+        """True if a step that decodes would have members. They have the pages for it then."""
         current = self._decoding
         return bool(self._decoding_with(0 if current is None else current.num_draft_tokens).members.slots)
 
@@ -179,22 +172,31 @@ class Batch:
     def _end(self, sequence: Sequence) -> None:
         sequence.is_over = True
         self._over.append(sequence)
+        if self._running.get(sequence.lease.slot) is sequence:
+            self._free(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Has a running sequence wait again with the output that it has. Results of its steps under way are dropped."""
         slot = sequence.lease.slot
-        if self._running.get(slot) is not sequence:
-            return
+        output = self.committed.read(slot, len(sequence.spec.prompt), self.committed.num_tokens(slot))
+        self._free(sequence)
+        sequence.preempt(output)
+        self._preempted.append(sequence)
+        self.num_preempted += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        """Gives back what a running sequence has."""
+        slot = sequence.lease.slot
         del self._running[slot]
         self._decoding = None
         self._is_prefilled[slot] = False
         if sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self.slots.release(sequence.lease)
-        self.pages.release(sequence.pages)
+        self._page_lists.end(sequence)
 
     def _has_room_for(self, sequence: Sequence) -> bool:
-        return self.slots.num_free > 0 and self.pages.num_free >= self._num_pages(sequence)
-
-    def _num_pages(self, sequence: Sequence) -> int:
-        return self.sizes.pages_for(sequence.num_tokens_at_most)
+        return self._page_lists.fits(sequence, is_alone=not self._running)
 
     def _is_current(self, slots: StepSlots) -> Bools | None:
         """Which of the leases still hold; None for all."""
@@ -212,7 +214,26 @@ class Batch:
         decoding = self._decoding
         if decoding is None or decoding.num_draft_tokens != num_draft_tokens or self._has_sure_end(decoding):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
+        while self._num_covered <= 0 and not self._has_pages(decoding):
+            decoding = self._decoding = self._find_decoding(num_draft_tokens)
         return decoding
+
+    def _has_pages(self, decoding: _Decoding) -> bool:
+        """Gives the members the pages that the next step may write to. Returns False if it took some sequences' slots.
+
+        The first in the queue's order gets its pages first; the last one that runs is preempted when none are left.
+        """
+        rows = decoding.members.rows
+        lengths = self.accounts.lengths.most(rows)
+        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
+        if self._num_covered > 0:
+            return True
+        short = [(self._running[slot], length) for slot, length in self._page_lists.short(rows, lengths)]
+        for sequence, length in sorted(short, key=lambda one: one[0].rank):
+            while sequence.lease is not NO_SLOT and not self._page_lists.grow(sequence, length):
+                self._preempt(max(self._running.values(), key=lambda one: one.rank))
+        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
+        return self._decoding is decoding
 
     def _find_decoding(self, num_draft_tokens: int) -> _Decoding:
         rows = self._is_prefilled.nonzero()[0]
@@ -222,7 +243,7 @@ class Batch:
         members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
         most = self.accounts.most_accepted(rows, num_draft_tokens)
         is_drafted = bool(most.any())
-        self._room = 0
+        self._room = self._num_covered = 0
         return _Decoding(members, most + 1, num_draft_tokens, is_drafted, self._top_logprobs(rows))
 
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
@@ -256,12 +277,13 @@ class Batch:
             yielding=yielding,
             top_logprobs=self._top_logprobs(yielding.rows),
             chunks=tuple(chunks),
-            updates=tuple(updates),
+            updates=(*self._page_lists.take_updates(), *updates),
         )
 
     def _decode_step(self, decoding: _Decoding) -> Step:
         self.accounts.lengths.begin(decoding.members.rows, decoding.most_more)
         self._room -= 1
+        self._num_covered -= 1
         return Step(
             number=self.last_step,
             kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,
@@ -269,6 +291,7 @@ class Batch:
             yielding=decoding.members,
             num_draft_tokens=decoding.num_draft_tokens if decoding.is_drafted else 0,
             top_logprobs=decoding.top_logprobs,
+            updates=self._page_lists.take_updates(),
         )
 
 

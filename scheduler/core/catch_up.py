@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.step import PrefillChunk, StepCommand, StepKind
 from slipstream.scheduler.core.plan import catch_up
@@ -12,6 +12,7 @@ from slipstream.scheduler.core.plan import catch_up
 if TYPE_CHECKING:
     from slipstream.common.worker.step import SlotUpdate
     from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 _PATIENCE, _MOST_PATIENCE, _FAR_PATIENCE = 4, 8, 256
@@ -19,6 +20,15 @@ _PATIENCE, _MOST_PATIENCE, _FAR_PATIENCE = 4, 8, 256
 last command; after the second, verify waits for a draft that is near; after the third, draft never gets near."""
 _NEAR = 2
 """Verify waits for a draft that lacks so many commands' tokens at most."""
+
+
+class _Given(NamedTuple):
+    """What draft was sent of a sequence."""
+
+    generation: int
+    """Of its lease."""
+    num_tokens: int
+    num_pages: int
 
 
 class CatchUp:
@@ -37,8 +47,8 @@ class CatchUp:
         self._batch = batch
         self._attachment = attachment
         self._reads_tokens = not attachment.traits.reads_hidden
-        self._given: dict[int, tuple[int, int]] = {}
-        """By slot: the generation, and how many of its tokens draft was sent."""
+        self._given: dict[int, _Given] = {}
+        """By slot."""
         self._missing: deque[int] = deque(maxlen=_FAR_PATIENCE + 1)
         """Before each of the last commands."""
 
@@ -53,8 +63,8 @@ class CatchUp:
             return 0
         missing = 0
         for sequence, num_known in self._batch.begun():
-            num_given = self._num_given(sequence.lease.slot, sequence.lease.generation)
-            missing += num_known - (num_given or 0) + (num_given is None)
+            given = self._find(sequence)
+            missing += num_known + 1 if given is None else num_known - given.num_tokens
         return missing
 
     def is_close(self, missing: int, growth: int) -> bool:
@@ -89,23 +99,26 @@ class CatchUp:
         updates: list[SlotUpdate] = []
         room = self._batch.sizes.chunk_tokens
         for sequence, num_known in self._batch.begun():
-            slot, generation = sequence.lease.slot, sequence.lease.generation
+            slot = sequence.lease.slot
             end = num_known if sequence.is_prefilling else num_known - held_back
-            num_given = self._num_given(slot, generation)
-            if room == 0:
-                break
-            if num_given is None:
+            given, num_given = self._find(sequence), 0
+            if given is not None:
+                num_given = given.num_tokens
+                if given.num_pages < len(sequence.pages):
+                    updates.append(sequence.page_update(given.num_pages))
+            elif room == 0:
+                continue
+            else:
                 # A head's first entry pairs the state before the bonus token with it; of a prompt, what comes next.
                 first = end if sequence.is_prefilling else max(0, end - 1)
                 updates.append(sequence.update_of_running(history_from=0 if self._reads_tokens else first))
-                num_given = 0
             num_new = min(end - num_given, room) if self._reads_tokens else 0
             if num_new > 0:
                 tokens = self._batch.committed.read(slot, num_given, num_given + num_new)
                 chunks.append(PrefillChunk(slot=slot, start=num_given, tokens=tokens, is_last=False))
                 room -= num_new
                 num_given += num_new
-            self._given[slot] = generation, num_given
+            self._given[slot] = _Given(sequence.lease.generation, num_given, len(sequence.pages))
         if not chunks and not updates:
             return False
         self.number, self.sent_at = number, time.monotonic()
@@ -122,7 +135,7 @@ class CatchUp:
         )
         return True
 
-    def _num_given(self, slot: int, generation: int) -> int | None:
-        """Tokens that draft was sent of the sequence that has the slot; None if it does not know the sequence."""
-        known = self._given.get(slot)
-        return known[1] if known is not None and known[0] == generation else None
+    def _find(self, sequence: Sequence) -> _Given | None:
+        """What draft was sent of a running sequence; None if it does not know the sequence."""
+        given = self._given.get(sequence.lease.slot)
+        return given if given is not None and given.generation == sequence.lease.generation else None

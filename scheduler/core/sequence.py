@@ -22,10 +22,16 @@ class Sequence:
     """Chosen by its gateway."""
     stream: int = 0
     """Number of the gateway's stream."""
+    rank: tuple[int, int, int] = (0, 0, 0)
+    """Its place in the queue's order, the lowest first, chosen by the queue: negative priority, arrival, number."""
+    num_overtaken: int = 0
+    """Sequences of a higher rank that were started before it. Belongs to the queue's lock."""
     is_queued: bool = False
     """True while it is in the queue. Belongs to the queue's lock."""
     is_over: bool = False
     """True if no more output comes. This and the rest belong to the loop's thread."""
+    was_preempted: bool = False
+    """True once it has given its slot and its pages back for another one's sake; it waits again then."""
     lease: SlotLease = NO_SLOT
     """Its slot, from its admission on."""
     pages: tuple[int, ...] = ()
@@ -52,6 +58,12 @@ class Sequence:
         """True if some of its tokens were not sent yet."""
         return self.num_prefilled < len(self.tokens)
 
+    def preempt(self, output: tuple[int, ...]) -> None:
+        """Goes back to where it has no slot, with the output that it has."""
+        self.spec = replace(self.spec, output=output)
+        self.tokens = self.spec.prompt + output
+        self.was_preempted, self.lease, self.num_prefilled = True, NO_SLOT, 0
+
     def num_drafted(self, num_draft_tokens: int) -> int:
         """How many of the K tokens drafted in a step are for this sequence."""
         most = self.spec.max_draft_tokens
@@ -73,6 +85,10 @@ class Sequence:
     def update_of_running(self, *, history_from: int) -> SlotUpdate:
         """The same for a draft that comes while it runs. `history_from`: see `SlotUpdate`."""
         return replace(self.slot_update(), prompt_tokens=len(self.spec.prompt), history_from=history_from)
+
+    def page_update(self, first: int) -> SlotUpdate:
+        """Its pages from index `first` on, for a worker that has those before."""
+        return replace(self.slot_update(), first_page_index=first, pages=self.pages[first:], sampling=None)
 
     def next_chunk(self, max_tokens: int) -> PrefillChunk:
         """Takes the next of its tokens to prefill, `max_tokens` at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
 
     from slipstream.scheduler.core.sequence import Sequence
 
+MOST_OVERTAKING = 16
+"""Sequences that may be started before one for which there is no room, though they come behind it."""
 _MOST_STALE = 64
-"""Entries that are not queued any more and may lie in a heap, beside as many as are queued."""
+"""Deadlines of sequences that are not queued any more and may be kept, beside as many as are queued."""
 
 
 class WaitingQueue:
     """All sequences that the scheduler holds: those that wait for a slot in order, and those to cancel.
 
-    The order is by priority, the highest first, then by arrival.
+    The order is by priority, the highest first, then by arrival. Where there is no room for a sequence, up to
+    MOST_OVERTAKING behind it may be started first; then none is until it was.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -32,12 +36,11 @@ class WaitingQueue:
         self._is_woken = False
         self._epoch: int | None = None
         self._held: dict[tuple[int, int], Sequence] = {}
-        self._waiting: list[tuple[int, int, int, Sequence]] = []
-        """A heap: negative priority, arrival, number."""
+        self._waiting: list[Sequence] = []
+        """By rank."""
         self._deadlines: list[tuple[int, int, Sequence]] = []
         """A heap: deadline, number."""
         self._num_added = 0
-        self._num_waiting = 0
         self._cancelled: list[Sequence] = []
         self._changed = threading.Condition()
 
@@ -61,12 +64,18 @@ class WaitingQueue:
         assert sequence.key not in self._held, "ids of a stream only grow"
         self._held[sequence.key] = sequence
         self._num_added += 1
-        self._num_waiting += 1
-        sequence.is_queued = True
         spec = sequence.spec
-        heappush(self._waiting, (-spec.priority, spec.arrived_ns, self._num_added, sequence))
+        sequence.rank = (-spec.priority, spec.arrived_ns, self._num_added)
+        self._queue(sequence)
         if spec.deadline_ns:
             heappush(self._deadlines, (spec.deadline_ns, self._num_added, sequence))
+
+    def put_back(self, sequences: Iterable[Sequence]) -> None:
+        """Has sequences that were taken wait again, where they did before. Their deadlines count no more."""
+        with self._changed:
+            for sequence in sequences:
+                if self._held.get(sequence.key) is sequence:
+                    self._queue(sequence)
 
     def cancel(self, stream: int, ids: Iterable[int]) -> None:
         """Asks for the end of sequences of a stream, waiting or running; no effect on those that are over."""
@@ -101,7 +110,7 @@ class WaitingQueue:
         with self._changed:
             while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][-1].is_queued):
                 sequence = heappop(self._deadlines)[-1]
-                if sequence.is_queued:
+                if sequence.is_queued and not sequence.was_preempted:
                     self._unqueue(sequence)
                     del self._held[sequence.key]
                     expired.append(sequence)
@@ -109,17 +118,22 @@ class WaitingQueue:
         return expired
 
     def take_next(self, fits: Callable[[Sequence], bool]) -> Sequence | None:
-        """Takes the first waiting sequence if `fits` says that there is room for it."""
-        if not self._num_waiting:
+        """Takes the first waiting sequence for which `fits` says that there is room, and that may overtake the others.
+
+        Returns None if there is none among the first MOST_OVERTAKING + 1.
+        """
+        if not self._waiting:
             return None
         with self._changed:
-            while self._waiting and not self._waiting[0][-1].is_queued:
-                heappop(self._waiting)
-            if not self._waiting or not fits(self._waiting[0][-1]):
-                return None
-            sequence = heappop(self._waiting)[-1]
-            self._unqueue(sequence)
-            return sequence
+            for place, sequence in enumerate(self._waiting[: MOST_OVERTAKING + 1]):
+                if fits(sequence):
+                    for overtaken in self._waiting[:place]:
+                        overtaken.num_overtaken += 1
+                    self._unqueue(sequence)
+                    return sequence
+                if sequence.num_overtaken == MOST_OVERTAKING:
+                    return None
+        return None
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Forgets sequences that are over."""
@@ -128,17 +142,18 @@ class WaitingQueue:
                 self._held.pop(sequence.key, None)
             self._changed.notify_all()
 
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.is_queued = True
+        insort(self._waiting, sequence, key=_rank)
+
     def _unqueue(self, sequence: Sequence) -> None:
         if sequence.is_queued:
             sequence.is_queued = False
-            self._num_waiting -= 1
+            del self._waiting[bisect_left(self._waiting, sequence.rank, key=_rank)]
 
     def _compact(self) -> None:
-        """Drops what is not queued any more from the heaps, once it is the larger part."""
-        if len(self._waiting) > 2 * self._num_waiting + _MOST_STALE:
-            self._waiting = [entry for entry in self._waiting if entry[-1].is_queued]
-            heapify(self._waiting)
-        if len(self._deadlines) > 2 * self._num_waiting + _MOST_STALE:
+        """Drops the deadlines of what is not queued any more, once they are the larger part."""
+        if len(self._deadlines) > 2 * len(self._waiting) + _MOST_STALE:
             self._deadlines = [entry for entry in self._deadlines if entry[-1].is_queued]
             heapify(self._deadlines)
 
@@ -146,7 +161,7 @@ class WaitingQueue:
         """Sleeps until there is a sequence to start or to end, `wake` or `stop` was called, or the time is over."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._num_waiting or self._cancelled or self._is_woken or self.is_stopped, timeout_s
+                lambda: self._waiting or self._cancelled or self._is_woken or self.is_stopped, timeout_s
             )
             self._is_woken = False
 
@@ -175,7 +190,6 @@ class WaitingQueue:
         """Forgets all sequences, and lets none in until it is opened again."""
         with self._changed:
             self._epoch = None
-            self._num_waiting = 0
             for held in (self._held, self._waiting, self._deadlines, self._cancelled):
                 held.clear()
             self._changed.notify_all()
@@ -193,4 +207,8 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         """Sequences that wait."""
-        return self._num_waiting
+        return len(self._waiting)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank

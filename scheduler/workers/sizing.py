@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import ConfigError, OutOfMemoryError
-from slipstream.scheduler.core.batch import BatchSizes
+from slipstream.scheduler.core.batch_sizes import BatchSizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -50,6 +50,8 @@ class Job(Sequence):
 
     def __init__(self, spec: SequenceSpec) -> None:
         super().__init__(spec)
+        self.num_brought = len(spec.output)
+        """Output tokens that it came with: one that is preempted has more."""
         self.stats = JobStats()
 
 
@@ -107,7 +109,9 @@ class JobBook:
 
     def _take(self, stream: int, output: StepOutput) -> Iterator[tuple[Job, OutputRow]]:
         for number, when in zip(output.admitted, output.admitted_ns, strict=True):
-            self._by_key[stream, number].stats.admitted_ns = when
+            stats = self._by_key[stream, number].stats
+            assert stats.admitted_ns is None, "an admission is told once"
+            stats.admitted_ns = when
         for row in rows_of(output):
             job = self._by_key[stream, row.sequence]
             assert job not in self.ends, "nothing comes after the end"

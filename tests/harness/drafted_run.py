@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, cast
 
 from slipstream.common.worker.step import StepCommand, StepKind
-from slipstream.scheduler.core.batch import BatchSizes
+from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.speculation import Speculation
 from tests.harness.fake_drafts import FakeDraft
@@ -109,6 +109,8 @@ class DraftedRun(Run):
             draft.send(self._command(step, draft, planned.draft))
             if step.kind is StepKind.DECODE:
                 draft.work(up_to=step.number)  # verify waits for it
+                for slot in step.members.slots:
+                    self._check_pages_of(draft, slot)
         result = self.device.run(step)
         if draft is not None:
             draft.stash.value = step.number
@@ -116,6 +118,11 @@ class DraftedRun(Run):
                 state = self.device.slots[slot]
                 draft.stashed[slot] = len(state.prompt) + state.num_output - 1, output
         self.in_flight.append((step, result))
+
+    def _check_pages_of(self, draft: FakeDraft, slot: int) -> None:
+        held = self.batch._running[slot]
+        if held.spec.max_draft_tokens != 0:
+            assert draft.slots[slot].pages == held.pages, "a draft has the pages of what it drafts for"
 
     def _command(self, step: Step, draft: FakeDraft, ops: object) -> StepCommand:
         return StepCommand(

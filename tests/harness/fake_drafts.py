@@ -11,7 +11,7 @@ from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.core.plan import DraftTraits
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.worker.step import SlotUpdate, StepCommand
 
 
 class FakeFence:
@@ -42,6 +42,7 @@ class DraftedSlot:
 
     generation: int
     history_from: int = 0
+    pages: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     """Taken in, from position 0 on."""
 
@@ -100,7 +101,7 @@ class FakeDraft:
 
     def _do(self, command: StepCommand) -> None:
         for update in command.updates:
-            self.slots[update.slot] = DraftedSlot(update.generation, update.history_from)
+            self._update(update)
         for chunk in command.chunks:
             slot = self.slots[chunk.slot]
             if self.traits.reads_hidden and not slot.tokens:
@@ -110,6 +111,16 @@ class FakeDraft:
         if command.kind is StepKind.DECODE:
             for row in command.slots:
                 self._take_in_stash(self.slots[row], *self.stashed[row])
+
+    def _update(self, update: SlotUpdate) -> None:
+        if update.sampling is not None:
+            self.slots[update.slot] = DraftedSlot(update.generation, update.history_from, update.pages)
+            return
+        slot = self.slots[update.slot]
+        assert slot.generation == update.generation
+        assert 0 < update.first_page_index <= len(slot.pages), "no page is left out"
+        assert slot.pages[update.first_page_index :] == update.pages[: len(slot.pages) - update.first_page_index]
+        slot.pages = slot.pages[: update.first_page_index] + update.pages
 
     def _take_in_stash(self, slot: DraftedSlot, position: int, last_tokens: list[int]) -> None:
         first = position + 1 - len(last_tokens)

@@ -12,13 +12,16 @@ from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.batch import Batch, BatchSizes
+from slipstream.scheduler.core.batch import Batch
 from slipstream.scheduler.core.results import Step, StepResult
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from tests.harness.counted_jobs import Job, JobBook
 
 if TYPE_CHECKING:
     from random import Random
+
+    from slipstream.common.worker.step import SlotUpdate
+    from slipstream.scheduler.core.batch_sizes import BatchSizes
 
 STOP = 7
 """A token that some jobs end at."""
@@ -38,6 +41,7 @@ def make_job(
     max_draft_tokens: int | None = None,
     top_logprobs: int | None = None,
     output: tuple[int, ...] = (),
+    priority: int = 0,
 ) -> Job:
     """A job that is not submitted yet."""
     stop_token_ids = frozenset({STOP}) if stops else frozenset()
@@ -51,6 +55,7 @@ def make_job(
             stop_token_ids=stop_token_ids,
             max_draft_tokens=max_draft_tokens,
             top_logprobs=top_logprobs,
+            priority=priority,
         )
     )
 
@@ -91,9 +96,7 @@ class Device:
         assert step.number == self.last_step + 1
         self.last_step = step.number
         for update in step.updates:
-            self.slots[update.slot] = Slot(
-                update.pages, update.limit_tokens, update.max_draft_tokens, update.prompt_tokens
-            )
+            self._update(update)
         if step.kind is StepKind.PREFILL:
             self._prefill(step)
             accepted = [0] * len(step.yielding.slots)
@@ -107,6 +110,19 @@ class Device:
         outputs = [self._output(slot, a + 1) for slot, a in zip(step.yielding.slots, accepted, strict=True)]
         return result_of(outputs, self.sizes.num_draft_tokens + 1)
 
+    def _update(self, update: SlotUpdate) -> None:
+        if update.sampling is not None:
+            assert update.first_page_index == 0
+            self.slots[update.slot] = Slot(
+                update.pages, update.limit_tokens, update.max_draft_tokens, update.prompt_tokens
+            )
+            return
+        slot = self.slots[update.slot]
+        assert update.pages, "an update of a running request brings pages"
+        assert update.first_page_index == len(slot.pages), "each page is sent once"
+        assert (update.limit_tokens, update.max_draft_tokens) == (slot.limit_tokens, slot.max_draft_tokens)
+        slot.pages += update.pages
+
     def _prefill(self, step: Step) -> None:
         assert 0 < sum(len(chunk.tokens) for chunk in step.chunks) <= self.sizes.chunk_tokens
         assert [chunk.slot for chunk in step.chunks] == list(step.members.slots)
@@ -117,6 +133,7 @@ class Device:
             end = len(chunk.tokens) if slot.prompt_tokens is None else max(0, slot.prompt_tokens - chunk.start)
             slot.prompt += chunk.tokens[:end]
             slot.num_output += len(chunk.tokens[end:])
+            assert len(slot.prompt) + slot.num_output <= len(slot.pages) * self.sizes.page_tokens
         assert list(step.yielding.slots) == [chunk.slot for chunk in step.chunks if chunk.is_last]
 
     def _output(self, slot_number: int, count: int) -> list[int]:
@@ -130,9 +147,9 @@ class Device:
         return num_draft_tokens if most is None else min(most, num_draft_tokens)
 
     def _check_room(self, slot: Slot, most_accepted: int) -> None:
-        # As the workers do it: a length past the limit is clamped to it.
-        length = min(len(slot.prompt) + slot.num_output - 1, slot.limit_tokens)
-        assert length + most_accepted < len(slot.pages) * self.sizes.page_tokens
+        # As the workers do it: what is at the limit or behind it goes to the padding page.
+        end = min(len(slot.prompt) + slot.num_output + most_accepted, slot.limit_tokens)
+        assert end <= len(slot.pages) * self.sizes.page_tokens
 
 
 def result_of(outputs: list[list[int]], width: int) -> StepResult:

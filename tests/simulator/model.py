@@ -69,12 +69,17 @@ class PagedTokens:
 
     def update(self, update: SlotUpdate) -> None:
         """Takes over a change of a slot."""
-        assert update.first_page_index == 0, "the scheduler gives a slot all of its pages at once"
-        assert update.sampling is not None, "and its parameters"
         pages = np.array(update.pages, np.int64)
-        self.slots[update.slot] = Slot(
-            pages, update.limit_tokens, update.sampling.seed & 0xFFFFFFFF, update.max_draft_tokens
-        )
+        if update.sampling is not None:
+            assert update.first_page_index == 0, "a request that takes a slot brings its pages"
+            self.slots[update.slot] = Slot(
+                pages, update.limit_tokens, update.sampling.seed & 0xFFFFFFFF, update.max_draft_tokens
+            )
+            return
+        held = self.slots[update.slot]
+        assert update.first_page_index <= len(held.pages), "no page is left out"
+        assert (update.limit_tokens, update.max_draft_tokens) == (held.limit_tokens, held.max_draft_tokens)
+        held.pages = np.concatenate((held.pages[: update.first_page_index], pages))
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Writes tokens at positions from `start` on, up to the slot's limit."""

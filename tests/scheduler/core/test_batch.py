@@ -15,7 +15,7 @@ from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
 from slipstream.common.api.step_output import StepOutput
 from slipstream.common.errors import PendingLengthError
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.batch import BatchSizes
+from slipstream.scheduler.core.batch_sizes import BatchSizes
 from tests.harness.counted_jobs import Job
 from tests.harness.simulated_run import Run, make_job, reference, result_of, token_of
 
@@ -38,6 +38,7 @@ JOBS = st.lists(
         st.booleans(),
         st.sampled_from([None, None, 0, 1, 3, 7]),
         st.sampled_from([0, 0, 1, 5, 20]),
+        st.integers(-1, 1),
     ),
     min_size=1,
     max_size=8,
@@ -69,7 +70,7 @@ def sizes_that_hold(draw: st.DrawFn) -> BatchSizes:
 )
 def test_every_job_gets_its_own_tokens(
     sizes: BatchSizes,
-    jobs: list[tuple[tuple[int, ...], int, bool, int | None, int]],
+    jobs: list[tuple[tuple[int, ...], int, bool, int | None, int, int]],
     random: Random,
     cancel_rate: float,
 ) -> None:
@@ -82,8 +83,9 @@ def test_every_job_gets_its_own_tokens(
             stops=stops,
             max_draft_tokens=max_draft_tokens,
             output=output_of(prompt, most, stops=stops, length=had),
+            priority=priority,
         )
-        for number, (prompt, most, stops, max_draft_tokens, had) in enumerate(jobs)
+        for number, (prompt, most, stops, max_draft_tokens, had, priority) in enumerate(jobs)
     ]
     to_submit, cancelled = deque(made), set[Job]()
     turns = 0
@@ -98,7 +100,7 @@ def test_every_job_gets_its_own_tokens(
             cancelled.add(job)
     for job in made:
         expected, reason = reference(job)
-        expected = expected[len(job.spec.output) :]
+        expected = expected[job.num_brought :]
         output = run.jobs.outputs.get(job, [])
         if run.jobs.ends[job] is FinishReason.ABORT:
             assert job in cancelled
@@ -318,19 +320,6 @@ def test_a_cancel_that_comes_too_late_changes_nothing() -> None:
     run.jobs.add(waiting)
     run.batch.cancel([running])
     assert run.batch.outbox.take().deliveries() == []
-
-
-def test_a_job_that_does_not_fit_yet_waits_and_those_behind_it_too() -> None:
-    sizes = BatchSizes(num_slots=4, num_pages=12, page_tokens=8, chunk_tokens=64, num_draft_tokens=2, run_ahead=1)
-    run = _run(sizes)
-    large, larger, small = make_job("a", (1,) * 30, 18), make_job("b", (2,) * 60, 12), make_job("c", (3,), 1)
-    for job in (large, larger, small):
-        run.jobs.add(job)
-    run.turn()
-    assert (run.batch.num_running, len(run.queue)) == (1, 2)
-    while run.turn():
-        pass
-    assert list(run.jobs.ends) == [large, small, larger]
 
 
 def test_too_many_tokens_for_one_request_end_no_other() -> None:

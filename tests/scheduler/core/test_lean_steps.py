@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.batch import BatchSizes
+from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, initial_state, plan_step
 from tests.harness.simulated_run import Run, make_job
 

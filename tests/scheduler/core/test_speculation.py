@@ -40,7 +40,7 @@ def check(run: DraftedRun, jobs: list[Job]) -> None:
     """Each job has its own tokens, and slots and pages are back."""
     for job in jobs:
         expected, reason = reference(job)
-        assert (run.jobs.outputs[job], run.jobs.ends[job]) == (expected[len(job.spec.output) :], reason)
+        assert (run.jobs.outputs[job], run.jobs.ends[job]) == (expected[job.num_brought :], reason)
     assert run.batch.num_running == 0
     assert run.batch.pages.num_free == run.batch.pages.num_pages
 
@@ -52,10 +52,13 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
     """Each draft checks that it is told every token once, and that each step it drafts in was stashed for it."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    num_joined = 0
+    num_joined = num_preempted = 0
     for number in range(NUM_RUNS):
         rng = random.Random(seed + number)
         sizes = replace(SIZES, chunk_tokens=chunk_tokens, run_ahead=run_ahead)
+        if number % 2:
+            # Hardly more pages than one job needs: some are preempted.
+            sizes = replace(sizes, num_pages=sizes.pages_for(50 + 60) + 1 + rng.randrange(10))
         run = DraftedRun(sizes, rng)
         jobs = make_jobs(rng, 10)
         to_submit, drafts = deque(jobs), list[FakeDraft]()
@@ -70,12 +73,14 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
             if drafts and rng.random() < 0.02:
                 rng.choice(drafts[-2:]).fail()
         check(run, jobs)
+        num_preempted += run.batch.num_preempted
         joined = [number for event, number in run.listener.events if event == "joined"]
         num_joined += len(joined)
         for event in ("joined", "left", "let go"):
             numbers = [number for what, number in run.listener.events if what == event]
             assert len(set(numbers)) == len(numbers) or event == "joined", "each attachment has one end"
     assert num_joined > 0
+    assert num_preempted > 0
 
 
 def waits_for_stash(stash: int) -> PlannedStep:

@@ -15,7 +15,7 @@ from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.errors import ResourceExhaustedError
 from slipstream.scheduler.core.sequence import Sequence
-from slipstream.scheduler.core.waiting_queue import WaitingQueue
+from slipstream.scheduler.core.waiting_queue import MOST_OVERTAKING, WaitingQueue
 
 SPEC = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=1, sampling=SamplingParams(), stop_token_ids=frozenset())
 _numbers = count(1)
@@ -46,7 +46,7 @@ def test_first_come_first_served_while_there_is_room() -> None:
     queue, both = open_queue(), [make(), make()]
     for sequence in both:
         assert queue.add(sequence)
-    assert queue.take_next(lambda first: first is both[1]) is None
+    assert queue.take_next(lambda _: False) is None
     assert queue.take_next(lambda _: True) is both[0]
     assert len(queue) == 1
     assert take_all(queue) == [both[1]]
@@ -117,6 +117,47 @@ def test_what_waits_past_its_deadline_is_taken_wherever_it_waits() -> None:
     assert queue.take_expired() == []
     assert take_all(queue) == [first, later]
     assert queue.num_held == 4
+
+
+def test_what_is_put_back_waits_where_it_did_and_has_no_deadline_any_more() -> None:
+    queue, now = open_queue(), time.monotonic_ns()
+    urgent, late = make(priority=1, deadline_ns=now + 10**12), make(priority=1, deadline_ns=now + 2 * 10**7)
+    first, second, third = make(arrived_ns=1), make(arrived_ns=2), make(arrived_ns=3)
+    queue.add(urgent, late, first, second, third)
+    assert take_all(queue) == [urgent, late, first, second, third]
+    for sequence in (late, first, second, third):
+        sequence.was_preempted = True
+    queue.release([third])
+    queue.put_back([third, second, late, first])
+    while time.monotonic_ns() < late.spec.deadline_ns:
+        queue.wait_for_stop(0.005)
+    assert queue.take_expired() == []
+    queue.cancel(0, [first.id])
+    assert queue.take_cancelled() == [first]
+    assert take_all(queue) == [late, second], "one that is over does not come back"
+
+
+def test_one_that_does_not_fit_is_overtaken_by_a_few() -> None:
+    queue, large, larger = open_queue(100), make(), make()
+    small = [make() for _ in range(3 * MOST_OVERTAKING)]
+    queue.add(large, *small[:1], larger, *small[1:])
+    taken = []
+    while (sequence := queue.take_next(lambda one: one not in (large, larger))) is not None:
+        taken.append(sequence)
+    assert taken == small[:MOST_OVERTAKING]
+    assert queue.take_next(lambda one: one is not large) is None
+    assert queue.take_next(lambda _: True) is large
+    assert queue.take_next(lambda one: one is not larger) is small[MOST_OVERTAKING], "one had overtaken it less often"
+    assert queue.take_next(lambda one: one is not larger) is None
+    assert take_all(queue) == [larger, *small[MOST_OVERTAKING + 1 :]]
+
+
+def test_no_more_than_the_first_are_looked_at() -> None:
+    queue, seen = open_queue(100), list[Sequence]()
+    waiting = [make() for _ in range(50)]
+    queue.add(*waiting)
+    assert queue.take_next(lambda one: bool(seen.append(one))) is None  # type: ignore[func-returns-value]
+    assert seen == waiting[: MOST_OVERTAKING + 1]
 
 
 def test_what_was_cancelled_is_not_kept_behind_one_that_does_not_fit() -> None:
