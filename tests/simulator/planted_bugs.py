@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.gateway.job_journal import JobJournal
 from slipstream.gateway.journal_codec import rows_of
 from slipstream.scheduler.core.allocators import SlotAllocator
+from slipstream.scheduler.core.sequence import Sequence
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from slipstream.scheduler.workers.link import DispatchAcknowledged
@@ -90,6 +91,10 @@ def _release_once(release: Any) -> Any:
     return wrong
 
 
+def _forget_the_last_token(preempt: Any) -> Any:
+    return lambda self, output: preempt(self, output[:-1])
+
+
 BUGS = (
     PlantedBug("a release that is not repeated", DraftAttachment, "release", _release_once),
     PlantedBug("a region used again too early", DraftAttachment, "is_gone", lambda _: property(lambda _: True)),
@@ -97,4 +102,5 @@ BUGS = (
     PlantedBug("an output sent before its commit", JobJournal, "take_in", _send_before_commit),
     PlantedBug("a late acknowledgement believed", DispatchAcknowledged, "_wait", _believe_the_step_before),
     PlantedBug("a submission that wakes no one", WaitingQueue, "add", _forget_to_notify),
+    PlantedBug("a token forgotten when preempted", Sequence, "preempt", _forget_the_last_token),
 )

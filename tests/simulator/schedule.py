@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -83,6 +83,7 @@ class Schedule:
             Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.num_draft_tokens)
             for _ in range(random.randint(1, 6))
         ]
+        self._lack_pages(Random(f"pages {seed}"))
         if self.skill.is_watched and any(plan.max_draft_tokens == 0 for plan in self.plans):
             # Plain steps leave gaps in what a draft knows.
             self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0)
@@ -93,6 +94,19 @@ class Schedule:
             quality=1.0 if self.skill.is_watched else random.choice((0.0, 0.5, 1.0)),
             is_watched=self.skill.is_watched,
         )
+
+    def _lack_pages(self, random: Random) -> None:
+        """Has long outputs share the pages of one in some of the schedules, so that sequences are preempted."""
+        if random.random() < 0.7:
+            return
+        self.num_contexts = random.choice((1.0, 1.2))
+        self.config = replace(self.config, slots=random.choice((2, 4)))
+        self.plans = [
+            replace(plan, max_new_tokens=CONTEXT_TOKENS - len(plan.prompt), stops=plan.stops[:1])
+            if random.random() < 0.8
+            else plan
+            for plan in self.plans
+        ]
 
     def run(self) -> Result:
         """Runs it. Raises SimulationError, with the seed and the story, unless the oracle is content."""
