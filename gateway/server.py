@@ -38,7 +38,7 @@ from slipstream.gateway.validation import MAX_SAMPLES
 from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc, trace_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from slipstream.gateway.config import GatewayConfig
 
@@ -59,31 +59,13 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         if config.private_listen is not None:
             private = held.enter_context(Listener.claim(config.private_listen, field="private_listen"))
         metrics = RequestMetrics(registry, num_running=lambda: link.num_running, num_waiting=lambda: link.num_waiting)
-        link = SchedulerLink(
-            config.scheduler,
-            partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue)),
-            capacity=config.own_queue,
-            outage_timeout_s=config.outage_timeout_s,
-            max_lost_epochs=config.max_lost_epochs,
-            on_serving=lambda is_serving: _set_serving(servers, is_serving),
-            on_given_up=metrics.given_up,
-        )
+        link = _make_link(config, metrics, servers)
         ServerInfo(
             registry,
             queue_capacity=config.own_queue,
             state=lambda: None if link.description is None else link.description.server,
         )
-        path, mode = config.journal_path, JournalMode(config.journal)
-        interval_ms = config.stream_interval_ms
-        jobs = JobManager(
-            link,
-            JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
-            metrics,
-            home=config.home,
-            stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
-            quota=TokenQuota(config.key_tokens),
-            journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
-        )
+        jobs = _make_jobs(config, metrics, link)
         own_state = partial(_own_state, config, listener.address, port, link)
         peers = await held.enter_async_context(Peers(config.home, config.private_addresses, jobs, own_state))
         state = partial(_server_state, link, peers, config.queue)
@@ -112,24 +94,68 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
             )
             for server in servers:
                 server.add_service(vllm_engine.SERVICE_NAME, vllm_engine.add_to_server, engine)
+        return await _serve(link, jobs, servers, forwarding, signals, config.grace_s)
+
+
+def _make_link(config: GatewayConfig, metrics: RequestMetrics, servers: Sequence[GrpcServer]) -> SchedulerLink:
+    """Makes the link to the scheduler, whose state is the answer of `servers` to health checks."""
+
+    def set_serving(is_serving: bool) -> None:
         for server in servers:
-            await server.start()
-        linked = asyncio.create_task(link.run(jobs))
-        linked.add_done_callback(lambda _: signals.request())
-        collecting = asyncio.create_task(_collect_when_idle(jobs, servers))
-        await signals.wait()
-        await _finish(link, jobs, forwarding, config.grace_s)
-        await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers))
-        collecting.cancel()
-        linked.cancel()
-        try:
-            await linked
-        except asyncio.CancelledError:
-            return 0
-        except CheckpointError as error:
-            return report("gateway", error)
-        finally:
-            await jobs.journal.close()
+            server.set_serving(is_serving)
+
+    return SchedulerLink(
+        config.scheduler,
+        partial(load_model, max_samples=min(MAX_SAMPLES, config.own_queue)),
+        capacity=config.own_queue,
+        outage_timeout_s=config.outage_timeout_s,
+        max_lost_epochs=config.max_lost_epochs,
+        on_serving=set_serving,
+        on_given_up=metrics.given_up,
+    )
+
+
+def _make_jobs(config: GatewayConfig, metrics: RequestMetrics, link: SchedulerLink) -> JobManager:
+    """Raises ConfigError or FailedPreconditionError for a journal that cannot be used."""
+    path, mode, interval_ms = config.journal_path, JournalMode(config.journal), config.stream_interval_ms
+    return JobManager(
+        link,
+        JobStore(capacity=config.kept_jobs, ttl_s=config.job_ttl_s, max_bytes=config.kept_mib * 2**20),
+        metrics,
+        home=config.home,
+        stream_interval_s=link.stream_interval_s if interval_ms is None else lambda: interval_ms / 1000,
+        quota=TokenQuota(config.key_tokens),
+        journal_file=None if path is None or mode is JournalMode.OFF else JournalFile.open(path, mode),
+    )
+
+
+async def _serve(
+    link: SchedulerLink,
+    jobs: JobManager,
+    servers: Sequence[GrpcServer],
+    forwarding: Forwarding,
+    signals: ShutdownSignals,
+    grace_s: float,
+) -> int:
+    """Serves until a signal, or until the link gives up; returns the exit status."""
+    for server in servers:
+        await server.start()
+    linked = asyncio.create_task(link.run(jobs))
+    linked.add_done_callback(lambda _: signals.request())
+    collecting = asyncio.create_task(_collect_when_idle(jobs, servers))
+    await signals.wait()
+    await _finish(link, jobs, forwarding, grace_s)
+    await asyncio.gather(*(server.stop(STOP_GRACE_S) for server in servers))
+    collecting.cancel()
+    linked.cancel()
+    try:
+        await linked
+    except asyncio.CancelledError:
+        return 0
+    except CheckpointError as error:
+        return report("gateway", error)
+    finally:
+        await jobs.journal.close()
 
 
 def _servers(
@@ -152,7 +178,7 @@ def _servers(
         yield GrpcServer(private, metrics=metrics)
 
 
-async def _collect_when_idle(jobs: JobManager, servers: list[GrpcServer]) -> NoReturn:
+async def _collect_when_idle(jobs: JobManager, servers: Sequence[GrpcServer]) -> NoReturn:
     """Keeps full garbage collections out of the time with jobs or calls: with many streams they take 100 ms each."""
     collection = IdleCollection(keeps_young=True)
     with collection.in_charge():
@@ -180,11 +206,6 @@ async def _server_state(link: SchedulerLink, peers: Peers, queue: int) -> Server
         num_waiting=sum(gateway.num_waiting for gateway in gateways),
         services=(*(gateway.service for gateway in gateways), *behind.services),
     )
-
-
-def _set_serving(servers: Iterable[GrpcServer], is_serving: bool) -> None:
-    for server in servers:
-        server.set_serving(is_serving)
 
 
 async def _finish(link: SchedulerLink, jobs: JobManager, forwarding: Forwarding, grace_s: float) -> None:

@@ -21,7 +21,7 @@ async def test_every_request_has_one_end_and_nothing_is_left_in_use() -> None:
     assert min(report.outcomes[end] for end in ("length", "abort", "left")) > 0
 
 
-def test_what_grows_is_found_and_a_warm_up_is_not() -> None:
+def test_growth_is_found_and_a_warm_up_is_none() -> None:
     times = [float(second) for second in range(200)]
     usage = Usage("scheduler", 1, times)
     usage.memory_mib = [min(200.0, 100.0 + 5 * at) for at in times]

@@ -47,7 +47,7 @@ async def test_rejections_say_when_to_come_again() -> None:
     assert report.rejection_ms.count == NUM_REQUESTS - 3
 
 
-async def test_what_does_not_end_is_left() -> None:
+async def test_requests_that_do_not_end_are_left() -> None:
     async with generation_server() as server:
         server.loop.may_step.clear()
         run = await open_loop(server.address, arrivals(), 0.1, 0.1)

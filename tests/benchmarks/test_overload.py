@@ -30,7 +30,7 @@ def test_a_run_that_is_all_warm_up_is_refused(option: str, warm_up: str, share: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_what_is_too_much_is_refused_and_the_rest_is_served(tmp_path: Path) -> None:
+async def test_requests_beyond_the_capacity_are_refused_and_the_others_served(tmp_path: Path) -> None:
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     plan = Plan(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ([], '{"rows": []}', "--json"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is(
+def test_a_setup_that_cannot_be_measured_is_refused_before_any_measurement(
     arguments: list[str], text: str, name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "other.json"

@@ -21,7 +21,7 @@ class Row:
     value: float | None
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_rows_that_are_written_are_read_again(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     assert read_rows(file, Row) == []
     write_rows([Row("one", 1.5)], file)

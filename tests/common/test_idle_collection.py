@@ -68,7 +68,7 @@ def test_it_leaves_an_idle_process_alone(collection: IdleCollection, wait: Calla
     gc.collect()
 
 
-def test_what_was_done_without_a_word_is_collected_when_it_is_much(
+def test_many_objects_without_reported_work_are_collected(
     collection: IdleCollection, wait: Callable[[float], None]
 ) -> None:
     with collection.in_charge():

@@ -171,7 +171,7 @@ def test_health_checks_ask_the_service_itself(project: dict[str, Any]) -> None:
         assert _seconds(project["services"][name]["healthcheck"]["timeout"]) >= (10 if name == "gateway" else 30)
 
 
-def test_who_depends_on_whom(project: dict[str, Any]) -> None:
+def test_dependencies(project: dict[str, Any]) -> None:
     services = project["services"]
     for name, service in services.items():
         for other, how in service.get("depends_on", {}).items():
@@ -212,7 +212,7 @@ def test_the_gateway_gets_no_more_than_it_needs(project: dict[str, Any]) -> None
     assert targets == {"/run/slipstream", "/var/lib/slipstream", "/models"}
 
 
-def test_nobody_can_do_more_than_he_must(project: dict[str, Any]) -> None:
+def test_services_have_no_more_rights_than_they_need(project: dict[str, Any]) -> None:
     user = re.search(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     assert user is not None
     for name, service in project["services"].items():
@@ -244,7 +244,7 @@ def test_the_gpu_is_reserved_where_it_is_used(project: dict[str, Any], variant: 
         assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", ["0"], ["gpu"])
 
 
-def test_who_is_under_mps(project: dict[str, Any], variant: str) -> None:
+def test_services_under_mps(project: dict[str, Any], variant: str) -> None:
     services = project["services"]
     source = Path(mps.__file__).read_text(encoding="utf-8")
     pipes = {}
@@ -263,7 +263,7 @@ def test_who_is_under_mps(project: dict[str, Any], variant: str) -> None:
     assert is_daemon is (variant == "gpu")
 
 
-def test_what_is_mounted_is_there(project: dict[str, Any]) -> None:
+def test_mounted_files_exist(project: dict[str, Any]) -> None:
     for name, service in project["services"].items():
         targets = []
         for mount in service["volumes"]:

@@ -79,7 +79,7 @@ def test_the_builder_gets_nothing_else(path: str) -> None:
     [(DOCKERFILE, {"build", "final", "final-gpu", "final-cpu"}), (GATEWAY, {"build", "final"})],
     ids=["device", "gateway"],
 )
-def test_what_is_copied_is_there(dockerfile: str, expected: set[str]) -> None:
+def test_copied_files_exist(dockerfile: str, expected: set[str]) -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
     assert stages == expected
     copies = re.findall(r"^COPY (--from=(\S+) )?(\S+) (\S+)$", dockerfile, re.MULTILINE)
@@ -145,7 +145,7 @@ def test_the_gateway_s_image_has_all_that_the_gateway_imports() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILE, GATEWAY], ids=["device", "gateway"])
-def test_runs_as_nobody_in_particular_and_builds_nothing(dockerfile: str) -> None:
+def test_runs_as_an_unprivileged_user_and_builds_nothing(dockerfile: str) -> None:
     final = dockerfile.partition(" AS final\n")[2]
     assert re.search(r"^USER 10001:10001$", final, re.MULTILINE)
     assert "useradd --uid 10001" in final

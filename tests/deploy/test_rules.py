@@ -62,7 +62,7 @@ def test_rules_ask_for_what_there_is(rule: FoundQuery) -> None:
     assert ours <= NAMES | RECORDED
 
 
-def test_what_is_recorded_is_used() -> None:
+def test_recorded_series_are_used() -> None:
     used = {name for rule in alert_rules() for name in rule.metrics}
     assert used >= RECORDED
 

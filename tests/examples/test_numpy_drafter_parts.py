@@ -148,7 +148,7 @@ def test_the_arena_is_mapped_and_its_fences_wake_across() -> None:
     owner.close()
 
 
-def test_what_verify_gives_is_read_and_waited_for_but_never_written() -> None:
+def test_the_memory_given_by_verify_is_read_and_waited_for_but_never_written() -> None:
     owner = SharedArenas()
     given = Arena(manifest_to_pb(owner.given.manifest), is_writable=False)
     seq_lens, fence = given.array("seq_lens", (SHAPE.num_slots,)), given.fence(pb.FENCE_VERIFY_STASH)

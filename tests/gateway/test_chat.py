@@ -76,7 +76,7 @@ async def test_an_answer_begins_where_the_template_ends(kind: str, templates: py
         ("", CONVERSATION, "no tokens"),
     ],
 )
-async def test_what_a_template_does_not_take(
+async def test_a_conversation_that_a_template_does_not_take(
     template: str | None, messages: list[dict[str, str]], message: str, templates: pytest.MonkeyPatch
 ) -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:

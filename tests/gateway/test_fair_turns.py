@@ -53,7 +53,7 @@ async def test_clients_take_turns(executor: ThreadPoolExecutor) -> None:
     assert works.done == ["greedy", "greedy", "a", "b", "greedy", "greedy"]
 
 
-async def test_what_waits_is_bounded_and_what_runs_is_not_counted(executor: ThreadPoolExecutor) -> None:
+async def test_waiting_work_is_bounded_and_running_work_is_not_counted(executor: ThreadPoolExecutor) -> None:
     turns, works = FairTurns(executor, num_threads=1, max_waiting_bytes=10), Works()
     running, waiting = start(turns, works, "a", "a", num_bytes=8)
     await asyncio.sleep(0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.harness.generation_server import GenerationServer
 
 
-async def test_a_job_goes_on_when_nobody_is_there(server: GenerationServer) -> None:
+async def test_a_job_goes_on_without_a_caller(server: GenerationServer) -> None:
     async with AsyncClient(server.address) as client:
         created = await client.create_job([5, 6], job_id="mine", max_new_tokens=50)
         assert (created.job_id, created.state is JobState.ENDED, created.error) == ("mine", created.is_over, "")
@@ -138,7 +138,7 @@ async def test_a_created_job_is_cancelled_by_its_name(server: GenerationServer, 
     assert (tokens_of(again), again[-1].finish_reason) == ([5, 6, 5], "abort")
 
 
-async def test_what_nobody_knows(server: GenerationServer, client: AsyncClient) -> None:
+async def test_unknown_jobs(server: GenerationServer, client: AsyncClient) -> None:
     with pytest.raises(NotFoundError, match="'mine'"):
         await client.get_job("mine")
     with pytest.raises(NotFoundError, match="'mine'"):

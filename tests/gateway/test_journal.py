@@ -63,7 +63,7 @@ def rows_of(file: JournalFile) -> list[bytes]:
 
 
 @pytest.mark.parametrize("mode", [JournalMode.PROCESS, JournalMode.POWER])
-async def test_what_was_committed_is_read_back(path: Path, mode: JournalMode) -> None:
+async def test_committed_changes_are_read_back(path: Path, mode: JournalMode) -> None:
     said: list[str] = []
     async with journal_on(JournalFile.open(path, mode)) as journal:
         journal.accepted(1, b"one")

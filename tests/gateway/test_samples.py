@@ -124,7 +124,7 @@ async def test_samples_end_by_themselves(server: GenerationServer, client: Async
         assert last.job_usage is not None
 
 
-async def test_who_comes_back_goes_on_with_each_sample(server: GenerationServer, client: AsyncClient) -> None:
+async def test_a_client_that_comes_back_goes_on_with_each_sample(server: GenerationServer, client: AsyncClient) -> None:
     await client.create_job(TEXT, job_id="mine", n=2, max_new_tokens=20)
     await state_of(client, "mine", JobState.ENDED)
     whole = by_sample(await collect(client.watch_job("mine")), 2)

@@ -88,7 +88,7 @@ async def test_half_a_character_at_the_end_is_replaced(client: AsyncClient, serv
     assert (chunk.text, chunk.text_lengths) == ("\ufffd", (1,))
 
 
-async def test_what_has_piled_up_is_one_message(server: GenerationServer, client: AsyncClient) -> None:
+async def test_output_that_has_piled_up_is_one_message(server: GenerationServer, client: AsyncClient) -> None:
     """Messages may be read late, but the manager hands out all that there is."""
     server.loop.may_step.clear()
     chunks = client.generate([5, 6, 7], max_new_tokens=3000)
@@ -113,7 +113,7 @@ async def test_many_streams_at_once(server: GenerationServer, client: AsyncClien
     await is_idle(server)
 
 
-async def test_malformed_requests_reach_nobody(server: GenerationServer, client: AsyncClient) -> None:
+async def test_malformed_requests_make_no_job(server: GenerationServer, client: AsyncClient) -> None:
     server.loop.may_step.clear()
     for params, field in (
         ({"temperature": float("nan")}, "sampling_params.temperature"),
@@ -303,7 +303,7 @@ async def test_a_full_queue_says_when_to_come_again(client: AsyncClient) -> None
         assert server.metric("requests_total", outcome="refused") == 2
 
 
-async def test_a_closed_queue_lets_nobody_in(server: GenerationServer, client: AsyncClient) -> None:
+async def test_a_closed_queue_refuses_requests(server: GenerationServer, client: AsyncClient) -> None:
     server.link.shut(UnavailableError("the server is shutting down"))
     with pytest.raises(UnavailableError, match="shutting down"):
         await collect(client.generate([5]))
@@ -311,7 +311,7 @@ async def test_a_closed_queue_lets_nobody_in(server: GenerationServer, client: A
 
 
 @pytest.mark.parametrize("absence", [UnavailableError("not attached"), FailedPreconditionError("never will be")])
-async def test_who_comes_while_there_is_nothing_to_serve_is_refused(
+async def test_a_request_is_refused_while_there_is_no_model(
     server: GenerationServer, client: AsyncClient, absence: SlipstreamError
 ) -> None:
     server.absence = absence

@@ -39,7 +39,9 @@ def test_the_text_is_cut_at_the_first_match_in_any_parts(parts: list[str], stops
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(TEXTS, max_size=8), STOPS, st.integers(0, 8))
-def test_what_is_complete_too_early_does_not_count(parts: list[str], stops: list[str], num_ignored: int) -> None:
+def test_a_stop_string_that_is_complete_too_early_does_not_count(
+    parts: list[str], stops: list[str], num_ignored: int
+) -> None:
     texts, matched = sent(parts, stops, num_ignored)
     first_end = len("".join(parts[:num_ignored])) + 1
     assert ("".join(texts), matched) == reference("".join(parts), stops, first_end)

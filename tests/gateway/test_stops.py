@@ -134,7 +134,7 @@ def add(output: SampleOutput, ids: list[int], reason: FinishReason | None = None
     output.add(ids, 0, tuple(TokenLogprobs(-token) for token in ids), reason)
 
 
-def test_what_is_left_of_a_cancelled_job_may_be_a_stop_string() -> None:
+def test_the_rest_of_a_cancelled_job_may_be_a_stop_string() -> None:
     half = next(t for t in range(MAX_ID) if Vocabulary(make_tokenizer("byte level")).bytes_of(t) == "你".encode()[:1])
     for stops, expected in ((["\ufffd"], ("", "stop", "\ufffd")), (["\ufffd!"], ("\ufffd", "abort", None))):
         output = output_of("byte level", stops)
@@ -180,7 +180,7 @@ async def test_text_that_may_become_a_stop_string_waits(server: GenerationServer
     assert [length for chunk in rest for length in chunk.text_lengths] == [3, 1]
 
 
-async def test_what_is_held_back_comes_with_the_end(server: GenerationServer, client: AsyncClient) -> None:
+async def test_text_that_is_held_back_comes_with_the_end(server: GenerationServer, client: AsyncClient) -> None:
     a, b = (server.model.tokenizer.encode(character)[0] for character in "ab")
     for stop_token_ids, expected in (([], "abab"), ([b], "a")):
         chunks = await collect(
@@ -211,7 +211,7 @@ async def test_a_stop_token_is_told(server: GenerationServer, client: AsyncClien
     assert (chunks[-1].finish_reason, chunks[-1].matched_stop) == ("length", None)
 
 
-async def test_who_watches_a_job_that_nobody_watched(server: GenerationServer, client: AsyncClient) -> None:
+async def test_the_first_watcher_of_a_job_that_has_ended(server: GenerationServer, client: AsyncClient) -> None:
     """Its stop string is found all the same."""
     prompt = [server.model.tokenizer.encode(character)[0] for character in "abcdefgh"]
     await client.create_job(prompt, job_id="mine", stop="gh", max_new_tokens=1000)

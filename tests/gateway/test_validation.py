@@ -203,7 +203,7 @@ def test_the_message_says_what_was_given_and_what_is_accepted() -> None:
         parse(request_of((5, 6), max_new_tokens=600))
 
 
-def test_what_else_can_be_asked_for_is_in_the_job() -> None:
+def test_all_options_of_a_request_are_in_the_job() -> None:
     request = request_of(
         (5, 6),
         max_new_tokens=9,
@@ -235,7 +235,7 @@ def test_what_else_can_be_asked_for_is_in_the_job() -> None:
     assert (spec.top_logprobs, spec.max_draft_tokens) == (20, 4)
 
 
-def test_what_is_not_asked_for_is_off() -> None:
+def test_options_that_are_not_set_are_off() -> None:
     checked = parse_all(request_of())
     (spec,) = checked.samples
     assert (checked.stop, checked.min_new_tokens) == ((), 0)

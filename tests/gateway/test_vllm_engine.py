@@ -123,7 +123,7 @@ async def test_a_text_is_tokenized_here(server: GenerationServer, stub: Any) -> 
     assert list(spec.prompt) == server.model.tokenizer.encode("Hello world")
 
 
-async def test_what_stopped_the_output_is_named(server: GenerationServer, stub: Any) -> None:
+async def test_the_stop_that_matched_is_named(server: GenerationServer, stub: Any) -> None:
     (by_token,) = await answers(stub, request(stop_token_ids=[40], request_id="a"))
     assert (by_token.complete.finish_reason, by_token.complete.matched_token_id) == ("stop", 40)
     assert list(by_token.complete.output_ids) == [20, 30, 40]
@@ -156,7 +156,7 @@ async def test_every_sampling_parameter_counts(server: GenerationServer, stub: A
     assert set(spec.sampling.masked_token_ids) == {9, EOS_ID}  # until there are `min_tokens`
 
 
-async def test_what_is_not_set_has_the_defaults_of_openai(server: GenerationServer, stub: Any) -> None:
+async def test_fields_that_are_not_set_have_the_defaults_of_openai(server: GenerationServer, stub: Any) -> None:
     message = pb.GenerateRequest(request_id="x", tokenized=pb.TokenizedInput(input_ids=PROMPT))
     spec = await spec_of(server, stub, message)
     sampling = spec.sampling

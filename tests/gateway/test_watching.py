@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "llama"])
-async def test_who_comes_back_misses_and_repeats_nothing(kind: str) -> None:
+async def test_a_client_that_comes_back_misses_and_repeats_nothing(kind: str) -> None:
     """At every offset, while the job runs and when it is over."""
     async with generation_server(kind=kind) as server, AsyncClient(server.address) as client:
         server.loop.pause_tokens = 60
@@ -133,7 +133,7 @@ async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
     assert server.metric("requests_total", outcome="deadline") == 1
 
 
-async def test_who_does_not_read_is_cut_off_and_holds_nobody_up() -> None:
+async def test_a_client_that_does_not_read_is_cut_off_and_holds_up_no_other() -> None:
     num_tokens = 40_000
     async with generation_server(context_tokens=2 * num_tokens, read_timeout_s=1.0) as server:
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]

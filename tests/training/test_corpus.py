@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_what_is_collected(tmp_path: Path) -> None:
+def test_collected_files(tmp_path: Path) -> None:
     files = {
         "b.py": "x = 1\n",
         "a.py": "é = 2\n",

@@ -89,7 +89,7 @@ def test_a_draft_comes_closer_to_the_target(trained: dict[str, Any], name: str) 
         assert np.all(np.greater(overlaps, 0.85))
 
 
-def test_what_was_trained_can_be_served(trained: dict[str, Any], folder: Path) -> None:
+def test_a_trained_model_can_be_served(trained: dict[str, Any], folder: Path) -> None:
     assert set(trained) == {"target", "standalone", "eagle3"}
     verify = make_verify(WorkerConfig(model=folder / "target"), HostDevice(), 0).describe()
     for name in ("standalone", "eagle3"):

@@ -58,7 +58,7 @@ def test_jobs_travel() -> None:
     assert JobPage.from_pb(generation_pb2.ListJobsResponse.FromString(page.to_pb().SerializeToString())) == page
 
 
-def test_what_samples_took_together() -> None:
+def test_the_usage_of_samples_together() -> None:
     other = replace(
         USAGE,
         completion_tokens=3,

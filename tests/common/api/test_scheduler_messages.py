@@ -60,7 +60,7 @@ def test_a_sequence_comes_out_the_same() -> None:
     assert SequenceSpec.from_pb(message) == SPEC
 
 
-def test_what_is_not_set_stays_unset() -> None:
+def test_fields_that_are_not_set_stay_unset() -> None:
     spec = SequenceSpec(job_id="", prompt=(1,), max_new_tokens=1, sampling=SamplingParams(), stop_token_ids=frozenset())
     assert SequenceSpec.from_pb(spec.to_pb(1, 1)) == spec
 

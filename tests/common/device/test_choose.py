@@ -26,7 +26,7 @@ def test_nothing_is_in_the_way(gpu: pytest.MonkeyPatch) -> None:
     assert cuda_obstacle() is None
 
 
-def test_what_is_in_the_way_is_said_with_the_remedy(gpu: pytest.MonkeyPatch) -> None:
+def test_an_unusable_gpu_is_reported_with_the_remedy(gpu: pytest.MonkeyPatch) -> None:
     def no_parent(name: str) -> None:
         raise ModuleNotFoundError("No module named 'cuda'")
 
@@ -57,7 +57,7 @@ def test_auto_is_the_cpu_where_a_gpu_cannot_be_used(gpu: pytest.MonkeyPatch) -> 
         ("cpu", "event", "fence: got 'event', accepted: auto on a CPU"),
     ],
 )
-def test_what_does_not_go_together_is_refused(device: str, fence: str, message: str) -> None:
+def test_a_device_and_a_fence_that_do_not_fit_are_refused(device: str, fence: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_device(device, fence)
 

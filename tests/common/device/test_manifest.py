@@ -87,7 +87,7 @@ def _word(offset: int, fence: FenceName = FenceName.DRAFT_DONE) -> FenceWord:
         (_manifest(words=(replace(_word(0), events=(bytes(64),) * 257),)), "257 events, at most 256"),
     ],
 )
-def test_what_does_not_hold_is_refused(manifest: Manifest, message: str) -> None:
+def test_an_invalid_manifest_is_refused(manifest: Manifest, message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         manifest.check()
 

@@ -48,7 +48,7 @@ def test_a_relative_path_becomes_absolute(tmp_path: object, monkeypatch: pytest.
         "unix:a\x00b",
     ],
 )
-def test_what_is_no_address_is_refused_by_the_field_s_name(text: str) -> None:
+def test_an_invalid_address_is_refused_by_the_field_s_name(text: str) -> None:
     with pytest.raises(ConfigError, match="listen: got ") as caught:
         parse_address(text, field="listen")
     assert caught.value.field == "listen"

@@ -184,7 +184,7 @@ async def test_an_error_of_our_own_order_is_told_and_logged(fixture: Fixture, ca
     assert "Traceback" in caplog.text
 
 
-async def test_what_is_not_implemented_says_so(fixture: Fixture) -> None:
+async def test_a_method_that_is_not_implemented_is_unimplemented(fixture: Fixture) -> None:
     fixture.probe.act = raising(NotImplementedError())
     with pytest.raises(FailedPreconditionError, match="not implemented"):
         await fixture.call("unary_unary")
@@ -250,7 +250,7 @@ async def test_a_client_that_goes_away_in_the_middle_of_a_write(caplog: pytest.L
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [FailedPreconditionError("no"), ZeroDivisionError(), asyncio.CancelledError()])
-async def test_what_a_failed_call_had_in_its_hands_is_free_without_the_collector(
+async def test_objects_of_a_failed_call_are_freed_without_the_collector(
     fixture: Fixture, kind: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     # What is logged, the tests themselves keep.
@@ -297,7 +297,7 @@ async def test_a_handler_may_write_by_itself_and_abort_by_itself() -> None:
         await Fixture(Probe(), channel, registry).counted("stream", "NOT_FOUND")
 
 
-async def test_a_method_that_nobody_serves(fixture: Fixture) -> None:
+async def test_an_unknown_method(fixture: Fixture) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await fixture.channel.unary_unary(f"/{NAME}/other", None, None)(b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -182,7 +182,7 @@ def test_a_port_is_claimed_where_nothing_can_be_locked(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:50051", "no-such-host.invalid:50051"])
-def test_an_address_of_somebody_else_is_refused(address: str) -> None:
+def test_an_address_that_is_not_this_host_s_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="listen") as caught, Listener.claim(address, field="listen"):
         pass
     assert not isinstance(caught.value, AddressInUseError)
@@ -230,7 +230,7 @@ def test_a_socket_of_a_stranger_without_our_lock_stays(tmp_path: Path) -> None:
         assert (tmp_path / "a.sock").exists()
 
 
-def test_what_a_killed_owner_leaves_is_taken_over(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
     owner = _run(
         f"""
         import os, signal, socket

@@ -23,7 +23,7 @@ def scrape(port: int) -> str:
     return text.decode()
 
 
-def test_what_is_counted_is_served() -> None:
+def test_counts_are_served() -> None:
     registry = make_registry()
     RpcMetrics(registry).count("/a.B/C", "OK")
     with serve_metrics(registry, 0) as port:

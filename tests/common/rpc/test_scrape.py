@@ -33,13 +33,13 @@ async def test_differences_by_label_over_a_real_endpoint(monkeypatch: pytest.Mon
     assert added.by("le", "no_such_bucket") == {}
 
 
-async def test_nobody_at_the_port() -> None:
+async def test_a_port_without_a_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(OSError, match="refused"):
         await scrape(port)
 
 
-def test_what_is_no_scrape() -> None:
+def test_a_page_that_is_no_scrape() -> None:
     with pytest.raises(ValueError, match="name"):
         Scrape.read("<html>not here</html>")

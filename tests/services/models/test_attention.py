@@ -63,7 +63,7 @@ def test_padding_queries_and_rows_do_not_disturb(model: PagedModel) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nobody_reads_the_padding_page_or_the_pages_of_others(model: PagedModel, value: float) -> None:
+def test_the_padding_page_and_the_pages_of_others_are_not_read(model: PagedModel, value: float) -> None:
     rows = [(0, random_tokens(9, seed=1)), (0, random_tokens(6, seed=2))]
     expected = model.run(model.batch(rows))
     for layer in model.cache.rows:

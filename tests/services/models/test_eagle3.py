@@ -153,7 +153,7 @@ def test_null_is_the_size_of_the_layer(tmp_path: Path) -> None:
         ({"quantization_config": {}, "model_type": "qwen3"}, "model_type: got 'qwen3'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_an_invalid_head_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write_head(tmp_path, **changes)
     if changes.get("draft_vocab_size") == 0:
         path = write_head(tmp_path)

@@ -149,7 +149,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ),
     ],
 )
-def test_what_no_family_may_have(tmp_path: Path, family: str, changes: dict[str, Any], expected: str) -> None:
+def test_values_that_no_family_may_have(tmp_path: Path, family: str, changes: dict[str, Any], expected: str) -> None:
     assert _config_error(tmp_path, FAMILIES[family] | changes) == expected
 
 
@@ -198,7 +198,7 @@ def test_what_no_family_may_have(tmp_path: Path, family: str, changes: dict[str,
         ),
     ],
 )
-def test_what_a_family_may_not_have(tmp_path: Path, family: str, changes: dict[str, Any], expected: str) -> None:
+def test_values_that_a_family_may_not_have(tmp_path: Path, family: str, changes: dict[str, Any], expected: str) -> None:
     assert _config_error(tmp_path, FAMILIES[family] | changes) == expected
 
 

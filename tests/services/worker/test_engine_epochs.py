@@ -95,7 +95,7 @@ def test_a_late_end_of_an_older_epoch_changes_nothing(draft: Recorder) -> None:
         assert draft.done == []
 
 
-def test_abandon_frees_a_stream_that_nobody_will_ever_signal(draft: Recorder) -> None:
+def test_abandon_frees_a_stream_whose_signal_never_comes(draft: Recorder) -> None:
     with attached(draft) as (worker, arena):
         for step in range(1, 4):
             worker.send(decode(step, 1, waits=10 + step))
@@ -130,7 +130,7 @@ def test_abandon_repeats_the_release_against_a_late_producer(draft: Recorder) ->
         assert draft.done == ["1 DRAFT_DONE"]
 
 
-def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_cannot_be_released_is_given_up(draft: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU whose fences are events cannot release them: the process has to end."""
     monkeypatch.setattr(epoch, "HOPELESS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(HostFence, "is_releasable", False)
@@ -147,7 +147,7 @@ def test_a_stream_that_nobody_can_release_is_given_up(draft: Recorder, monkeypat
     assert draft.done == []
 
 
-def test_nothing_is_freed_before_a_stream_that_nobody_can_release_is_told_of(
+def test_nothing_is_freed_before_a_stream_that_cannot_be_released_is_reported(
     draft: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that would never return, so whoever is told ends the process."""
@@ -243,7 +243,9 @@ def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
         ({"peer": describe(Role.VERIFY, device="GPU-1")}, "device"),
     ],
 )
-def test_what_does_not_fit_is_said(draft: Recorder, changes: dict[str, object], message: str) -> None:
+def test_an_attachment_that_does_not_fit_is_refused_with_the_reason(
+    draft: Recorder, changes: dict[str, object], message: str
+) -> None:
     arena, worker = SharedArenas(), LocalWorker(draft)
     attachment: Attachment = attachment_to(arena, **changes)
     with pytest.raises(MismatchError, match=message):

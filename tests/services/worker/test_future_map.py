@@ -148,7 +148,7 @@ def test_the_first_token_of_a_prompt_is_a_bonus_with_nothing_accepted() -> None:
         assert int(stash.last_tokens[0, 0]) == 42
 
 
-def test_what_is_copied_in_is_a_copy() -> None:
+def test_copied_in_draft_tokens_are_a_copy() -> None:
     target = torch.zeros(2, 3, dtype=torch.int64)
     with shared() as both:
         both.region.propose(1, ROWS, torch.full((2, 3), 4))

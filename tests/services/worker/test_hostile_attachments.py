@@ -125,7 +125,7 @@ def _nothing(path: Path, arena: GuardedArena) -> None:
 
 
 @pytest.mark.parametrize("make", [_a_link, _a_pipe, _a_directory, _a_device, _one_byte_short, _one_byte_long, _nothing])
-def test_what_is_not_the_arena_s_file_is_refused(hosted: Hosted, make: Callable[[Path, GuardedArena], None]) -> None:
+def test_a_file_that_is_not_the_arena_s_is_refused(hosted: Hosted, make: Callable[[Path, GuardedArena], None]) -> None:
     with hosted.memory() as memory:
         path = DIRECTORY / f"{PREFIX}{os.getpid()}-{make.__name__}"
         request = hosted.attach_request(memory)

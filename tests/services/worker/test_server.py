@@ -95,7 +95,7 @@ def test_it_ends_and_says_so_when_its_stream_is_broken(
     link.detach(drain=True)
 
 
-def test_it_ends_at_once_when_its_stream_waits_for_what_nobody_can_release(
+def test_it_ends_at_once_when_its_stream_cannot_be_released(
     tmp_path: Path, thread: LinkThread, arena: SharedArenas
 ) -> None:
     address = f"unix:{tmp_path}/draft.sock"

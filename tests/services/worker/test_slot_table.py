@@ -110,7 +110,7 @@ def test_a_mask_leaves_a_token() -> None:
     every.check_token_ids(6)
 
 
-def test_what_it_takes_to_choose_depends_on_who_takes_part() -> None:
+def test_the_sampling_mode_depends_on_the_slots_that_take_part() -> None:
     table = _table()
     requests = (
         SamplingParams(temperature=1.0),

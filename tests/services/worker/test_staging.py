@@ -31,7 +31,7 @@ TENSORS = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5)
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(TENSORS, min_size=1, max_size=5), st.sampled_from([0, 64, 4096]))
-def test_what_is_put_arrives(steps: list[list[tuple[torch.dtype, list[int]]]], num_bytes: int) -> None:
+def test_staged_tensors_arrive(steps: list[list[tuple[torch.dtype, list[int]]]], num_bytes: int) -> None:
     staging = pinned(num_bytes)
     generator = torch.Generator().manual_seed(7)
     for number, shapes in enumerate(steps):
@@ -104,7 +104,7 @@ class SlowCopy:
         self.is_under_way = False
 
 
-def test_who_waits_for_the_device_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_the_device_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging_module, "_events", lambda _, count: [SlowCopy() for _ in range(count)])
     waits = []
     step = 0

@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named(arena: HostArena) -> None:
     few.close()
 
 
-def test_nobody_attaches_after_the_seal_and_who_has_it_keeps_it(arena: HostArena) -> None:
+def test_a_sealed_arena_cannot_be_opened_and_stays_open_where_it_is(arena: HostArena) -> None:
     early = HostArena.open(arena.manifest)
     arena.seal()
     arena.seal()
@@ -134,7 +134,7 @@ def _short(path: Path, target: str) -> None:
 
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("make", [_link, _directory, _pipe, _short])
-def test_what_is_not_the_file_is_refused(
+def test_another_file_is_refused(
     arena: HostArena,
     make: Callable[[Path, str], None],
     tmp_path: Path,
@@ -226,7 +226,7 @@ def test_any_manifest_is_refused_or_stays_within_bounds(
     opened.close()
 
 
-def test_what_a_killed_owner_left_is_removed_by_the_next(arena: HostArena) -> None:
+def test_the_file_of_a_killed_owner_is_removed_by_the_next(arena: HostArena) -> None:
     script = (
         "import torch, os, signal\n"
         "from slipstream.common.device.cpu.arena import HostArena\n"

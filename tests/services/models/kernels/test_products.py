@@ -77,7 +77,7 @@ def test_a_product(case: Case, num_rows: int, size: int, columns: int) -> None:
     close(linear(x[:, None], layer), exact(x[:, None], layer))
 
 
-def test_what_is_more_or_exact_is_not_for_it() -> None:
+def test_larger_batches_and_float32_are_left_to_pytorch() -> None:
     few = torch.zeros(MOST_ROWS, 8, dtype=torch.bfloat16)
     assert has_few_rows(few)
     assert not has_few_rows(few.float())
