@@ -90,6 +90,23 @@ def test_the_usage_of_samples_together() -> None:
     assert Usage.together([other]) == other
 
 
+def test_samples_that_never_began_have_no_first_token() -> None:
+    never_began = Usage(
+        prompt_tokens=3,
+        completion_tokens=0,
+        total_draft_tokens=0,
+        total_accepted_tokens=0,
+        num_verify_steps=0,
+        mean_accept_length=1.0,
+        seed=8,
+        queue_seconds=1.0,
+        time_to_first_token_seconds=0.0,
+        end_to_end_seconds=1.0,
+    )
+    assert Usage.together([never_began, USAGE]) == replace(USAGE, seed=8)
+    assert Usage.together([never_began, never_began]) == never_began
+
+
 def test_nothing_took_nothing() -> None:
     nothing = replace(
         USAGE,
