@@ -52,7 +52,7 @@ class MemoryWatch:
         self._sample()
 
     def footprints(self) -> dict[str, Footprint]:
-        """By name."""
+        """Returns the footprint of each process, by its name."""
         found = {}
         for name, rss_kib in self._rss_kib.items():
             third = max(1, len(rss_kib) // 3)

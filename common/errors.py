@@ -4,7 +4,7 @@
     ├── InvalidArgumentError        a request's field cannot be honoured
     ├── UnauthenticatedError        the call has no valid API key
     ├── NotFoundError               no such job
-    ├── AlreadyExistsError          a job of this name is alive
+    ├── AlreadyExistsError          another request made a job of this name
     ├── ResourceExhaustedError      the queue is full; try again later
     ├── UnavailableError            a service that is needed is not there
     │   └── ConnectionLostError     no answer came; a job that was created may still go on
@@ -72,11 +72,11 @@ class UnauthenticatedError(SlipstreamError):
 
 
 class NotFoundError(SlipstreamError):
-    """There is no such thing here."""
+    """There is no such job, or service, here."""
 
 
 class AlreadyExistsError(SlipstreamError):
-    """There is such a thing already."""
+    """Another request made a job of this name."""
 
 
 class ResourceExhaustedError(SlipstreamError):

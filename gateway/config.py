@@ -85,7 +85,7 @@ class GatewaySettings(AccessSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(GatewaySettings):
-    """Checked when it is built; the command line takes its options from here."""
+    """The settings of a gateway. Checked when it is built; the command line takes its options from here."""
 
     scheduler: str = setting(help="Address of the scheduler, unix:PATH.", unit="ADDRESS")
     private_listen: str | None = setting(
@@ -142,7 +142,7 @@ class GatewayConfig(GatewaySettings):
 
     @property
     def private_addresses(self) -> tuple[str, ...]:
-        """Where several gateways reach each other, in order."""
+        """The private addresses of several gateways, in order; none for a single one."""
         if self.gateways == 1 or self.private_listen is None:
             return ()
         own = Path(self.private_listen.removeprefix("unix:"))

@@ -75,7 +75,7 @@ class Forwarding(ServerInterceptor):
         await self._is_idle.wait()
 
     def _homes(self, method: str, request: bytes) -> set[int]:
-        """Where the request belongs. One without a job's id, or with none that can be read, stays here."""
+        """Returns the indices of the gateways that a request belongs to; it stays here without a readable job id."""
         try:
             # All of them have their ids under the same number; the rest is not looked at.
             job_ids = tuple(NamedJobs.FromString(request).job_ids)

@@ -199,7 +199,7 @@ class TokenQuota:
     """
 
     def __init__(self, max_tokens: int | None) -> None:
-        """None sets no limit."""
+        """`max_tokens`: None sets no limit."""
         self._max_tokens = max_tokens
 
     def check(self, owner: str, samples: Iterable[SequenceSpec], alive: Iterable[tuple[Job, Sample]]) -> None:

@@ -88,7 +88,7 @@ SPECS = (
 
 
 class RequestMetrics:
-    """Written on the event loop."""
+    """The metrics of requests. Written on the event loop."""
 
     def __init__(
         self, registry: CollectorRegistry, *, num_running: Callable[[], int], num_waiting: Callable[[], int]

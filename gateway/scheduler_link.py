@@ -367,7 +367,7 @@ class SchedulerLink:
 
 
 def _num_in_message(sequences: Sequence[RunningSequence]) -> int:
-    """How many of the first sequences go into one message."""
+    """The number of the first sequences that go into one message."""
     num_tokens = 0
     for number, sequence in enumerate(sequences):
         num_tokens += len(sequence.spec.prompt) + len(sequence.output)

@@ -15,7 +15,7 @@ DEFAULT_ROLLBACK_BELOW = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapTerms:
-    """How the new draft drafts, and how it is judged. Raises InvalidArgumentError."""
+    """The settings of a swap, for the new draft and for its judgement. Raises InvalidArgumentError."""
 
     num_draft_tokens: int | None = None
     """Tokens drafted in a step; None: the scheduler's."""
@@ -52,7 +52,7 @@ class DraftSwap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftFigures:
-    """How a draft did, in the steps that were compared. The means are 0 if no step was counted."""
+    """The measurements of a draft over the compared steps. The means are 0 if no step was counted."""
 
     algorithm: str
     """ "none" when nothing drafted."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(enum.StrEnum):
-    """Why a job or one of its samples ended."""
+    """The reason why a job or one of its samples ended."""
 
     STOP = "stop"
     """The model's end of sequence, or a stop token or a stop string of the request."""

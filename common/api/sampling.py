@@ -29,9 +29,10 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Logit bias, penalties and the mask come first, then temperature, top-k, top-p and min-p.
+    """The sampling parameters of a request.
 
-    The former count for greedy requests too. The order is vLLM's: the repetition penalty is the first of the penalties,
+    Logit bias, penalties and the mask come first, then temperature, top-k, top-p and min-p. The former count for
+    greedy requests too. The order is vLLM's: the repetition penalty is the first of the penalties,
     and the mask overrides all before it.
     """
 

@@ -85,7 +85,7 @@ class AccessLog:
 
 
 class JsonLinesAccessLog(AccessLog):
-    """One JSON object a line, appended by one thread.
+    """Writes one JSON object a line, from one thread.
 
     Lines reach the file with the next `send` or `recv` at the latest, so the log of a killed process lacks no more
     than its last command.

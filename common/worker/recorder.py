@@ -35,7 +35,7 @@ class Site(enum.IntEnum):
 
 
 class Record(NamedTuple):
-    """Something that took time."""
+    """An activity with its begin and end."""
 
     site: Site
     step: int

@@ -70,7 +70,7 @@ def _point(message: worker_pb2.FencePoint) -> FencePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedProcess:
-    """One of the processes, and what it recorded."""
+    """A process and its records."""
 
     name: str
     """ "scheduler", "draft" or "verify", or the name of a gateway."""

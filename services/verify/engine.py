@@ -117,7 +117,7 @@ class VerifyEngine:
         return width
 
     def _acceptance(self, num_draft_tokens: int) -> SimulatedAcceptance | None:
-        """None to accept by the target's tokens. Raises MismatchError."""
+        """Returns the simulation; None where drafts are accepted by the target's tokens. Raises MismatchError."""
         length = self._simulate_accept_length
         if length is None:
             return None

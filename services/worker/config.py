@@ -56,7 +56,7 @@ class ComputeSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ComputeSettings):
-    """Checked when it is built; the command lines of draft and verify take their options from here."""
+    """The settings of a worker. Checked when it is built; the command lines of both take their options from here."""
 
     model: Path = setting(help="Hugging Face directory of the model.", unit="DIR", **_CHECKPOINT)
     algorithm: str = setting(STANDALONE, help="How drafts are made.", choices=ALGORITHMS)

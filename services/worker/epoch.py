@@ -70,11 +70,11 @@ class EpochState:
     graphs: GraphedStep | None = None
     """For capturing steps; None where steps run without graphs."""
     regions: dict[int, Region] = field(default_factory=dict)
-    """Verify's, by attachment."""
+    """Regions that verify has mapped, by attachment."""
 
     @property
     def future_map(self) -> FutureMap:
-        """Verify's."""
+        """The FutureMap of verify."""
         assert isinstance(self.memory, FutureMap), "a draft has none"
         return self.memory
 

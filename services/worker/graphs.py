@@ -132,7 +132,7 @@ def batch_buckets(num_rows: int) -> tuple[int, ...]:
 
 
 class Buckets(Generic[T]):
-    """One thing for each size of batch."""
+    """Captured graphs, or anything else that is made for each size of batch."""
 
     def __init__(self, made: dict[int, T]) -> None:
         self._sizes = sorted(made)
