@@ -43,7 +43,8 @@ class SwapOptions(Settings):
     rollback_below: float = setting(
         DEFAULT_ROLLBACK_BELOW,
         unit="R",
-        help="The old draft comes back if the new one has fewer than R times its accepted tokens in a step.",
+        help="The old draft comes back if the new one has fewer than R times its accepted tokens in a step, of the "
+        "draft tokens that both have.",
         low=0,
         high=1000,
     )

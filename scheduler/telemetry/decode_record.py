@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from slipstream.common.api.draft_swap import DraftFigures
 from slipstream.common.worker.step import StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from numpy.typing import NDArray
 
     from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.results import Step
@@ -25,9 +29,8 @@ class DecodedStep(NamedTuple):
     """Number of the draft's attachment that drafted; 0 if none did."""
     gap_ns: int
     """Since the step before."""
-    num_rows: int
-    """Sequences that a draft was checked for; of a plain step, all."""
-    num_accepted: int
+    accepted: NDArray[np.int64]
+    """[K+1] the sequences of which so many draft tokens were accepted; all of them in a plain step."""
     num_tokens: int
 
 
@@ -49,10 +52,9 @@ class DecodeRecord:
             return
         is_drafted = step.kind is StepKind.DECODE and attachment is not None
         rows = taken_in.is_speculating if is_drafted else slice(None)
-        accepted = taken_in.num_accepted[rows]
+        accepted = np.bincount(taken_in.num_accepted[rows])
         number = attachment.number if is_drafted and attachment is not None else 0
-        outcome = DecodedStep(number, gap_ns, len(accepted), int(accepted.sum()), int(taken_in.num_tokens.sum()))
-        self._steps.append(outcome)
+        self._steps.append(DecodedStep(number, gap_ns, accepted, int(taken_in.num_tokens.sum())))
         self._num_added += 1
 
     def idle(self) -> None:
@@ -87,17 +89,27 @@ class DecodeRecord:
         return steps[max(0, len(steps) - (self._num_added - position)) :] if position else steps
 
 
+def accepted_of_first(num_draft_tokens: int, steps: Iterable[DecodedStep]) -> float:
+    """Mean of the accepted ones among the first draft tokens of each sequence in each step."""
+    num_rows = num_accepted = 0
+    for step in steps:
+        num_rows += int(step.accepted.sum())
+        # A token is accepted only behind all before it.
+        num_accepted += sum(int(step.accepted[least:].sum()) for least in range(1, num_draft_tokens + 1))
+    return num_accepted / max(1, num_rows)
+
+
 def figures(algorithm: str, num_draft_tokens: int, steps: Iterable[DecodedStep]) -> DraftFigures:
     """The means over some steps."""
     counted = list(steps)
-    num_rows, wall_ns = sum(step.num_rows for step in counted), sum(step.gap_ns for step in counted)
+    wall_ns = sum(step.gap_ns for step in counted)
     if not counted:
         return DraftFigures(algorithm=algorithm, num_draft_tokens=num_draft_tokens)
     return DraftFigures(
         algorithm=algorithm,
         num_draft_tokens=num_draft_tokens,
         num_steps=len(counted),
-        accept_length=1 + sum(step.num_accepted for step in counted) / max(1, num_rows),
+        accept_length=1 + accepted_of_first(num_draft_tokens, counted),
         tokens_per_second=sum(step.num_tokens for step in counted) / wall_ns * 1e9,
         step_ms=wall_ns / len(counted) / 1e6,
     )

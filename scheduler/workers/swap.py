@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.api.draft_swap import DraftFigures, SwapOutcome
 from slipstream.common.errors import SlipstreamError, UnavailableError
-from slipstream.scheduler.telemetry.decode_record import KEPT_STEPS, figures
+from slipstream.scheduler.telemetry.decode_record import KEPT_STEPS, accepted_of_first, figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,43 +74,36 @@ class Swap:
 
         Raises UnavailableError, FailedPreconditionError (and its kinds).
         """
-        record = self._epoch.decodes
+        record, num_steps = self._epoch.decodes, self._request.terms.judge_steps
         record.restart_longest_gap()
-        before = self._figures_before()
+        old = self._before
+        steps_before = record.last(0 if old is None else old.attachment.number, num_steps)
+        before = _figures_of(old, steps_before)
         if target is None:
-            after = self._take_away()
+            after = _figures_of(None, self._take_away())
             return SwapOutcome(before=before, after=after, longest_pause_ms=record.longest_gap_ms)
         held = self._session.attach(self._epoch, target)
         self._session.want(target)
         self._session.wait_for(self._epoch, lambda: held.has_joined or held.cause is not None)
-        after = self._judge(held)
+        steps = self._compared(held.attachment.number, held.position, held)
         if held.cause is not None:
             raise UnavailableError(f"the new draft was lost: {held.reason}")
-        reason = self._reason_against(before, after)
+        reason = "" if old is None else self._reason_against(old, steps_before, held, steps)
         if reason and wanted is not None:
             reason += self._roll_back(wanted)
         return SwapOutcome(
             before=before,
-            after=after,
+            after=_figures_of(held, steps),
             rolled_back=bool(reason),
             reason=reason,
             longest_pause_ms=record.longest_gap_ms,
         )
 
-    def _figures_before(self) -> DraftFigures:
-        before, record, num_steps = self._before, self._epoch.decodes, self._request.terms.judge_steps
-        if before is None:
-            return figures("none", 0, record.last(0, num_steps))
-        return _figures_of(before, record.last(before.attachment.number, num_steps))
-
-    def _take_away(self) -> DraftFigures:
+    def _take_away(self) -> list[DecodedStep]:
         self._session.want(None)
         since = self._epoch.decodes.position
         self._session.take_away(self._epoch)
-        return figures("none", 0, self._compared(0, since, None))
-
-    def _judge(self, held: Held) -> DraftFigures:
-        return _figures_of(held, self._compared(held.attachment.number, held.position, held))
+        return self._compared(0, since, None)
 
     def _compared(self, number: int, since: int, held: Held | None) -> list[DecodedStep]:
         """The first steps of a draft, as many as the comparison wants, or as come."""
@@ -118,25 +111,30 @@ class Swap:
         steps: list[DecodedStep] = []
         moved_at = time.monotonic()
         while len(steps) < wanted and time.monotonic() - moved_at < IDLE_S:
-            is_lost = held is not None and self._session.wait_for(self._epoch, lambda: held.cause is not None, LOOK_S)
-            if is_lost:
+            if self._session.wait_for(self._epoch, lambda: held is not None and held.cause is not None, LOOK_S):
                 break
-            if held is None:
-                self._session.wait_for(self._epoch, lambda: False, LOOK_S)
             found = record.first(number, wanted, since=since)
             if len(found) > len(steps):
                 steps, moved_at = found, time.monotonic()
         return steps
 
-    def _reason_against(self, before: DraftFigures, after: DraftFigures) -> str:
-        """Why the draft before is better; empty if it is not, or if that cannot be said."""
+    def _reason_against(
+        self, before: Held, steps_before: list[DecodedStep], after: Held, steps: list[DecodedStep]
+    ) -> str:
+        """Why the draft before is better; empty if it is not, or if that cannot be said.
+
+        Only draft tokens that both have count: a draft is not worse for drafting fewer, nor better for drafting more.
+        """
         terms = self._request.terms
-        if self._before is None or not before.num_steps or after.num_steps < min(terms.judge_steps, KEPT_STEPS):
+        if not steps_before or len(steps) < min(terms.judge_steps, KEPT_STEPS):
             return ""
-        if after.accept_length - 1 >= terms.rollback_below * (before.accept_length - 1):
+        common = min(before.target.num_draft_tokens, after.target.num_draft_tokens)
+        was, now = accepted_of_first(common, steps_before), accepted_of_first(common, steps)
+        if now >= terms.rollback_below * was:
             return ""
-        lengths = f"accept length {after.accept_length:.2f} after {before.accept_length:.2f}"
-        return f"{lengths}: fewer than {terms.rollback_below:g} times the accepted tokens"
+        tokens = "draft token" if common == 1 else f"{common} draft tokens"
+        found = f"of the first {tokens} of a step {now:.2f} are accepted, {was:.2f} were"
+        return f"{found}: fewer than {terms.rollback_below:g} times as many"
 
     def _roll_back(self, wanted: DraftTarget) -> str:
         """Has the draft before join again; returns what to add to the reason.
@@ -158,5 +156,7 @@ class Swap:
         return f"; the new one was taken away, and the one before did not come back yet: {problem}"
 
 
-def _figures_of(held: Held, steps: list[DecodedStep]) -> DraftFigures:
+def _figures_of(held: Held | None, steps: list[DecodedStep]) -> DraftFigures:
+    if held is None:
+        return figures("none", 0, steps)
     return figures(held.attachment.description.algorithm, held.target.num_draft_tokens, steps)

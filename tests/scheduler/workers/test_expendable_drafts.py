@@ -195,7 +195,7 @@ async def test_a_worse_draft_gives_way_to_the_one_before(
         await until(lambda: bool(jobs) and jobs[0].stats.num_output_tokens > 60)
         outcome = await retried(client, others.address(DRAFT), judge_steps=20)
         assert outcome.rolled_back, outcome
-        assert "fewer than 0.7 times the accepted tokens" in outcome.reason
+        assert "fewer than 0.7 times as many" in outcome.reason
         assert outcome.after.accept_length < outcome.before.accept_length
         assert client.draft_state == "attached"
         assert client.drafts.target.address == processes.address(DRAFT)

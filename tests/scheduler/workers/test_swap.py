@@ -1,0 +1,109 @@
+"""Whether a new draft stays: the draft tokens that both drafts have are compared, not the number that each drafts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pytest
+
+from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome, SwapTerms
+from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.telemetry.decode_record import DecodeRecord
+from slipstream.scheduler.workers.held import DraftTarget, Held
+from slipstream.scheduler.workers.swap import Swap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.scheduler.workers.attachment import DraftAttachment
+    from slipstream.scheduler.workers.epoch import Epoch
+
+NUM_STEPS = 10
+OLD, NEW, BACK = 1, 2, 3
+
+
+def held_draft(number: int, target: DraftTarget) -> Held:
+    """A draft that takes part."""
+    attachment = SimpleNamespace(number=number, description=SimpleNamespace(algorithm="standalone"))
+    held = Held(cast("DraftAttachment", attachment), target)
+    held.joined_at = 0.0
+    return held
+
+
+class FakeDrafts:
+    """Implements `Drafts`: each draft that is attached joins at once, and the first decodes some steps."""
+
+    def __init__(self, accepted: list[int]) -> None:
+        self.record = DecodeRecord()
+        self._accepted = accepted
+        self._now_ns = 1
+        self._numbers = iter((NEW, BACK))
+
+    def decode(self, number: int, accepted: list[int]) -> None:
+        """Steps of sequences of which so many draft tokens were accepted."""
+        step: Any = SimpleNamespace(kind=StepKind.DECODE)
+        for _ in range(NUM_STEPS + 1):  # the first has no time, as it follows on none
+            self._now_ns += 1_000_000
+            taken_in: Any = SimpleNamespace(
+                rows=np.arange(len(accepted)),
+                num_accepted=np.array(accepted),
+                num_tokens=np.array(accepted) + 1,
+                is_speculating=np.full(len(accepted), fill_value=True),
+            )
+            self.record.add(step, taken_in, cast("DraftAttachment", SimpleNamespace(number=number)), self._now_ns)
+
+    def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
+        """See `Drafts.attach`."""
+        held = held_draft(next(self._numbers), target)
+        held.position = self.record.position
+        if held.attachment.number == NEW:
+            self.decode(NEW, self._accepted)
+        return held
+
+    def want(self, target: DraftTarget | None) -> None:
+        """See `Drafts.want`."""
+
+    def wait_for(self, epoch: Epoch, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """See `Drafts.wait_for`."""
+        return is_so()
+
+    def take_away(self, epoch: Epoch, *, but: Held | None = None) -> None:
+        """See `Drafts.take_away`."""
+
+
+def swap(before: tuple[int, list[int]], after: tuple[int, list[int]]) -> SwapOutcome:
+    """Of two drafts, each with its draft tokens and the accepted ones of its sequences."""
+    drafts, old = FakeDrafts(after[1]), DraftTarget("unix:/old", before[0])
+    drafts.decode(OLD, before[1])
+    epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record))
+    request = DraftSwap(address="unix:/new", terms=SwapTerms(judge_steps=NUM_STEPS, rollback_below=0.7))
+    return Swap(drafts, epoch, request, held_draft(OLD, old)).run(old, DraftTarget("unix:/new", after[0]))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((4, [4, 4, 1, 0]), (1, [1, 1, 1, 0]), id="fewer"),
+        pytest.param((1, [1, 1, 1, 0]), (4, [4, 1, 1, 0]), id="more"),
+        pytest.param((3, [3, 3, 3, 1]), (3, [3, 3, 1, 0]), id="a little worse"),
+    ],
+)
+def test_a_draft_that_guesses_as_well_stays_whatever_it_drafts(
+    before: tuple[int, list[int]], after: tuple[int, list[int]]
+) -> None:
+    outcome = swap(before, after)
+    assert not outcome.rolled_back
+    for figures, (num_draft_tokens, accepted) in ((outcome.before, before), (outcome.after, after)):
+        assert figures.num_draft_tokens == num_draft_tokens
+        assert figures.num_steps == NUM_STEPS
+        assert figures.accept_length == pytest.approx(1 + sum(accepted) / len(accepted))
+
+
+def test_a_draft_that_guesses_worse_goes_though_it_has_more_accepted_tokens() -> None:
+    outcome = swap((1, [1, 1, 1, 1]), (4, [4, 4, 0, 0]))
+    assert outcome.after.accept_length > outcome.before.accept_length
+    assert outcome.rolled_back
+    expected = "of the first draft token of a step 0.50 are accepted, 1.00 were: fewer than 0.7 times as many"
+    assert outcome.reason == expected
