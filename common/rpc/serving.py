@@ -9,7 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.common.errors import NotFoundError
+from slipstream.common.errors import NotFoundError, UnavailableError
 from slipstream.common.rpc.access import AccessSettings, is_public
 from slipstream.common.rpc.interceptor import HEALTH_SERVICE, CallLimit, Decoder, StatusInterceptor
 from slipstream.common.rpc.keepalive import Keepalive
@@ -47,12 +47,14 @@ class GrpcServer:
         max_streams: int = MAX_STREAMS,
         access: AccessSettings | None = None,
         interceptors: Sequence[Any] = (),
+        find_fault: Callable[[], str] = lambda: "",
     ) -> None:
         """`metrics` counts the calls; `max_receive_bytes` bounds one message from a client, `max_streams` the
         calls at a time on one connection.
 
         `access` has the TLS and the bounds of a server for clients. `interceptors` see each call before its message is
-        decoded; their exceptions become statuses.
+        decoded; their exceptions become statuses. `find_fault` says why this process cannot go on, though it answers:
+        health checks fail then, as those of a process that does not. It is empty for one that can.
         """
         self._listener = listener
         self._access = access or AccessSettings()
@@ -65,7 +67,7 @@ class GrpcServer:
         self._limit = CallLimit(self._access.max_calls)
         chain = [StatusInterceptor(metrics), self._limit, *interceptors, Decoder()]
         self._server = grpc.aio.server(interceptors=chain, options=options)
-        self._health = _HealthServicer()
+        self._health = _HealthServicer(find_fault)
         self._names: list[str] = []
 
     @property
@@ -143,7 +145,8 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     from draining.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find_fault: Callable[[], str]) -> None:
+        self._find_fault = find_fault
         self.names = {""}
         self.is_serving = False
         self._is_closed = False
@@ -161,9 +164,11 @@ class _HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._announce()
 
     async def Check(self, request: Any, context: Any) -> Any:
-        """Returns the state. Raises NotFoundError for an unknown service."""
+        """Returns the state. Raises NotFoundError for an unknown service, UnavailableError for a fault."""
         if request.service not in self.names:
             raise NotFoundError(f"no service {request.service!r} here")
+        if fault := self._find_fault():
+            raise UnavailableError(fault)
         return self._response(request.service)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:

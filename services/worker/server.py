@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
@@ -25,7 +24,7 @@ from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, S
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
-from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
+from slipstream.services.worker.servicer import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,12 +61,11 @@ async def run_worker(
     with ExitStack() as held:
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
-        server = GrpcServer(listener, metrics=RpcMetrics(registry))
         # Closed in the opposite order: the thread releases what the stream waits for, and the stream writes the log.
         log = _access_log(role, config, held)
         stream = device.create_stream(role.value, _reporter(broken))
         held.callback(stream.close)
-        device_thread = held.enter_context(ThreadPoolExecutor(1, "device", stream.bind_thread))
+        device_thread = held.enter_context(DeviceThread(stream.bind_thread))
         loop = asyncio.get_running_loop()
         role_engine = await loop.run_in_executor(device_thread, make_role, config, device, port)
         engine = Engine(role_engine, device, stream, log, refuses_waits=config.debug_sync, on_stuck=end_at_once)
@@ -76,6 +74,7 @@ async def run_worker(
         servicer = WorkerServicer(
             engine, device_thread, acknowledge_done=config.acknowledge_done, on_command=collection.worked
         )
+        server = GrpcServer(listener, metrics=RpcMetrics(registry), find_fault=servicer.find_fault)
         server.add_service("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, servicer)
         recorder = RecorderServicer(engine.recorder, device)
         server.add_service(RECORDER, trace_pb2_grpc.add_RecorderServicer_to_server, recorder)

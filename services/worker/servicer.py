@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
 from slipstream.common.worker.recorder import Site
@@ -18,7 +20,7 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator
-    from concurrent.futures import Executor
+    from concurrent.futures import Future
     from typing import Unpack
 
     from grpc.aio import ServicerContext
@@ -31,10 +33,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
+STUCK_AFTER_S = 120.0
+"""The thread that owns the device hangs if it takes longer for a piece of work: twice the longest wait in one."""
 DETACH_INTERVAL_S = 0.005
 """Between two looks at whether the stream has come past the last use of a draft's memory."""
 T = TypeVar("T")
+P = ParamSpec("P")
 _Ts = TypeVarTuple("_Ts")
+
+
+class DeviceThread(ThreadPoolExecutor):
+    """The one thread that owns the device. Knows how long its piece of work has taken so far."""
+
+    def __init__(self, initializer: Callable[[], None] = lambda: None) -> None:
+        super().__init__(1, "device", initializer)
+        self._begun_at = math.inf
+
+    @property
+    def busy_s(self) -> float:
+        """Time since the piece of work began; 0 without one."""
+        return max(0.0, time.monotonic() - self._begun_at)
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `Executor.submit`."""
+
+        def work() -> T:
+            self._begun_at = time.monotonic()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._begun_at = math.inf
+
+        return super().submit(work)
 
 
 class WorkerServicer(pb_grpc.WorkerServicer):
@@ -43,9 +73,10 @@ class WorkerServicer(pb_grpc.WorkerServicer):
     def __init__(
         self,
         engine: Engine,
-        device_thread: Executor,
+        device_thread: DeviceThread,
         *,
         acknowledge_done: bool = False,
+        stuck_after_s: float = STUCK_AFTER_S,
         on_command: Callable[[], None] = lambda: None,
     ) -> None:
         """`acknowledge_done`: acknowledge a step when its work is done instead of when it is enqueued.
@@ -56,7 +87,18 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._device_thread = device_thread
         self._acknowledge_done = acknowledge_done
         self._on_command = on_command
-        self._has_stream = False
+        self._stuck_after_s = stuck_after_s
+        self._has_stream = self._is_attaching = False
+
+    def find_fault(self) -> str:
+        """Says so if the device's thread hangs; else it is empty.
+
+        Attach, which warms up and captures graphs, has the time that its caller gives it.
+        """
+        busy_s = self._device_thread.busy_s
+        if self._is_attaching or busy_s <= self._stuck_after_s:
+            return ""
+        return f"the thread that owns the device has been at the same work for {busy_s:.0f} s"
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
         return description_to_pb(replace(self._engine.describe(), has_scheduler=self._has_stream))
@@ -65,7 +107,11 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
-        await self._on_device_thread(self._attach, attachment)
+        self._is_attaching = True
+        try:
+            await self._on_device_thread(self._attach, attachment)
+        finally:
+            self._is_attaching = False
         return pb.AttachResponse()
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:

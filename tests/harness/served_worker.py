@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import grpc
 
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.models.attention import PagedKV
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.workers import LocalWorker
 
@@ -29,7 +28,7 @@ SETTLE_TIMEOUT_S = 20.0
 class ServedWorker:
     """The worker, as its process has it: an event loop, a device thread, a stream."""
 
-    def __init__(self, worker: LocalWorker, device_thread: ThreadPoolExecutor, channel: Any) -> None:
+    def __init__(self, worker: LocalWorker, device_thread: DeviceThread, channel: Any) -> None:
         """Use `serving`."""
         self._worker = worker
         self._device_thread = device_thread
@@ -76,7 +75,7 @@ def serving(role: RoleEngine, folder: Path) -> Iterator[ServedWorker]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server")
     thread.start()
-    with ThreadPoolExecutor(1) as device_thread:
+    with DeviceThread() as device_thread:
         service = WorkerServicer(worker.engine, device_thread)
         added = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
         context = running_server(added, address=f"unix:{folder}/worker.sock")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from slipstream.common.worker.trace import MAX_STEPS, MAX_WAIT_MS, Trace, TraceR
 from slipstream.protos import trace_pb2, trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
-from slipstream.services.worker.servicer import RECORDER, RecorderServicer, WorkerServicer
+from slipstream.services.worker.servicer import RECORDER, DeviceThread, RecorderServicer, WorkerServicer
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
 from tests.harness.grpc_server import running_server
@@ -178,7 +177,7 @@ async def test_a_worker_need_not_record(tmp_path: Path, is_recording: bool) -> N
     """Nor need it know that anybody does: a drafter of another make answers that there is no such call."""
     worker = LocalWorker(DummyDraft(describe(Role.DRAFT), 0))
     arena, thread = SharedArenas(), LinkThread()
-    with ThreadPoolExecutor(1) as device_thread:
+    with DeviceThread() as device_thread:
         service = WorkerServicer(worker.engine, device_thread)
         recorder = RecorderServicer(worker.engine.recorder, HostDevice())
         services = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,17 @@ import grpc.aio
 import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft
-from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError
+from slipstream.cli.status import check
+from slipstream.cli.up.heartbeat import until_hung
+from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.wire import attachment_to_pb, command_to_pb, description_from_pb
 from slipstream.protos import worker_pb2 as pb
 from slipstream.protos import worker_pb2_grpc as pb_grpc
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
+from tests.harness.waiting import until
 from tests.harness.workers import LocalWorker, SharedArenas, attachment_to, decode, describe
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.timeout(30)
+STUCK_AFTER_S = 1.0
 
 
 @dataclass
@@ -36,7 +40,7 @@ class Served:
     """A draft behind gRPC."""
 
     worker: LocalWorker
-    device_thread: ThreadPoolExecutor
+    device_thread: DeviceThread
     address: str
     arena: SharedArenas
 
@@ -59,10 +63,12 @@ class Served:
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
     """A dummy draft at a Unix socket."""
     worker, arena = LocalWorker(DummyDraft(describe(Role.DRAFT), 0)), SharedArenas()
-    with ThreadPoolExecutor(1) as device_thread:
-        service = WorkerServicer(worker.engine, device_thread)
+    with DeviceThread() as device_thread:
+        service = WorkerServicer(worker.engine, device_thread, stuck_after_s=STUCK_AFTER_S)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
-        async with running_server(names, address=f"unix:{tmp_path}/draft.sock") as server:
+        async with running_server(
+            names, address=f"unix:{tmp_path}/draft.sock", find_fault=service.find_fault
+        ) as server:
             yield Served(worker, device_thread, server.address, arena)
         device_thread.submit(worker.engine.close).result(timeout=20)
     worker.close()
@@ -197,3 +203,32 @@ async def test_an_attachment_that_is_refused_leaves_the_worker_free(served: Serv
         assert "No such file" in str(await refused(worker.Attach(request)))
         await worker.Attach(served.attach_request(1))
         assert await run(worker.Execute(), 1, epoch=1) == [1]
+
+
+async def test_a_worker_whose_device_thread_hangs_counts_as_one_that_does_not_answer(served: Served) -> None:
+    go_on = threading.Event()
+    served.device_thread.submit(go_on.wait)
+    assert await check(served.address) == "SERVING"
+    try:
+        await until_hung(served.address, 0.5)
+        with pytest.raises(UnavailableError, match="the thread that owns the device has been at the same work for"):
+            await check(served.address)
+    finally:
+        go_on.set()
+    served.settle()
+    assert await check(served.address) == "SERVING"
+
+
+async def test_a_worker_may_take_its_time_to_attach(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is taken, and graphs are captured."""
+    attach, go_on = served.worker.engine.attach, threading.Event()
+    monkeypatch.setattr(served.worker.engine, "attach", lambda attachment: (go_on.wait(), attach(attachment)))
+    async with served.scheduler() as stub:
+        attaching = stub.Attach(served.attach_request(1))
+        try:
+            await until(lambda: served.device_thread.busy_s > 1.2 * STUCK_AFTER_S)
+            assert await check(served.address) == "SERVING"
+        finally:
+            go_on.set()
+        await attaching
+    assert served.device_thread.busy_s == 0
