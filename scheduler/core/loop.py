@@ -206,6 +206,8 @@ class StepLoop:
         command = self._command(step, ops, self._settings.epoch, number)
         try:
             self._send_command(self._verify, command, producers)
+            if attachment is not None and (done := ops.waits_for(FenceName.DRAFT_DONE)):
+                self._speculation.waits(attachment, done)
         except SlipstreamError as error:
             self._check_verify()
             if attachment is None:

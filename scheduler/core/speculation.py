@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 FIRST_STEP_TIMEOUT_S = 1.0
 """The least time for the first step that a draft takes part in, as a process that has just started is slow at first;
 and for a step whose stash does not come, though it may be a hostile draft that keeps it away."""
+ACKNOWLEDGES_S = 1.0
+"""A draft that has to acknowledge a step may take so long, beside four times what a step may wait for it."""
 CATCH_UP_TIMEOUT_S = 10.0
 """The most time for a command that brings tokens while verify goes on beside it."""
 
@@ -116,6 +118,12 @@ class Speculation:
         """The time that a step may wait for its draft now."""
         return self._patience.timeout_s
 
+    @property
+    def acknowledge_timeout_s(self) -> float:
+        """The time that the draft may take to acknowledge a step now."""
+        is_first = self._active is None or not self._active.has_drafted
+        return ACKNOWLEDGES_S + 4 * self.timeout_s + FIRST_STEP_TIMEOUT_S * is_first
+
     def offer(self, attachment: DraftAttachment) -> None:
         """Has an attachment join in place of the one that drafts. Any thread; wake the loop behind it."""
         self._messages.append((attachment, None))
@@ -135,11 +143,10 @@ class Speculation:
         """
         self.check()
         if self._joining is not None:
-            try:
-                if (part := self._advance(self._joining, last_step, num_in_flight)) is not None:
-                    return part
-            except _ConsumeFirstError:
+            if self._joining.is_stashed and num_in_flight > 1:
                 return None
+            if (part := self._advance(self._joining, last_step, num_in_flight)) is not None:
+                return part
         active = self.active
         return Part() if active is None else Part(active, active.num_draft_tokens)
 
@@ -148,10 +155,14 @@ class Speculation:
         drafting = self._find(attachment)
         assert drafting is not None, "the attachment was there when the step was decided"
         drafting.last_step = step
-        drafting.awaited = max(drafting.awaited, ops.verify.waits_for(FenceName.DRAFT_DONE))
         if ops.draft is not None:
             stash = ops.draft.waits_for(FenceName.VERIFY_STASH)
             drafting.add(step, brings_tokens=brings_tokens, stash=stash)
+
+    def waits(self, attachment: DraftAttachment, done: int) -> None:
+        """Notes that verify was sent a wait for a value of the draft's fence."""
+        if (drafting := self._find(attachment)) is not None:
+            drafting.awaited = max(drafting.awaited, done)
 
     def consumed(
         self,
@@ -241,11 +252,9 @@ class Speculation:
             self._lose(drafting, cause, str(error))
 
     def _advance(self, joining: _Joining, last_step: int, num_in_flight: int) -> Part | None:
-        """One turn on a draft's way into the steps; None if they go on as without it. Raises _ConsumeFirstError."""
+        """One turn on a draft's way into the steps; None if they go on as without it."""
         attachment, catch_up = joining.drafting.attachment, joining.catch_up
         if joining.is_stashed:
-            if num_in_flight > 1:
-                raise _ConsumeFirstError
             return self._join(joining, last_step, held_back=1 - num_in_flight)
         if catch_up.is_pending:
             waited_s = time.monotonic() - catch_up.sent_at
@@ -361,7 +370,3 @@ class Speculation:
 
     def _find(self, attachment: DraftAttachment) -> DraftWork | None:
         return next((drafting for drafting in self._all() if drafting.attachment is attachment), None)
-
-
-class _ConsumeFirstError(Exception):
-    """The next step cannot be decided before a step that is under way is consumed."""

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from slipstream.scheduler.workers.link import Dispatch, Link
     from slipstream.scheduler.workers.sizing import EpochSizes, Workers
 
-DRAFT_ACKNOWLEDGES_S = 1.0
-"""A draft that has to acknowledge a step may take so long, beside four times what a step may wait for it."""
-
 
 class Epoch:
     """One attachment of verify. `open` it, run its `loop`, `close` it."""
@@ -242,11 +239,8 @@ class Epoch:
     def _dispatch(self) -> Dispatch:
         if self._config.dispatch == DISPATCH_ACKNOWLEDGED or self.fence_kind == EVENT:
             speculation = self.speculation
-            return DispatchAcknowledged(
-                self._metrics,
-                self._config.step_timeout_s,
-                lambda: DRAFT_ACKNOWLEDGES_S + 4 * speculation.timeout_s,
-            )
+            timeout_s = self._config.step_timeout_s
+            return DispatchAcknowledged(self._metrics, timeout_s, lambda: speculation.acknowledge_timeout_s)
         return DispatchTogether()
 
     def _access_log(self, config: SchedulerConfig, number: int) -> AccessLog:

@@ -13,11 +13,13 @@ from prometheus_client import generate_latest
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
+from slipstream.common.device.cpu.fence import HostFence
 from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.layout import ring_rows
 from slipstream.common.worker.step import Role, StepCommand, StepKind
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.core.draft_work import DraftWork
+from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
 from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
@@ -99,6 +101,29 @@ def test_steps_that_wait_for_draft_ask_for_its_progress_no_more(monkeypatch: pyt
         num_steps = epoch.epoch.batch.last_step
         assert num_steps > 60
         assert len(looks) < num_steps / 4, "only a result that is late is a reason to look"
+
+
+def test_the_first_step_of_a_draft_may_be_acknowledged_later_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    with workers() as both:
+        epoch = make_epoch(both, dispatch="acknowledged", draft_timeout_ms=1000.0)
+        monkeypatch.setattr(
+            both[1], "wait_for_acknowledgement", lambda _, timeout_s: (given.append(timeout_s), True)[1]
+        )
+        epoch.run([make_job(max_new_tokens=40)])
+        first, last = 1.0 + 4 * 1.0 + FIRST_STEP_TIMEOUT_S, 1.0 + 4 * 1.0
+        assert (given[0], given[-1]) == (first, last)
+        assert sorted(set(given)) == [last, first]
+
+
+def test_a_draft_that_does_not_acknowledge_a_step_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where verify could not be released from it: verify was not sent the step that waits for it."""
+    monkeypatch.setattr(HostFence, "is_releasable", False)
+    with workers() as both:
+        epoch, job = make_epoch(both, dispatch="acknowledged"), make_job(max_new_tokens=40)
+        monkeypatch.setattr(both[1], "wait_for_acknowledgement", lambda step, _: step < 10)
+        assert len(epoch.run([job])[job]) == 40
+        assert [what for what, _ in epoch.events] == ["joined", "timeout", "let go"]
 
 
 def test_the_end_of_an_epoch_releases_a_worker_that_does_not_do_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from slipstream.common.errors import UnavailableError
+from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.core.plan import PlannedStep
@@ -253,10 +253,19 @@ def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
     draft.fail()
     draft_step = run.plan.step
     attachment = cast("DraftAttachment", draft)
-    waits = PlannedStep(FenceOps(), FenceOps((FencePoint(FenceName.DRAFT_DONE, draft_step),)), FenceOps())
-    run.speculation.sending(draft_step, attachment, waits, brings_tokens=False)
+    run.speculation.sending(draft_step, attachment, waits_for_stash(0), brings_tokens=False)
+    run.speculation.waits(attachment, draft_step)
     with pytest.raises(UnavailableError, match="cannot be released"):
         run.speculation.check()
+
+
+def test_a_step_that_verify_was_not_sent_yet_is_no_reason_to_end_the_epoch() -> None:
+    run, draft, _ = lost_run()
+    draft.done = FakeFence(is_releasable=False)
+    attachment, step = cast("DraftAttachment", draft), run.plan.step + 1
+    run.speculation.sending(step, attachment, waits_for_stash(0), brings_tokens=False)
+    run.speculation.lose(attachment, DeadlineExceededError("the draft service did not acknowledge the step"))
+    assert run.listener.causes == [LossCause.TIMEOUT]
 
 
 def test_a_draft_that_is_withdrawn_finishes_its_steps() -> None:
