@@ -81,6 +81,9 @@ class LocalLink:
     def attach_draft(self, region: DraftRegion) -> None:
         self._device_thread.submit(lambda: list(self._engine.attach_draft(region))).result()
 
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        self._device_thread.submit(self._engine.release_draft, epoch, attachment)
+
     def detach_draft(self, epoch: int, attachment: int) -> None:
         self._device_thread.submit(lambda: list(self._engine.detach_draft(epoch, attachment))).result()
 

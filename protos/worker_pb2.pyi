@@ -165,6 +165,18 @@ class AttachDraftResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReleaseDraftRequest(_message.Message):
+    __slots__ = ("epoch", "attachment")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    attachment: int
+    def __init__(self, epoch: _Optional[int] = ..., attachment: _Optional[int] = ...) -> None: ...
+
+class ReleaseDraftResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DetachDraftRequest(_message.Message):
     __slots__ = ("epoch", "attachment")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -53,6 +53,11 @@ class WorkerStub:
                 request_serializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.SerializeToString,
                 response_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.FromString,
                 _registered_method=True)
+        self.ReleaseDraft = channel.unary_unary(
+                '/slipstream.v1.Worker/ReleaseDraft',
+                request_serializer=slipstream_dot_protos_dot_worker__pb2.ReleaseDraftRequest.SerializeToString,
+                response_deserializer=slipstream_dot_protos_dot_worker__pb2.ReleaseDraftResponse.FromString,
+                _registered_method=True)
         self.DetachDraft = channel.unary_unary(
                 '/slipstream.v1.Worker/DetachDraft',
                 request_serializer=slipstream_dot_protos_dot_worker__pb2.DetachDraftRequest.SerializeToString,
@@ -96,6 +101,14 @@ class WorkerServicer:
     def AttachDraft(self, request, context):
         """Verify alone: maps the memory that it shares with a draft, beside the running steps of its epoch, between two of
         them. Commands that name the attachment come after the answer. FAILED_PRECONDITION says what does not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseDraft(self, request, context):
+        """Verify alone: that draft is lost. Ends what verify waits for of it, in this step and in commands to come, whatever
+        the draft writes; its memory stays until DetachDraft. No effect on an attachment that it does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +158,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.AttachDraft,
                     request_deserializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.FromString,
                     response_serializer=slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.SerializeToString,
+            ),
+            'ReleaseDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseDraft,
+                    request_deserializer=slipstream_dot_protos_dot_worker__pb2.ReleaseDraftRequest.FromString,
+                    response_serializer=slipstream_dot_protos_dot_worker__pb2.ReleaseDraftResponse.SerializeToString,
             ),
             'DetachDraft': grpc.unary_unary_rpc_method_handler(
                     servicer.DetachDraft,
@@ -247,6 +265,33 @@ class Worker:
             '/slipstream.v1.Worker/AttachDraft',
             slipstream_dot_protos_dot_worker__pb2.AttachDraftRequest.SerializeToString,
             slipstream_dot_protos_dot_worker__pb2.AttachDraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Worker/ReleaseDraft',
+            slipstream_dot_protos_dot_worker__pb2.ReleaseDraftRequest.SerializeToString,
+            slipstream_dot_protos_dot_worker__pb2.ReleaseDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,12 +69,14 @@ class DraftAttachment:
         """On a GPU draft can write there, too."""
         self.stamps = self._own.tensor(BufferName.DRAFT_STAMPS)
         """[ring, 2] int64, as draft wrote them: any numbers."""
+        self._verify: Link | None = None
+        """While it may know of this."""
         self._process = ProcessId.of(description.pid)
         self.was_taken = False
         """True once its process has taken it, and so let go of all earlier ones."""
         self.is_superseded = False
         """True once its process was attached anew, and so has let this attachment go."""
-        self._is_attached = self._is_known_to_verify = self._has_drained = False
+        self._is_attached = self._has_drained = False
 
     def attach(self, common: Attachment, verify: Link, described_verify: WorkerDescription) -> None:
         """Attaches draft, then verify, which is at its steps meanwhile. `common`: verify's own attachment.
@@ -95,7 +97,7 @@ class DraftAttachment:
             )
         )
         sizes = draft_sizes(self.description, self.num_draft_tokens)
-        self.was_taken = self._is_known_to_verify = True
+        self.was_taken, self._verify = True, verify
         attach_to_verify = failing_before("scheduler.before_attach_draft", verify.attach_draft)
         attach_to_verify(DraftRegion(epoch=self._epoch, attachment=self.number, own=own, given=given, draft=sizes))
         # All processes that need the memory have mapped it by now.
@@ -109,7 +111,12 @@ class DraftAttachment:
         self.link.send(command)
 
     def release(self, step: int) -> None:
-        """Ends verify's waits for draft, up to `step`. Draft's late writes may set the fence back."""
+        """Ends verify's waits for draft, up to `step`. Draft's late writes may set the fence back.
+
+        So verify is told as well, which on a CPU needs no word that draft can write.
+        """
+        if self._verify is not None and not self.is_released:
+            self._verify.release_draft(self._epoch, self.number)
         self.is_released = True
         if step:
             self.done.release(step)
@@ -127,11 +134,11 @@ class DraftAttachment:
 
         `verify`: None if its epoch is over.
         """
-        if verify is not None and self._is_known_to_verify:
+        if verify is not None and self._verify is not None:
             # A verify service that is lost has let it go as well.
             with suppress(SlipstreamError):
                 verify.detach_draft(self._epoch, self.number)
-        self._is_known_to_verify = False
+        self._verify = None
         self._has_drained = self.link.detach(drain=drain)
 
     @property

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, SlipstreamError, UnavailableError
@@ -21,7 +22,7 @@ from slipstream.scheduler.workers.retries import Retries
 from slipstream.scheduler.workers.swap import Swap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome
     from slipstream.common.device.interface import Device
@@ -144,9 +145,9 @@ class DraftSession:
             held, self._held = list(self._held.values()), {}
             self._update_status()
         for one in held:
-            if not drain or one.cause is not None:
+            if not drain or not one.is_well:
                 one.attachment.release_draft(last_sent)
-            self._detach(one.attachment, None, drain=drain and one.cause is None)
+            self._detach(one.attachment, None, drain=drain and one.is_well)
 
     def swap(self, request: DraftSwap) -> SwapOutcome:
         """Puts another draft in the place of the one that drafts, or takes it away; blocks until it is judged.
@@ -203,7 +204,7 @@ class DraftSession:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(self._has_work, self._idle_s())
+                self._changed.wait_for(self._has_work, self._until_try_s())
                 if self._is_stopped and self._swap is None:
                     return
                 epoch, swap, self._is_busy = self._epoch, self._swap, True
@@ -220,35 +221,29 @@ class DraftSession:
         self.detach_let_go()
         if self._is_asked:
             self._ask()
-        if epoch is not None and self._is_due() and (swap is None or not self._has_tried):
+        if epoch is not None and self._until_try_s() == 0 and (swap is None or not self._has_tried):
             self._try(epoch)  # which the epoch's first step waits for, and a swap for that
         elif swap is not None:
             self._answer(epoch, *swap)
 
     def _has_work(self) -> bool:
-        has_request = self._swap is not None or self._is_asked
-        return self._is_stopped or has_request or self._is_due() or bool(self._let_go())
+        has_request = self._is_stopped or self._is_asked or self._swap is not None
+        return has_request or self._until_try_s() == 0 or bool(self._let_go())
 
-    def _is_due(self) -> bool:
-        return self._epoch is not None and self._is_missing() and time.monotonic() >= self._retries.due
-
-    def _is_missing(self) -> bool:
-        return self._target is not None and all(held.cause is not None for held in self._held.values())
-
-    def _idle_s(self) -> float | None:
-        if self._epoch is None or not self._is_missing():
+    def _until_try_s(self) -> float | None:
+        """Time until a draft is to be attached; None if none is."""
+        if self._epoch is None or self._target is None or any(held.cause is None for held in self._held.values()):
             return None
         return max(0.0, self._retries.due - time.monotonic())
 
     def _ask(self) -> None:
         link = self._make_link(self.target.address)
-        self._link_in_use = link
         try:
-            self.last_known = link.describe()
+            with self._breakable(link):
+                self.last_known = link.describe()
         except SlipstreamError as error:
             logger.debug("no draft yet: %s", error)
         finally:
-            self._link_in_use = None
             link.detach(drain=False)
             with self._changed:
                 self._is_asked = False
@@ -278,19 +273,16 @@ class DraftSession:
     def attach(self, epoch: Epoch, target: DraftTarget) -> Held:
         """See `Drafts.attach`."""
         link = self._make_link(target.address)
-        self._link_in_use = link
         try:
-            attachment = self._attached(epoch, target, link)
+            with self._breakable(link):
+                attachment = self._attached(epoch, target, link)
         except BaseException:
             link.detach(drain=False)
             raise
-        finally:
-            self._link_in_use = None
         held = Held(attachment, target)
         with self._changed:
-            is_over = self._epoch is not epoch
             self._held[attachment.number] = held
-            if is_over:
+            if self._epoch is not epoch:
                 raise UnavailableError("verify was lost meanwhile")
             epoch.speculation.offer(attachment)
             self._update_status()
@@ -321,9 +313,8 @@ class DraftSession:
             for held in gone:
                 del self._held[held.attachment.number]
         for held in gone:
-            is_well = held.cause in (LossCause.SWAPPED, LossCause.LEFT)
             try:
-                self._detach(held.attachment, None if epoch is None else epoch.link, drain=is_well)
+                self._detach(held.attachment, None if epoch is None else epoch.link, drain=held.is_well)
             finally:
                 held.is_detached = True
         self._retired.free()
@@ -332,17 +323,27 @@ class DraftSession:
         return [held for held in self._held.values() if held.is_let_go]
 
     def _detach(self, attachment: DraftAttachment, verify: Link | None, *, drain: bool) -> None:
-        attachment.detach(verify, drain=drain)
+        with self._breakable(attachment.link):
+            attachment.detach(verify, drain=drain)
         self._retired.add(attachment)
+
+    @contextmanager
+    def _breakable(self, link: Link) -> Iterator[None]:
+        """`leave` ends a call of the link meanwhile."""
+        self._link_in_use = link
+        try:
+            yield
+        finally:
+            self._link_in_use = None
 
     def _answer(self, epoch: Epoch | None, request: DraftSwap, result: Future[SwapOutcome]) -> None:
         before = self._target
         try:
             if epoch is None:
                 raise UnavailableError("there is no verify service")
-            num_draft_tokens = request.terms.num_draft_tokens or self._config.num_draft_tokens
-            target = DraftTarget(request.address, num_draft_tokens) if request.address else None
-            outcome = Swap(self, epoch, request, drafting(self._held.values())).run(before, target)
+            target = DraftTarget(request.address, request.terms.num_draft_tokens or self._config.num_draft_tokens)
+            swap = Swap(self, epoch, request, drafting(self._held.values()))
+            outcome = swap.run(before, target if request.address else None)
         except Exception as error:
             with self._changed:
                 self._target, self._swap = before, None
@@ -379,9 +380,7 @@ class DraftSession:
                 self._changed.wait_for(lambda: is_so() or self._epoch is not epoch or bool(self._let_go()), left)
                 if self._epoch is not epoch:
                     raise UnavailableError("verify was lost meanwhile")
-                has_let_go = bool(self._let_go())
-            if has_let_go:
-                self.detach_let_go()
+            self.detach_let_go()
             if is_so():
                 return True
             if until is not None and time.monotonic() >= until:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from slipstream.scheduler.telemetry.draft_metrics import LossCause
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
 
@@ -51,6 +52,11 @@ class Held:
     def has_joined(self) -> bool:
         """True from the first step on that it takes part in, also when it has left."""
         return self.joined_at < math.inf
+
+    @property
+    def is_well(self) -> bool:
+        """True if it is not known to be lost: it comes to the end of its work."""
+        return self.cause in (None, LossCause.SWAPPED, LossCause.LEFT) and not self.attachment.is_released
 
 
 def drafting(held: Iterable[Held]) -> Held | None:

@@ -43,11 +43,16 @@ logger = logging.getLogger(__name__)
 ATTACH_TIMEOUT_S = 300.0
 """Attaching allocates the KV pages and warms up."""
 CALL_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = {Role.VERIFY: 60.0, Role.DRAFT: 5.0}
+"""A draft that drains has little left to do, and others wait for its end: the next draft, and the next epoch."""
 RECORDS_TIMEOUT_S = 5.0
 
 
 class Link(Protocol):
-    """The interface to one worker. `send` is called on the loop's thread, the rest on any; one call at a time."""
+    """The interface to one worker. `send` is called on the loop's thread, the rest on any.
+
+    One call at a time, but for `release_draft`, and for a `detach` that breaks the others off.
+    """
 
     @property
     def role(self) -> Role:
@@ -70,6 +75,10 @@ class Link(Protocol):
 
     def attach_draft(self, region: DraftRegion) -> None:
         """Has verify map the memory of a draft, between its steps. Raises FailedPreconditionError (and its kinds)."""
+        ...
+
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        """Has verify wait for a lost draft no more, whatever that writes. Returns at once, and raises nothing."""
         ...
 
     def detach_draft(self, epoch: int, attachment: int) -> None:
@@ -171,6 +180,11 @@ class WorkerLink:
         """See `Link.attach_draft`."""
         self._thread.call(self._attach_draft(region))
 
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        """See `Link.release_draft`."""
+        # Verify that does not answer is found by its own steps.
+        asyncio.run_coroutine_threadsafe(self._release_draft(epoch, attachment), self._thread.loop)
+
     def detach_draft(self, epoch: int, attachment: int) -> None:
         """See `Link.detach_draft`."""
         self._thread.call(self._detach_draft(epoch, attachment))
@@ -226,6 +240,10 @@ class WorkerLink:
         stub = await self._connect()
         await stub.AttachDraft(region_to_pb(region), timeout=ATTACH_TIMEOUT_S)
 
+    async def _release_draft(self, epoch: int, attachment: int) -> None:
+        stub = await self._connect()
+        await stub.ReleaseDraft(pb.ReleaseDraftRequest(epoch=epoch, attachment=attachment), timeout=CALL_TIMEOUT_S)
+
     async def _detach_draft(self, epoch: int, attachment: int) -> None:
         if self._channel is not None:
             stub = await self._connect()
@@ -243,10 +261,7 @@ class WorkerLink:
             logger.info("no records of the %s service: %s", self.role.value, error_from_rpc(error))
             return None
         except asyncio.CancelledError:
-            # Raised as well if the channel is closed meanwhile.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
+            _check_not_cancelled()
             return None
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.StepCommand, pb.StepAck]) -> None:
@@ -294,19 +309,29 @@ class WorkerLink:
             for task in late:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close(None)
-            self._channel = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(None)
         return has_drained
 
     async def _drain(self, stub: pb_grpc.WorkerStub) -> bool:
         try:
-            await stub.Drain(pb.DrainRequest(epoch=self._epoch), timeout=CALL_TIMEOUT_S)
+            await stub.Drain(pb.DrainRequest(epoch=self._epoch), timeout=DRAIN_TIMEOUT_S[self.role])
         except grpc.RpcError as error:
             # The end of the stream ends the epoch in any case.
             logger.warning("the %s service did not drain: %s", self.role.value, error_from_rpc(error))
             return False
+        except asyncio.CancelledError:
+            _check_not_cancelled()
+            return False  # another `detach` has closed the channel
         return True
+
+
+def _check_not_cancelled() -> None:
+    """Raises CancelledError again if it means this task, and not a call whose channel was closed meanwhile."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def failure_of(link: Link) -> SlipstreamError:

@@ -189,6 +189,13 @@ class Engine:
         with self._enqueueing:
             opened.add_draft(region, memory)
 
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        """Verify: ends its waits for a draft that is lost, also those of commands to come; no effect without it."""
+        opened = self._verify_epoch(epoch)
+        if opened is not None:
+            with self._enqueueing:
+                opened.release_draft(attachment)
+
     def detach_draft(self, epoch: int, attachment: int) -> Generator[None, None, None]:
         """Verify: releases what waits for a draft, and closes its memory once the stream is past its last use.
 

@@ -99,6 +99,7 @@ class SharedMemory:
         self._signals = {name: _with_faults(name, fence.signal) for name, fence in self._fences.items()}
         # The largest value of each fence that the stream waits for: released when its producer is gone.
         self._waited: dict[Fence, int] = {}
+        self._is_given_up = False
 
     @classmethod
     def open(cls, device: Device, *pieces: tuple[Manifest, tuple[FenceName, ...], bool]) -> SharedMemory:
@@ -121,6 +122,8 @@ class SharedMemory:
         return name in self._fences
 
     def wait(self, stream: Stream, point: FencePoint) -> None:
+        if self._is_given_up:
+            return
         fence = self._fences[point.fence]
         self._waited[fence] = max(point.value, self._waited.get(fence, 0))
         fence.wait(stream, point.value)
@@ -132,6 +135,11 @@ class SharedMemory:
         """Signals in the producers' place what the stream waits for, as far as that can be done. Raises DeviceError."""
         for fence, value in self._waited.items():
             fence.release(value)
+
+    def give_up(self) -> None:
+        """Waits for nothing from now on. Raises DeviceError."""
+        self._is_given_up = True
+        self.release()
 
     @property
     def is_releasable(self) -> bool:
@@ -194,6 +202,11 @@ class Epoch:
         self.last_attachment = region.attachment
         self._drafts[region.attachment] = memory
         self.state.regions[region.attachment] = region
+
+    def release_draft(self, attachment: int) -> None:
+        """Waits for a draft no more, if it is there. Raises DeviceError."""
+        if memory := self._drafts.get(attachment):
+            memory.give_up()
 
     def retire_draft(self, attachment: int) -> SharedMemory | None:
         """Lets no further command name an attachment, and returns its memory; None if there is none."""

@@ -118,6 +118,10 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
         return pb.AttachDraftResponse()
 
+    async def ReleaseDraft(self, request: pb.ReleaseDraftRequest, context: ServicerContext) -> pb.ReleaseDraftResponse:
+        await self._on_device_thread(self._engine.release_draft, request.epoch, request.attachment)
+        return pb.ReleaseDraftResponse()
+
     async def DetachDraft(self, request: pb.DetachDraftRequest, context: ServicerContext) -> pb.DetachDraftResponse:
         await self._by_pieces(self._engine.detach_draft(request.epoch, request.attachment), DETACH_INTERVAL_S)
         return pb.DetachDraftResponse()

@@ -2,6 +2,8 @@
 
     python hostile_draft.py SEED REPORT DRAFT-OPTION...
 
+With the seed "hold" it writes nothing else than 0 to its own fence, without a pause.
+
 On a CPU it maps memory that it is given to read once more, for writing, and goes on after it has let it go: a process
 that keeps to no contract can. On a GPU it stops then, since the memory may belong to anything by that time. REPORT gets
 the number of writes so far.
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.common.device.cpu.device import HostDevice
+from slipstream.common.worker.step import FenceName
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,8 @@ PAUSE_S = 0.0003
 LONGEST_HOLD_S = 0.5
 """For so long a fence is held at a value, now and then."""
 REPORT_EVERY = 50
+HOLD = "hold"
+_ZERO = bytes(8)
 WORDS = (0, 1, 2, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 LENGTHS = (8, 256, 2**22)
 
@@ -93,6 +98,16 @@ def host_writer(manifest: Manifest) -> Callable[[int, bytes], None]:
     return write
 
 
+class Holder(Vandal):
+    """Holds the fence of a draft at 0."""
+
+    def _run(self) -> None:
+        offsets = [word.offset for word in self._manifest.fences if word.fence is FenceName.DRAFT_DONE]
+        self._report.touch()
+        while offsets and not self._is_over.is_set():
+            self._write(offsets[0], _ZERO)
+
+
 def gpu_writer(device: Any, memory: Any) -> Callable[[int, bytes], None]:
     """Writes on a stream of its own. `device`: a CudaDevice; `memory`: a CudaMemory."""
     from cuda.bindings import driver as cu
@@ -143,17 +158,18 @@ def vandalise_gpu(new_vandal: Callable[..., Vandal]) -> None:
     CudaArena.close = close  # type: ignore[method-assign]
 
 
-def hostile_program(seed: int, report: Path) -> tuple[str, ...]:
+def hostile_program(seed: int | str, report: Path) -> tuple[str, ...]:
     """Python's arguments for this program, before those of a draft service."""
     return __file__, str(seed), str(report)
 
 
 def main() -> None:
     """Serves as the draft service does."""
-    rng, report = random.Random(int(sys.argv.pop(1))), Path(sys.argv.pop(1))
+    seed, report = sys.argv.pop(1), Path(sys.argv.pop(1))
+    rng, make = random.Random(seed), Holder if seed == HOLD else Vandal
 
     def new_vandal(manifest: Manifest, write: Callable[[int, bytes], None]) -> Vandal:
-        return Vandal(manifest, write, rng.getrandbits(64), report)
+        return make(manifest, write, rng.getrandbits(64), report)
 
     vandalise = vandalise_gpu if "cuda" in sys.argv else vandalise_host
     vandalise(new_vandal)

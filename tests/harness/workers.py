@@ -102,6 +102,10 @@ class LocalWorker:
         for _ in self.engine.attach_draft(region_from_pb(region_to_pb(region))):
             pass
 
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        """See `WorkerLink.release_draft`."""
+        self.engine.release_draft(epoch, attachment)
+
     def detach_draft(self, epoch: int, attachment: int) -> None:
         """See `WorkerLink.detach_draft`. Blocks until the stream is past the last use of the memory."""
         for _ in self.engine.detach_draft(epoch, attachment):

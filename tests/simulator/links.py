@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from slipstream.common.errors import SlipstreamError, UnavailableError
+from slipstream.scheduler.workers.link import DRAIN_TIMEOUT_S
 from tests.simulator.threads import Signal
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ class SimulatedLink:
 
         self._call(attach)
 
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        """See `Link.release_draft`."""
+        worker = self._find()
+        if worker is not None and worker.is_alive and self._scheduler.is_alive:
+            worker.soon(worker.release_draft, epoch, attachment)
+
     def detach_draft(self, epoch: int, attachment: int) -> None:
         """See `Link.detach_draft`."""
         self._call(lambda worker, answer: worker.detach_draft(epoch, attachment, lambda: answer(None, None)))
@@ -122,7 +129,10 @@ class SimulatedLink:
             return
         if drain and self.failure is None:
             with suppress(UnavailableError):
-                self._call(lambda found, answer: found.drain(self._epoch, lambda: answer(None, None)))
+                self._call(
+                    lambda found, answer: found.drain(self._epoch, lambda: answer(None, None)),
+                    timeout_s=DRAIN_TIMEOUT_S[self.role],
+                )
         self._close()
         self._arrive_in_order(worker, worker.end_stream, self)
 
@@ -157,7 +167,12 @@ class SimulatedLink:
         if self._scheduler.is_alive or call == worker.end_stream:
             worker.at(self._last_up - self._world.now, call, *arguments)
 
-    def _call(self, ask: Callable[[SimulatedWorker, Callable[[T, SlipstreamError | None], None]], None]) -> T:
+    def _call(
+        self,
+        ask: Callable[[SimulatedWorker, Callable[[T, SlipstreamError | None], None]], None],
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> T:
         """A call beside the stream. Blocks; raises the worker's error, or UnavailableError."""
         world, worker = self._world, self._find()
         world.may_be_interrupted()
@@ -178,7 +193,7 @@ class SimulatedLink:
             worker.on_lost.append(refuse)
             self._refusals.append(refuse)
             worker.soon(ask, worker, lambda result, error: self._scheduler.soon(arrive, result, error))
-        if not changed.wait_for(lambda: bool(answered), CALL_TIMEOUT_S):
+        if not changed.wait_for(lambda: bool(answered), timeout_s):
             answered.append((None, UnavailableError(f"the {self.role.value} service did not answer in time")))
         result, error = answered[0]
         if error is not None:

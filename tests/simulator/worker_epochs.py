@@ -38,6 +38,8 @@ class Piece:
     def __init__(self, region: Region, own: SimulatedArena, given: SimulatedArena) -> None:
         self.region = region
         self.shared = own.shared, given.shared
+        self.is_given_up = False
+        """True once verify waits for the draft no more."""
         self.fences = {
             FenceName.DRAFT_DONE: own.fence(FenceName.DRAFT_DONE),
             FenceName.VERIFY_STASH: given.fence(FenceName.VERIFY_STASH),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -56,6 +58,9 @@ class FakeLink:
         self.answers = threading.Event()
         """Cleared, a description does not come."""
         self.answers.set()
+        self.drains = threading.Event()
+        """Cleared, it does not come to an end of its work."""
+        self.drains.set()
         self.num_detached = 0
 
     def describe(self) -> WorkerDescription:
@@ -72,13 +77,18 @@ class FakeLink:
         if self.error is not None:
             raise self.error
 
+    def release_draft(self, epoch: int, attachment: int) -> None:
+        """See `Link.release_draft`."""
+
     def detach_draft(self, epoch: int, attachment: int) -> None:
         """See `Link.detach_draft`."""
 
     def detach(self, *, drain: bool) -> bool:
-        """See `Link.detach`."""
+        """See `Link.detach`: breaks off one that drains."""
         self.num_detached += 1
-        return drain
+        if not drain:
+            self.drains.set()
+        return drain and self.drains.wait(20)
 
 
 class FakeSpeculation:
@@ -166,6 +176,28 @@ def test_no_draft_takes_away_one_that_catches_up() -> None:
         assert outcome.after.algorithm == "none"
         assert session.status.state == ""
         assert len(drafts.speculation.offered) == 1
+    finally:
+        session.leave()
+        session.join()
+
+
+def test_an_epoch_that_ends_breaks_off_the_drain_of_a_draft_that_hangs() -> None:
+    link = FakeLink(DRAFT)
+    drafts = Drafts(link)
+    session = drafts.session
+    session.start()
+    try:
+        session.enter(drafts.epoch, lambda: False)
+        link.drains.clear()
+        with ThreadPoolExecutor(1) as client:
+            swapping = client.submit(session.swap, DraftSwap(address="", terms=SwapTerms(judge_steps=0)))
+            while not link.num_detached:
+                time.sleep(0.001)
+            left_at = time.monotonic()
+            session.leave()
+            session.detach_all(0, drain=False)
+            assert time.monotonic() - left_at < 5
+            assert swapping.result().after.algorithm == "none"
     finally:
         session.leave()
         session.join()

@@ -11,7 +11,7 @@ import pytest
 from slipstream.common.worker.step import Role
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
-from tests.harness.hostile_draft import hostile_program
+from tests.harness.hostile_draft import HOLD, hostile_program
 from tests.harness.waiting import until
 from tests.harness.worker_processes import WorkerProcesses, running_session
 from tests.scheduler.workers.test_session import SEED, make_jobs, settings
@@ -56,3 +56,25 @@ async def test_no_token_changes(tmp_path: Path, algorithm: str) -> None:
         samples = [sample for family in client.registry.collect() for sample in family.samples]
         wrong = [sample for sample in samples if not (math.isfinite(sample.value) and sample.value >= 0)]
         assert not wrong
+
+
+@pytest.mark.slow
+async def test_a_draft_that_holds_its_fence_at_zero_costs_the_watchdogs_time(tmp_path: Path) -> None:
+    """The scheduler's release in that word is overwritten at once."""
+    target, writes = write_checkpoint(tmp_path / "target", seed=SEED), tmp_path / "writes"
+    programs = {Role.DRAFT: hostile_program(HOLD, writes)}
+    with (
+        WorkerProcesses(tmp_path, {Role.VERIFY: target, Role.DRAFT: target}, programs=programs) as processes,
+        running_session(processes, **settings(draft_timeout_ms=300.0, step_timeout_s=20.0)) as client,
+    ):
+        processes.start(Role.VERIFY)
+        await client.served(with_draft=False)
+        expected = await client.run(*make_jobs(NUM_JOBS))
+        processes.start(Role.DRAFT)
+        # It takes part at once while nothing runs; else it would have to take in tokens, and never seems to.
+        await client.served()
+        assert await client.run(*make_jobs(NUM_JOBS)) == expected
+        assert client.metric("slipstream_draft_losses_total", cause="timeout") == 1
+        assert writes.exists()
+        assert client.num_epochs == 1
+        assert client.errors == client.reasons == []

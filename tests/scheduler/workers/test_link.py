@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, Role,
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 from slipstream.scheduler.workers.link import DispatchAcknowledged, DispatchTogether, LinkThread, WorkerLink
-from slipstream.services.worker.servicer import WorkerServicer
+from slipstream.services.worker.servicer import DeviceThread, WorkerServicer
 from tests.harness.grpc_server import running_server
 from tests.harness.leaks import nothing_left
 from tests.harness.workers import LocalWorker, SharedArenas, attach, attachment_to, decode, describe
@@ -44,7 +43,7 @@ class Served:
     """A worker behind gRPC, on the test's event loop."""
 
     worker: LocalWorker
-    device_thread: ThreadPoolExecutor
+    device_thread: DeviceThread
     server: GrpcServer
 
 
@@ -53,7 +52,7 @@ async def served(folder: Path, role: Role, *, acknowledge_done: bool = False) ->
     """A dummy at a Unix socket."""
     dummy = DummyDraft(describe(role), 0) if role is Role.DRAFT else DummyVerify(describe(role), 0)
     worker = LocalWorker(dummy)
-    with ThreadPoolExecutor(1) as device_thread:
+    with DeviceThread() as device_thread:
         service = WorkerServicer(worker.engine, device_thread, acknowledge_done=acknowledge_done)
         names = ("slipstream.v1.Worker", pb_grpc.add_WorkerServicer_to_server, service)
         async with running_server(names, address=f"unix:{folder}/{role.value}.sock") as server:
@@ -100,6 +99,26 @@ async def test_commands_go_out_and_the_worker_drains(tmp_path: Path, thread: Lin
         await asyncio.to_thread(use)
         assert arena.fence(FenceName.DRAFT_DONE).poll() == 20
         assert draft.worker.engine.epoch is None
+
+
+async def test_a_drain_that_takes_long_is_broken_off_by_another_detach(
+    tmp_path: Path, thread: LinkThread, arena: SharedArenas
+) -> None:
+    """As when verify is lost meanwhile: the next epoch does not wait for it."""
+    async with served(tmp_path, Role.DRAFT) as draft:
+        link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
+        await asyncio.to_thread(link.attach, attachment_to(arena, 1))
+        go_on = threading.Event()
+        draft.device_thread.submit(go_on.wait)
+        draining = asyncio.create_task(asyncio.to_thread(link.detach, drain=True))
+        try:
+            await asyncio.sleep(0.1)
+            assert not draining.done()
+            await asyncio.to_thread(link.detach, drain=False)
+            assert not await draining
+            assert not go_on.is_set()
+        finally:
+            go_on.set()
 
 
 async def test_nothing_is_left_of_links_that_come_and_go(tmp_path: Path, arena: SharedArenas) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, MismatchError, StaleEpochError
+from slipstream.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    MismatchError,
+    StaleEpochError,
+)
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName, DraftShape
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, PrefillChunk, StepCommand, StepKind
@@ -28,8 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from slipstream.common.device.cpu.fence import HostFence
     from slipstream.common.device.interface import Device
     from slipstream.services.worker.engine import RoleEngine
+    from tests.harness.driven_workers import Draft
 
 PROMPTS = {1: [5, 6, 7, 8, 9, 10, 11, 12, 13], 3: [200, 3, 77]}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=7)
@@ -77,6 +85,20 @@ def check(driven: Driven, reference: dict[int, list[int]]) -> None:
     """All that was decoded is what plain decoding gives."""
     for slot, tokens in driven.tokens.items():
         assert tokens == reference[slot][: len(tokens)]
+
+
+def undrafted(driven: Driven, draft: Draft) -> StepCommand:
+    """The next step, for which the draft never drafts."""
+    driven.step += 1
+    points = tuple(FencePoint(name, driven.step) for name in (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH))
+    return StepCommand(
+        epoch=EPOCH,
+        step=driven.step,
+        kind=StepKind.DECODE,
+        slots=tuple(driven.tokens),
+        ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, driven.step),), points),
+        attachment=draft.number,
+    )
 
 
 @pytest.mark.parametrize("make_device", DEVICES)
@@ -177,16 +199,7 @@ def test_a_draft_that_is_lost_in_a_step_is_given_up_and_the_step_yields(
     draft = driven.make_draft(_twin(target, device), number=2)
     driven.prefill(PROMPTS, SAMPLED, draft)
     driven.decode(draft)
-    driven.step += 1
-    points = tuple(FencePoint(name, driven.step) for name in (FenceName.VERIFY_PUBLISH, FenceName.VERIFY_STASH))
-    lost = StepCommand(
-        epoch=EPOCH,
-        step=driven.step,
-        kind=StepKind.DECODE,
-        slots=tuple(driven.tokens),
-        ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, driven.step),), points),
-        attachment=draft.number,
-    )
+    lost = undrafted(driven, draft)
     driven.verify.send(lost)
     driven.verify.detach_draft(EPOCH, draft.number)
     driven._take_in(lost.slots)
@@ -195,6 +208,41 @@ def test_a_draft_that_is_lost_in_a_step_is_given_up_and_the_step_yields(
     driven.verify.detach_draft(EPOCH, draft.number)
     for _ in range(5):
         driven.plain()
+    check(driven, reference)
+    driven.close()
+
+
+def test_a_lost_draft_that_holds_its_word_at_zero_holds_no_step(target: Path, reference: dict[int, list[int]]) -> None:
+    """Neither the step that waits when it is released nor one that comes later, on its way to verify by then."""
+    device, stop = HostDevice(), threading.Event()
+    driven = Driven(_verify(target, device), device)
+    draft = driven.make_draft(_twin(target, device), number=2)
+    driven.prefill(PROMPTS, SAMPLED, draft)
+    driven.decode(draft)
+    word = cast("HostFence", draft.memory.fence(FenceName.DRAFT_DONE))._word
+
+    def hold() -> None:
+        while not stop.is_set():
+            word.value = 0
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    try:
+        for is_waiting in (True, False):
+            lost = undrafted(driven, draft)
+            driven.verify.send(lost)
+            if is_waiting:
+                with pytest.raises(DeadlineExceededError):
+                    driven.verify.stream.synchronize(0.1)
+                driven.verify.release_draft(EPOCH, draft.number)
+            driven._take_in(lost.slots)
+        driven.verify.release_draft(EPOCH, 99)
+        driven.verify.release_draft(99, draft.number)
+    finally:
+        stop.set()
+        holding.join()
+    driven.verify.detach_draft(EPOCH, draft.number)
+    driven.plain()
     check(driven, reference)
     driven.close()
 
