@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,18 +16,18 @@ import psutil
 import pytest
 
 from slipstream.cli.up import mps
-from slipstream.cli.up.process import ServiceCommand
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.protos import generation_pb2_grpc
 from tests.harness.running import running_up
+from tests.harness.supervised import fake_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from slipstream.protos import generation_pb2
     from tests.harness.running import Running
+    from tests.harness.supervised import MakeCommand
 
-_FAKE_SERVICE = Path(__file__).parent.parent / "harness" / "fake_service.py"
 _FAKE_MPS_CONTROL = Path(__file__).parent.parent / "harness" / "fake_mps_control.py"
 
 
@@ -70,27 +71,10 @@ def server(up: Running, state_dir: Path) -> str:
     return (state_dir / "server").read_text()
 
 
-class MakeCommand(Protocol):
-    """Makes the command of a fake service that serves at a socket named for it."""
-
-    def __call__(self, name: str, *options: str) -> ServiceCommand:
-        """Options are those of `fake_service.py`."""
-
-
 @pytest.fixture
 def fake_service(tmp_path: Path) -> MakeCommand:
     """Commands of fake services that live in the test's folder."""
-
-    def make(name: str, *options: str) -> ServiceCommand:
-        address = f"unix:{tmp_path}/{name}.sock"
-        return ServiceCommand(
-            name=name,
-            argv=(sys.executable, str(_FAKE_SERVICE), "--listen", address, *options),
-            address=address,
-            log_path=tmp_path / f"{name}.log",
-        )
-
-    return make
+    return partial(fake_command, tmp_path)
 
 
 @pytest.fixture(autouse=True)

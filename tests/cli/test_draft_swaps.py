@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from slipstream.cli.up.process import ServiceCommand
-    from tests.cli.conftest import MakeCommand
+    from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.cli.conftest import MakeCommand
+    from tests.harness.supervised import MakeCommand
 
 pytestmark = pytest.mark.timeout(60)
 

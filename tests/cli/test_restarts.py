@@ -1,0 +1,178 @@
+"""Which services the supervisor starts again after a death, how often, and together with which others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from slipstream.cli.status import check
+from slipstream.cli.up import restarts as restarts_module
+from slipstream.cli.up.restarts import RestartSettings
+from slipstream.cli.up.service import ServiceState
+from slipstream.common.errors import UnavailableError
+from tests.harness.supervised import Kills, States, sockets_in, supervisor_of, workers_of
+from tests.harness.waiting import until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.harness.supervised import MakeCommand
+
+pytestmark = pytest.mark.timeout(30)
+
+FEW = RestartSettings(max_restarts=2)
+MAX_DEATHS = FEW.max_restarts + 1
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that died is started again almost at once."""
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 0.01)
+
+
+async def test_a_service_that_may_restart_is_started_again(
+    fake_service: MakeCommand, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = States()
+    async with supervisor_of(on_change=states) as supervisor:
+        supervisor.start(fake_service("verify"))
+        supervisor.start(replace(fake_service("gateway"), restarts=True))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        pids = [supervisor.pid("gateway")]
+        for number in (1, 2):
+            os.kill(pids[-1], signal.SIGKILL)
+            await until(lambda: states.num("gateway") == number + 1)  # noqa: B023
+            assert await check(f"unix:{tmp_path}/gateway.sock") == "SERVING"
+            pids.append(supervisor.pid("gateway"))
+        assert len(set(pids)) == 3
+        assert "gateway was killed by SIGKILL and is started again" in caplog.text
+        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL;"):
+            await watching
+    assert not sockets_in(tmp_path)
+
+
+async def test_a_death_starts_the_whole_group_again(
+    fake_service: MakeCommand, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states, kills = States(), Kills()
+    async with supervisor_of(on_change=states, before_kill=kills) as supervisor:
+        supervisor.start(*workers_of(fake_service), replace(fake_service("gateway"), restarts=True))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        verify, draft, gateway = (supervisor.pid(name) for name in ("verify", "draft", "gateway"))
+        os.kill(draft, signal.SIGKILL)
+        await until(lambda: states.num("verify") == states.num("draft") == 2)
+        assert kills == [(verify, True)]
+        assert not {verify, draft} & {supervisor.pid("verify"), supervisor.pid("draft")}
+        assert supervisor.pid("gateway") == gateway
+        assert await check(f"unix:{tmp_path}/verify.sock") == await check(f"unix:{tmp_path}/draft.sock") == "SERVING"
+        assert "draft was killed by SIGKILL and is started again, together with verify; its log is now" in caplog.text
+        assert not watching.done()
+        watching.cancel()
+    assert not sockets_in(tmp_path)
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_the_deaths_of_a_group_are_counted_together(fake_service: MakeCommand) -> None:
+    states = States()
+    async with supervisor_of(restarts=FEW, on_change=states) as supervisor:
+        supervisor.start(*workers_of(fake_service))
+        await supervisor.wait_ready()
+        watching = asyncio.ensure_future(supervisor.watch())
+        for number in range(MAX_DEATHS):
+            await until(lambda: states.num("verify") == states.num("draft") == number + 1)  # noqa: B023
+            os.kill(supervisor.pid(("verify", "draft")[number % 2]), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed by SIGKILL, the last of 3 ends within 300 s; "):
+            await watching
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_a_service_that_dies_too_often_is_not_started_again(fake_service: MakeCommand, tmp_path: Path) -> None:
+    command = fake_service("gateway")
+    dying = replace(command, argv=(*command.argv, "--die-when", str(tmp_path / "broken")), restarts=True)
+    states = States()
+    async with supervisor_of(restarts=FEW, on_change=states) as supervisor:
+        supervisor.start(dying)
+        await supervisor.wait_ready()
+        (tmp_path / "broken").touch()
+        with pytest.raises(UnavailableError, match="before it was ready, the last of 3 ends within 300 s; ") as caught:
+            await supervisor.watch()
+    assert "fake service cannot load its model" in str(caught.value)
+    assert states.num("gateway", ServiceState.LOADING) == states.num("gateway", ServiceState.DIED) == MAX_DEATHS
+
+
+async def test_a_service_that_was_never_ready_is_not_started_again(fake_service: MakeCommand) -> None:
+    async with supervisor_of() as supervisor:
+        supervisor.start(replace(fake_service("gateway", "--die-at-once"), restarts=True))
+        with pytest.raises(UnavailableError, match="gateway ended with exit status 1 before it was ready; "):
+            await supervisor.wait_ready()
+
+
+async def test_a_death_during_a_wait_to_start_again_is_noticed_at_once(
+    fake_service: MakeCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts_module, "_FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(restarts_module, "_MAX_PAUSE_S", 60.0)
+    dying = fake_service("gateway", "--die-when", str(tmp_path / "broken"))
+    states = States()
+    async with supervisor_of(on_change=states) as supervisor:
+        supervisor.start(fake_service("verify"), replace(dying, restarts=True))
+        await supervisor.wait_ready()
+        (tmp_path / "broken").touch()
+        watching = asyncio.ensure_future(supervisor.watch())
+        await until(lambda: states.num("gateway", ServiceState.DIED) == 2)
+        os.kill(supervisor.pid("verify"), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="verify was killed"):
+            await watching
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_the_others_are_ready_without_an_optional_service_and_it_is_tried_again(
+    fake_service: MakeCommand, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    draft = replace(fake_service("draft", "--die-when", str(broken)), restarts=True, is_optional=True, group="workers")
+    async with supervisor_of() as supervisor:
+        supervisor.start(replace(fake_service("verify"), restarts=True, group="workers"), draft)
+        await supervisor.wait_ready()
+        verify = supervisor.pid("verify")
+        service = supervisor.service("draft")
+
+        async def until_ready() -> None:
+            await until(lambda: service.num_restarts >= 3)
+            broken.unlink()
+            await until(lambda: service.is_ready)
+
+        await supervisor.while_alive(until_ready())
+        assert supervisor.pid("verify") == verify
+    line = "draft ended with exit status 1 before it was ready and is tried again, and the others serve without it; "
+    assert caplog.text.count(line) == caplog.text.count("fake service cannot load its model") == 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_an_optional_service_that_dies_too_often_waits_and_the_others_serve_on(fake_service: MakeCommand) -> None:
+    async with supervisor_of(restarts=RestartSettings(max_restarts=1)) as supervisor:
+        needed, optional = workers_of(fake_service)
+        supervisor.start(needed, replace(optional, is_optional=True))
+        await supervisor.wait_ready()
+        verify, draft = supervisor.service("verify"), supervisor.service("draft")
+
+        async def kill_twice() -> None:
+            for num_restarts in (1, 2):
+                await until(lambda: verify.is_ready and draft.is_ready)
+                os.kill(draft.process.pid, signal.SIGKILL)
+                await until(lambda: verify.num_restarts == num_restarts and verify.is_ready)  # noqa: B023
+
+        await supervisor.while_alive(kill_twice())
+        assert (draft.num_restarts, draft.is_running) == (1, False)
+        assert draft.due is not None
+        assert 290 < draft.due - time.monotonic() <= 300
