@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class PeersStub:
     """Between the gateways of one server, which share the port for clients. Each has a Unix socket for the others, where it
-    serves this and `Generation`: a call that names a job is passed on to the gateway that the job is at home at.
+    serves this and `Generation`: a call that names a job is forwarded to the gateway that the job is at home at.
     """
 
     def __init__(self, channel):
@@ -50,7 +50,7 @@ class PeersStub:
 
 class PeersServicer:
     """Between the gateways of one server, which share the port for clients. Each has a Unix socket for the others, where it
-    serves this and `Generation`: a call that names a job is passed on to the gateway that the job is at home at.
+    serves this and `Generation`: a call that names a job is forwarded to the gateway that the job is at home at.
     """
 
     def DescribeGateway(self, request, context):
@@ -90,7 +90,7 @@ def add_PeersServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Peers:
     """Between the gateways of one server, which share the port for clients. Each has a Unix socket for the others, where it
-    serves this and `Generation`: a call that names a job is passed on to the gateway that the job is at home at.
+    serves this and `Generation`: a call that names a job is forwarded to the gateway that the job is at home at.
     """
 
     @staticmethod
