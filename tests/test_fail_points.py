@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.bundled import prompts
+from slipstream.bundled import prompts, target_dir
 from slipstream.client import AsyncClient
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.fail_points import NAMES
+from slipstream.gateway.tokenizer import load_tokenizer
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_verify
+from tests.harness.counted_jobs import Job
+from tests.harness.local_epoch import LocalEpoch
 from tests.harness.planted_faults import PlantedFaults
 from tests.harness.running import running_up, until
+from tests.harness.workers import local_workers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(180)
@@ -39,12 +48,16 @@ HUNG = (
 )
 
 
-async def outputs(address: str, *, name: str = "undisturbed") -> list[tuple[int, ...]]:
-    """The tokens of each job, greedy and sampled in turn, all at once. `name`: what the jobs' names begin with."""
+def sampling_of(number: int) -> dict[str, Any]:
+    """Greedy and sampled in turn."""
+    return {"temperature": 0.8 * (number % 2), "seed": number}
+
+
+async def outputs(address: str, *, name: str) -> list[tuple[int, ...]]:
+    """The tokens of each job, all at once. `name`: what the jobs' names begin with."""
 
     async def run(client: AsyncClient, number: int) -> tuple[int, ...]:
         prompt = prompts()[number].text
-        sampling = {"temperature": 0.8 * (number % 2), "seed": number}
         tokens: list[int] = []
         async for chunk in client.generate(
             prompt,
@@ -52,7 +65,7 @@ async def outputs(address: str, *, name: str = "undisturbed") -> list[tuple[int,
             max_new_tokens=MAX_NEW_TOKENS,
             ignore_eos=True,
             reconnect_s=120.0,
-            **sampling,
+            **sampling_of(number),
         ):
             tokens += chunk.token_ids
         return tuple(tokens)
@@ -62,11 +75,25 @@ async def outputs(address: str, *, name: str = "undisturbed") -> list[tuple[int,
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[int, ...]]]:
-    """The tokens of an undisturbed server."""
-    state_dir = tmp_path_factory.mktemp("undisturbed")
-    with running_up(state_dir, *OPTIONS):
-        yield asyncio.run(outputs((state_dir / "server").read_text()))
+def expected() -> list[tuple[int, ...]]:
+    """The tokens of the target alone, in this process."""
+    tokenizer = load_tokenizer(target_dir())
+    jobs = [
+        Job(
+            SequenceSpec(
+                job_id=str(number),
+                prompt=tuple(tokenizer.encode(prompts()[number].text)),
+                max_new_tokens=MAX_NEW_TOKENS,
+                sampling=SamplingParams(**sampling_of(number)),
+                stop_token_ids=frozenset(),
+            )
+        )
+        for number in range(NUM_JOBS)
+    ]
+    verify = make_verify(WorkerConfig(model=target_dir(), device="cpu"), HostDevice(), 0)
+    with local_workers(verify) as workers:
+        outputs = LocalEpoch(1, SchedulerConfig(verify="unix:/none", slots=NUM_JOBS), workers).run(jobs)
+    return [tuple(outputs[job]) for job in jobs]
 
 
 async def check_until_failed(faults: PlantedFaults, state_dir: Path, expected: list[tuple[int, ...]]) -> None:

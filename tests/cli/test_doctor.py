@@ -117,6 +117,7 @@ def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         measure("cpu", "auto", {})
 
 
+@pytest.mark.slow
 def test_what_a_process_cannot_do_is_the_error() -> None:
     with pytest.raises(FailedPreconditionError, match="TypeError: str expected"):
         measure("cpu", "auto", {"SLIPSTREAM": 1})  # type: ignore[dict-item]

@@ -22,6 +22,7 @@ from slipstream.protos import generation_pb2 as pb
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint, write_json
 from tests.harness.hostile_messages import decodes, mangled, messages, methods
 from tests.harness.running import running_up, until
+from tests.harness.sampling import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ REFUSALS = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.FAILED_PRECONDITION,
 )
-FUZZ = settings(max_examples=100, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
 
 _JOB_IDS = st.sampled_from(("a", "b", "c", "a.B_9:-", "", "x" * 128, "x" * 129, "a b", "ä"))
 _TOKENS = st.integers(0, VOCAB_SIZE - 1) | st.sampled_from((VOCAB_SIZE, 2**32 - 1))
@@ -212,7 +213,7 @@ def test_any_calls_at_once(server: Server) -> None:
     anything = st.one_of(*(st.tuples(st.just(method), sent_to(method)) for method in METHODS))
     before = {process.pid: process.num_fds() for process in server.up.children()}
 
-    @settings(FUZZ, max_examples=25)
+    @settings(FUZZ, max_examples=examples(25, sampled=10))
     @given(sequence=st.lists(anything, min_size=2, max_size=12))
     def fuzz(sequence: list[tuple[str, bytes]]) -> None:
         with grpc.insecure_channel(server.address) as channel:

@@ -30,6 +30,7 @@ def _obstacle(option: str) -> str | None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", ["", IN_USER_NAMESPACE], ids=["root", "user namespace"])
 def test_a_client_gets_its_text_from_services_that_can_do_nothing_else(option: str) -> None:
     obstacle = _obstacle(option)

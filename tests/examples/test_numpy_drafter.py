@@ -150,6 +150,7 @@ async def test_everything_it_reads_and_writes_is_in_order(tmp_path: Path, run_ah
     assert not report.stuck
 
 
+@pytest.mark.slow
 async def test_repetitive_text_is_guessed(tmp_path: Path) -> None:
     """With the bundled model, greedy and sampled: more than one token a step, and the same ones."""
     prompt = tuple(Tokenizer.from_file(str(target_dir() / "tokenizer.json")).encode(REPETITIVE).ids)

@@ -33,10 +33,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, Path]:
     return {Role.VERIFY: target, DRAFT: write_guesser(target.with_name("draft"), target, seed=SEED)}
 
 
-@pytest.fixture
-def processes(models: dict[Role, Path], tmp_path: Path) -> Iterator[WorkerProcesses]:
-    """Both workers, started and perhaps not ready yet."""
-    with WorkerProcesses(tmp_path, models) as made:
+@pytest.fixture(scope="module")
+def processes(models: dict[Role, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcesses]:
+    """Both workers, started and perhaps not ready yet. A test leaves them as it found them."""
+    with WorkerProcesses(tmp_path_factory.mktemp("sockets"), models) as made:
         made.start(*Role)
         yield made
 
@@ -46,9 +46,9 @@ def calm(**changes: object) -> dict[str, object]:
     return settings(draft_timeout_ms=3000.0, **changes)
 
 
-async def undisturbed(client: Client, count: int) -> list[list[int]]:
+async def undisturbed(client: Client, count: int, max_new_tokens: int = 300) -> list[list[int]]:
     """The tokens of jobs when nothing happens."""
-    return await client.run(*make_jobs(count, max_new_tokens=300))
+    return await client.run(*make_jobs(count, max_new_tokens=max_new_tokens))
 
 
 def accept_lengths(jobs: list[Job]) -> float:
@@ -57,11 +57,15 @@ def accept_lengths(jobs: list[Job]) -> float:
     return 1 + sum(job.stats.total_accepted_tokens for job in jobs) / max(1, steps)
 
 
-async def test_a_killed_draft_costs_no_sequence_and_drafts_again_when_it_is_back(processes: WorkerProcesses) -> None:
+@pytest.mark.parametrize("max_new_tokens", [80, pytest.param(300, marks=pytest.mark.slow)])
+async def test_a_killed_draft_costs_no_sequence_and_drafts_again_when_it_is_back(
+    processes: WorkerProcesses, max_new_tokens: int
+) -> None:
+    """When it is back, the short jobs are over."""
     with running_session(processes, **calm()) as client:
         await client.served()
-        expected = await undisturbed(client, 5)
-        jobs = make_jobs(5, max_new_tokens=300)
+        expected = await undisturbed(client, 5, max_new_tokens)
+        jobs = make_jobs(5, max_new_tokens=max_new_tokens)
         running = asyncio.create_task(client.run(*jobs))
         await until(lambda: jobs[0].stats.num_output_tokens > 20)
         processes.send_signal(DRAFT, signal.SIGKILL)
@@ -111,6 +115,8 @@ async def test_a_stopped_draft_costs_the_watchdogs_time(processes: WorkerProcess
         await until(lambda: client.draft_state == "missing")
         assert client.metric("slipstream_draft_losses_total", cause="timeout") >= 1
         processes.send_signal(DRAFT, signal.SIGCONT)
+        for job in jobs:
+            client.jobs.cancel(job)
         await running
         await client.served()
     assert client.num_epochs == 1

@@ -118,6 +118,7 @@ def test_it_ends_at_once_when_its_stream_cannot_be_released(
     assert line.endswith("must be started again step=1 epoch=1")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("role", list(Role))
 def test_lost_epochs_leave_nothing_behind(role: Role, tmp_path: Path, thread: LinkThread) -> None:
     """A scheduler that goes away in the middle of a step, again and again."""

@@ -73,7 +73,7 @@ def has_few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(products, "_DTYPES", (torch.float32,) if request.param else ())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("has_few_rows")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_decoder_has_the_decoders_numbers(family: str, tmp_path: Path, device: torch.device) -> None:

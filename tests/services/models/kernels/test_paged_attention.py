@@ -13,6 +13,7 @@ from tests.services.models.kernels.attention_case import AttentionCase, some_con
 FAR = 2**62
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "lengths", "width"),
     [
@@ -77,6 +78,7 @@ def test_keys_before_a_rows_first_position_are_not_read(
     assert torch.equal(from_0.attend(), output)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> None:
     """Limits, windows, invalid queries, wild positions and page numbers: the same output and the same pages."""

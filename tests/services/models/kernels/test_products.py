@@ -51,6 +51,7 @@ def case(device: torch.device, dtype: torch.dtype) -> Case:
     return Case(device, dtype)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize(("num_rows", "size", "columns", "behind"), SHAPES)
 def test_a_sum_its_norm_and_the_product_behind_it(
