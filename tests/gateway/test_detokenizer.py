@@ -17,6 +17,7 @@ from slipstream.gateway.detokenizer import (
     Vocabulary,
     WindowDetokenizer,
 )
+from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import EXACT_KINDS, KINDS, TEXT, make_tokenizer
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def test_random_tokens_are_sent_as_the_whole_would_be(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
     vocabulary = Vocabulary(tokenizer)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(st.lists(st.integers(0, MAX_ID), max_size=20))
     def check(ids: list[int]) -> None:
         assert "".join(parts(vocabulary, ids)) == whole(tokenizer, ids)
@@ -59,7 +60,7 @@ def test_tokens_that_come_together_become_the_text_of_those_that_come_alone(kind
     words = st.sampled_from([TEXT, "a b", "Hello", "你", "é"]).map(tokenizer.encode)
     groups = st.lists(st.one_of(words, st.lists(st.integers(0, MAX_ID), max_size=6)), max_size=6)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(groups)
     def check(groups: list[list[int]]) -> None:
         detokenizer = vocabulary.new_detokenizer()
@@ -81,7 +82,7 @@ def test_texts_are_sent_as_they_are_decoded(kind: str) -> None:
     vocabulary = Vocabulary(tokenizer)
     texts = [TEXT, " leading", "  two", "trailing ", "👩‍👩‍👧" * 5, "e\u0301" * 5, "你好" * 20, "\ufffd!", " ", "\n"]
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(st.one_of(st.sampled_from(texts), st.text(max_size=30)))
     def check(text: str) -> None:
         ids = tokenizer.encode(text)

@@ -14,6 +14,7 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.gateway.detokenizer import Vocabulary
 from slipstream.gateway.sample_output import SampleOutput
 from slipstream.gateway.validation import CheckedRequest
+from tests.harness.sampling import examples
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def test_output_does_not_depend_on_when_it_is_read(kind: str) -> None:
     letters = st.text(alphabet="abcdeé你 ", min_size=1, max_size=8).map(tokenizer.encode)
     any_tokens = st.lists(st.integers(0, MAX_ID), min_size=1, max_size=5)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     @given(
         tokens=st.lists(st.one_of(letters, any_tokens), min_size=1, max_size=8),
         end=st.sampled_from(ENDS),

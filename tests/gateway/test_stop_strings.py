@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.gateway.stop_strings import StopMatcher
+from tests.harness.sampling import examples
 
 # Few letters, so that strings overlap each other and themselves.
 TEXTS = st.text(alphabet="ab\u00e9", max_size=12)
@@ -30,14 +31,14 @@ def sent(parts: list[str], stops: list[str], num_ignored: int = 0) -> tuple[list
     return [*texts, matcher.finish()], matcher.matched
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.lists(TEXTS, max_size=8), STOPS)
 def test_the_text_is_cut_at_the_first_match_in_any_parts(parts: list[str], stops: list[str]) -> None:
     texts, matched = sent(parts, stops)
     assert ("".join(texts), matched) == reference("".join(parts), stops)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.lists(TEXTS, max_size=8), STOPS, st.integers(0, 8))
 def test_a_stop_string_that_is_complete_too_early_does_not_count(
     parts: list[str], stops: list[str], num_ignored: int
@@ -47,7 +48,7 @@ def test_a_stop_string_that_is_complete_too_early_does_not_count(
     assert ("".join(texts), matched) == reference("".join(parts), stops, first_end)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.lists(TEXTS, max_size=8), STOPS, TEXTS)
 def test_nothing_is_held_back_for_longer_than_it_must(parts: list[str], stops: list[str], rest: str) -> None:
     """At every moment, what has not come out is the beginning of a stop string, the longest at the end of the text."""
@@ -64,7 +65,7 @@ def test_nothing_is_held_back_for_longer_than_it_must(parts: list[str], stops: l
         assert came + held == seen
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(st.lists(TEXTS, max_size=8), STOPS)
 def test_text_that_passes_need_not_be_pushed(parts: list[str], stops: list[str]) -> None:
     matcher, text = StopMatcher(stops), ""

@@ -134,7 +134,7 @@ async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
 
 
 async def test_a_client_that_does_not_read_is_cut_off_and_holds_up_no_other() -> None:
-    num_tokens = 40_000
+    num_tokens = 20_000
     async with generation_server(context_tokens=2 * num_tokens, read_timeout_s=1.0) as server:
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
         async with (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slipstream.common.worker.access_log import LogOp, StreamName
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, Role
+from tests.harness.sampling import examples
 from tests.ordering.checker import Checker, Operation, run
 from tests.ordering.plan_checker import PlanChecker, needless_waits
 
@@ -264,7 +265,7 @@ def rows_with_races(operations: list[tuple[int, Operation]]) -> set[int]:
     }
 
 
-@settings(max_examples=1000, deadline=None, print_blob=True)
+@settings(max_examples=examples(1000), deadline=None, print_blob=True)
 @given(runs())
 def test_agrees_with_the_definition(operations: list[tuple[int, Operation]]) -> None:
     checker = Checker(3)

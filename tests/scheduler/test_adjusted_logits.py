@@ -33,7 +33,7 @@ def adjusted_reference(models: Models, plain: list[list[int]]) -> list[list[int]
     return outputs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "way",
     [
@@ -65,6 +65,7 @@ def test_a_draft_that_is_the_target_applies_them_as_well(
         assert job.stats.num_verify_steps * bound - job.stats.total_accepted_tokens <= bound
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_the_repetition_penalty_is_that_of_transformers(models: Models, num_draft_tokens: int) -> None:
     """Over prompt and output, and over chunks; a slot that goes from one request to the next keeps nothing."""
@@ -86,6 +87,7 @@ def test_the_repetition_penalty_is_that_of_transformers(models: Models, num_draf
         assert generated[0, len(job.spec.prompt) :].tolist() == output
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_logprobs_are_those_of_a_plain_forward(
     models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], num_draft_tokens: int

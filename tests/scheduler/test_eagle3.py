@@ -34,7 +34,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_tokens_are_the_targets_and_nothing_collides(

@@ -71,6 +71,7 @@ def reference(path: Path) -> list[list[int]]:
     return [epoch.outputs[job] for job in jobs]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("has_draft", [False, True])

@@ -64,6 +64,7 @@ async def one(channel: grpc.aio.Channel) -> bytes:
     return answer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_connections", [1, 8])
 async def test_a_call_too_many_is_refused_with_a_time_to_retry(num_connections: int) -> None:
     waiting = Waiting()
