@@ -167,10 +167,10 @@ class Job:
             self._waiting.pop(wake, None)
             self._waiting_for_turn.pop(wake, None)
 
-    def measure(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
-        """Measures the tokens added since the last call, wakes the readers in turns and returns the number of tokens.
+    def update(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
+        """Measures the tokens added since the last call, and returns their number; ends the job with its last sample.
 
-        `now` is in seconds of `time.monotonic`. Called until the job is over, not after.
+        Wakes the readers in turns. `now` is in seconds of `time.monotonic`. Called until the job is over, not after.
         """
         is_urgent = False
         if not self._has_started and self.num_tokens:

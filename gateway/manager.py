@@ -7,7 +7,7 @@ import logging
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from slipstream.common.errors import (
     AlreadyExistsError,
@@ -26,16 +26,16 @@ from slipstream.gateway.keys import TokenQuota, current_owner
 from slipstream.gateway.request_metrics import DEADLINE, DISCONNECTED, REFUSED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from slipstream.common.api.output_chunk import FinishReason
-    from slipstream.common.api.sequence import SequenceSpec
     from slipstream.common.api.step_output import StepOutput
     from slipstream.gateway.job_store import JobStore
     from slipstream.gateway.journal_file import JournalFile
     from slipstream.gateway.request_metrics import RequestMetrics
     from slipstream.gateway.running_sequence import RunningSequence
     from slipstream.gateway.sample import Sample
+    from slipstream.gateway.scheduler_link import SchedulerLink
     from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest
 
@@ -47,29 +47,6 @@ RETRY_AFTER_MS = 200
 logger = logging.getLogger(__name__)
 
 
-class Core(Protocol):
-    """Runs sequences: the link to the scheduler. All methods return at once."""
-
-    @property
-    def running(self) -> Mapping[int, RunningSequence]:
-        """The sequences of steps, by their ids."""
-
-    def submit(self, *specs: SequenceSpec) -> tuple[RunningSequence, ...]:
-        """Submits new sequences, all or none. Raises ResourceExhaustedError if the queue is full, UnavailableError."""
-
-    def add(self, *sequences: RunningSequence) -> None:
-        """Adds sequences that may have output already, without a look at the queue's bound."""
-
-    def check_room(self, num_sequences: int = 1) -> None:
-        """Raises the error that `submit` would raise for so many sequences now."""
-
-    def cancel(self, sequence: RunningSequence) -> None:
-        """Asks for the end of a sequence; no effect if it is over."""
-
-    def release(self, sequence: RunningSequence) -> None:
-        """Called when a sequence is over."""
-
-
 class JobManager:
     """Jobs by their ids, for the owner who calls: see `current_owner`. Belongs to the event loop.
 
@@ -79,7 +56,7 @@ class JobManager:
 
     def __init__(
         self,
-        core: Core,
+        link: SchedulerLink,
         store: JobStore,
         metrics: RequestMetrics,
         *,
@@ -94,7 +71,7 @@ class JobManager:
         Jobs are kept in the journal's file, if there is one. Those in it are back after `begin`; a caller may then take
         `return_s` to come back to its job. `quota` bounds each owner's tokens in flight.
         """
-        self._core = core
+        self._link = link
         self._store = store
         self._metrics = metrics
         self._stream_interval_s = stream_interval_s
@@ -132,7 +109,7 @@ class JobManager:
             for sample in job.samples:
                 if sample.sequence is not None:
                     self._alive[sample.sequence] = (job, sample)
-                    self._core.add(sample.sequence)
+                    self._link.add(sample.sequence)
         for job, ago_s in sorted(restored, key=lambda item: -item[1]):
             if job.is_over:
                 self._store.end(job, ago_s)
@@ -141,13 +118,13 @@ class JobManager:
         self._is_complete = True
         logger.info("%d jobs are back, %d of them go on", len(restored), self.num_jobs)
         unfinished = [job for job, _ in restored if not job.is_over]
-        asyncio.get_running_loop().call_later(self._return_s, self._cancel_deserted, unfinished)
+        asyncio.get_running_loop().call_later(self._return_s, self._cancel_without_callers, unfinished)
 
     def find(self, job_id: str, digest: bytes, model: ServedModel | None = None) -> Job | None:
         """Finds the job that the same request made before; None if there is none, or if it has to begin anew.
 
         A job that its caller left, or that failed, goes on from the output that it has if `model` is still the same.
-        Raises AlreadyExistsError if another request made the job of this id, and the errors of `Core.check_room`.
+        Raises AlreadyExistsError if another request made the job of this id, and the errors of `check_room`.
         """
         self._check_complete()
         job = self._store.get(current_owner(), job_id)
@@ -175,21 +152,21 @@ class JobManager:
         self.journal.forget(old_number)
         for sample, sequence in begun:
             self._alive[sequence] = (job, sample)
-            self._core.add(sequence)
+            self._link.add(sequence)
         self._store.add(job)
         self._is_idle.clear()
         if not begun:
-            self._measure([job], time.monotonic())
+            self._update([job], time.monotonic())
 
     def create(self, request: CheckedRequest, model: ServedModel) -> Job:
-        """Makes the job of a request, unless `find` finds it. Raises the errors of `find` and of `Core.submit`."""
+        """Makes the job of a request, unless `find` finds it. Raises what `find` and `SchedulerLink.submit` do."""
         found = self.find(request.job_id, request.digest, model)
         if found is not None:
             return found
         owner = current_owner()
         with self.counting_refusals():
             self._quota.check(owner, request.samples, self._alive.values())
-            sequences = self._core.submit(*request.samples)
+            sequences = self._link.submit(*request.samples)
         before = self._store.get(owner, request.job_id)
         attempt = max(time.time_ns() // 1000, 0 if before is None else before.attempt + 1)
         job = Job(request, sequences, model, number=next(self._numbers), attempt=attempt, owner=owner)
@@ -211,7 +188,7 @@ class JobManager:
     def check_room(self) -> None:
         """Raises the error that `create` would raise because the queue is full or closed."""
         with self.counting_refusals():
-            self._core.check_room()
+            self._link.check_room()
 
     def get(self, job_id: str) -> Job:
         """The job of this id. Raises NotFoundError, and UnavailableError while jobs come back from the journal."""
@@ -282,7 +259,7 @@ class JobManager:
 
     def deliver(self, step: StepOutput) -> None:
         """See `Receiver.deliver`."""
-        self.journal.take_in(step, self._core.running, partial(self._apply, step))
+        self.journal.take_in(step, self._link.running, partial(self._apply, step))
 
     def end(
         self, sequence: RunningSequence, reason: FinishReason | None = None, error: SlipstreamError | None = None
@@ -296,7 +273,7 @@ class JobManager:
             await self.journal.flush()
 
     def _end(self, sequence: RunningSequence, reason: FinishReason | None, error: SlipstreamError | None) -> None:
-        self._core.release(sequence)
+        self._link.release(sequence)
         if sequence not in self._alive:
             return
         job, sample = self._alive.pop(sequence)
@@ -304,11 +281,11 @@ class JobManager:
         if sample.error is not None:
             # A job fails with any of its samples.
             self._cancel_sequences(job)
-        self._measure([job], time.monotonic())
+        self._update([job], time.monotonic())
 
     def _apply(self, step: StepOutput) -> None:
         """Adds the output of a step to its jobs, and wakes their readers."""
-        running, alive = self._core.running, self._alive
+        running, alive = self._link.running, self._alive
         tokens, num_draft_tokens, published_ns = step.tokens, step.num_draft_tokens, step.published_ns
         logprobs = step.logprobs
         changed: dict[Job, None] = {}
@@ -333,7 +310,7 @@ class JobManager:
                         num_draft_tokens=num_draft_tokens,
                         published_ns=published_ns,
                     ):
-                        self._core.cancel(sequence)
+                        self._link.cancel(sequence)
                 except Exception:
                     # Output that cannot be turned into text fails its own job, no other.
                     logger.exception("the output of a step cannot be taken in", extra={"job": job.job_id})
@@ -342,13 +319,14 @@ class JobManager:
                 if sample.usage is not None:
                     del alive[sequence]
             if reason is not None:
-                self._core.release(sequence)
-        self._measure(changed, published_ns / 1e9)
+                self._link.release(sequence)
+        self._update(changed, published_ns / 1e9)
 
-    def _measure(self, changed: Iterable[Job], now: float) -> None:
+    def _update(self, changed: Iterable[Job], now: float) -> None:
+        """Called with jobs that got output or whose samples ended, `now` in seconds of `time.monotonic`."""
         num_tokens = 0
         for job in changed:
-            num_tokens += job.measure(self._metrics, now, self.turns)
+            num_tokens += job.update(self._metrics, now, self.turns)
             if job.is_over:
                 self.journal.save(job)
                 self._store.end(job)
@@ -369,8 +347,8 @@ class JobManager:
             message = "the jobs from before the server's start are back when the scheduler is"
             raise UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
 
-    def _cancel_deserted(self, jobs: Iterable[Job]) -> None:
-        """Cancels those of the jobs to which no caller has come back."""
+    def _cancel_without_callers(self, jobs: Iterable[Job]) -> None:
+        """Cancels the jobs to which no caller has come back."""
         for job in jobs:
             if not (job.is_over or job.is_detached or job.num_callers):
                 job.left_as = DISCONNECTED
@@ -379,12 +357,12 @@ class JobManager:
     def _fail_all(self, error: SlipstreamError) -> None:
         """Ends all that is alive: what came of it last is not in the journal."""
         for sequence in tuple(self._alive):
-            self._core.cancel(sequence)
+            self._link.cancel(sequence)
             self._end(sequence, None, error)
 
     def _cancel_sequences(self, job: Job) -> None:
         for sequence in job.sequences:
-            self._core.cancel(sequence)
+            self._link.cancel(sequence)
 
 
 def _log_end(job: Job) -> None:
