@@ -7,8 +7,9 @@ draws decode_h200.png beside it. The name of a file is that of its benchmark and
 
 from __future__ import annotations
 
+import itertools
 import json
-from itertools import accumulate
+from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,15 @@ import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from slipstream.benchmarks import decode_report, overlap
+from slipstream.benchmarks.load_results import (
+    PEER,
+    PROMPT_WORKLOADS,
+    CapacityResult,
+    LoadResult,
+    peer_results,
+    throughput,
+)
+from slipstream.benchmarks.load_workloads import NAMES
 from slipstream.benchmarks.result_files import read_rows
 
 if TYPE_CHECKING:
@@ -45,6 +55,13 @@ LATENCIES = (
     ("ttft_ms", "to the first token, ms"),
     ("inter_token_ms", "between tokens, ms"),
     ("end_to_end_ms", "end to end, ms"),
+)
+
+SPEED = "tokens_per_second"
+LOAD_PANELS = (
+    (SPEED, f"tokens/s (all of them: {', '.join(PROMPT_WORKLOADS)})"),
+    ("first_token_p50_ms", "first token, ms"),
+    ("per_token_p50_ms", "per token, ms"),
 )
 
 
@@ -157,7 +174,7 @@ def draw_long_prompt(report: Mapping[str, Any], path: Path) -> None:
         colour = plt.get_cmap("viridis")(number / max(1, len(results) - 1) * 0.9)
         times, counts = zip(*result["messages"], strict=True)
         before = sum(count for at, count in result["messages"] if at < 0)
-        tokens = [total - before for total in accumulate(counts)]
+        tokens = [total - before for total in itertools.accumulate(counts)]
         timeline.step(times, tokens, where="post", color=colour, linewidth=1.2, label=name)
         first_token_s = result["first_token_s"][0]
         at_first = max((total for at, total in zip(times, tokens, strict=True) if at <= first_token_s), default=0)
@@ -219,6 +236,62 @@ def draw_soak(report: Mapping[str, Any], path: Path) -> None:
     _save(figure, path, f"{what}: a line for each process; {report['host']}")
 
 
+def draw_load(results: Sequence[LoadResult], path: Path) -> None:
+    """Throughput and two latencies by workload, a row of panels for each model; lighter bars are the peer's."""
+    models = list(dict.fromkeys(result.model for result in results))
+    size = (15.0, 3.9 * len(models))
+    figure, grid = plt.subplots(len(models), 3, figsize=size, layout="constrained", squeeze=False)
+    for panels, model in zip(grid, models, strict=True):
+        mine = [result for result in results if result.model == model]
+        names = sorted({result.workload for result in mine}, key=NAMES.index)
+        rows = {(result.draft, result.workload): asdict(result) for result in mine}
+        for panel, (name, label) in zip(panels, LOAD_PANELS, strict=True):
+            _draw_bars(panel, names, name, rows, peer_results(model))
+            panel.set_title(f"{model}: {label}", fontsize=9)
+        panels[0].legend(fontsize=7)
+    _save(figure, path, f"Whole requests (dots: p99); {results[0].host}")
+
+
+def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping[tuple[str, str], Any]) -> None:
+    """`sides`: rows by draft and workload, ours and the peer's."""
+    for number, (draft, (title, colour)) in enumerate((draft, DRAFTS[draft]) for draft in ("eagle3", "none")):
+        for side, (rows, owner) in enumerate(zip(sides, ("", f", {PEER}"), strict=True)):
+            found = [(place, rows[draft, name]) for place, name in enumerate(names) if (draft, name) in rows]
+            heights = [
+                (place + (2 * number + side - 1.5) * 0.2, throughput(row) if quantity == SPEED else row.get(quantity))
+                for place, row in found
+            ]
+            shown = [(place, height) for place, height in heights if height is not None]
+            if not shown:
+                continue
+            panel.bar(*zip(*shown, strict=True), 0.19, color=colour, alpha=0.45 if side else 1, label=title + owner)
+            ends = [(place, row.get(quantity.replace("p50", "p99"))) for (place, _), (_, row) in zip(heights, found)]
+            dots = [(place, end) for place, end in ends if quantity != SPEED and end is not None]
+            panel.plot([place for place, _ in dots], [end for _, end in dots], "k.", markersize=4)
+    panel.set_xticks(range(len(names)), names, fontsize=8)
+    panel.grid(alpha=0.3, axis="y")
+    if quantity == LOAD_PANELS[1][0]:
+        panel.set_yscale("log")
+
+
+def draw_capacity(results: Sequence[CapacityResult], path: Path) -> None:
+    """Both latencies at every rate that was tried; dashed: their limits."""
+    figure, panels = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
+    for panel, name in zip(panels, ("first_token", "per_token"), strict=True):
+        for result, style in zip(results, itertools.cycle(("o-", "s-", "^-", "v-")), strict=False):
+            title, colour = DRAFTS[result.draft]
+            latencies = [getattr(one, f"{name}_p99_ms") for one in result.tried]
+            label = f"{result.model}, {title}: {result.rate:.1f}/s"
+            panel.plot([one.rate for one in result.tried], latencies, style, color=colour, markersize=4, label=label)
+        panel.axhline(getattr(results[0], f"{name}_ms"), color="k", linewidth=0.8, linestyle="--")
+        panel.set_yscale("log")
+        panel.set_xlabel("requests/s (Poisson)")
+        panel.set_ylabel(f"{name.replace('_', ' ')}, p99, ms")
+        panel.grid(alpha=0.3)
+    panels[0].legend(fontsize=7)
+    _save(figure, path, f"Latencies by rate; {results[0].host}")
+
+
 def _save(figure: Figure, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=110)
@@ -240,6 +313,10 @@ def main(
                 draw_serving(json.loads(path.read_text(encoding="utf-8")), picture)
             case "long_prompt":
                 draw_long_prompt(json.loads(path.read_text(encoding="utf-8")), picture)
+            case "load":
+                draw_load(read_rows(path, LoadResult), picture)
+            case "capacity":
+                draw_capacity(read_rows(path, CapacityResult.from_json), picture)
             case "soak":
                 draw_soak(json.loads(path.read_text(encoding="utf-8")), picture)
             case name:

@@ -18,7 +18,6 @@ import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,78 +26,33 @@ import typer
 
 from slipstream.benchmarks.decode_report import ONE, THREE, Measurement
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
-from slipstream.benchmarks.model_shapes import write_shape
+from slipstream.benchmarks.models import ACCEPT_LENGTH, EAGLE3, NUM_DRAFT_TOKENS, Setup
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
-from slipstream.bundled import eagle3_dir, target_dir
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
 
     from torch import nn
 
     from slipstream.benchmarks.stream_window import Window
     from slipstream.client.requests import RequestOptions
 
-NUM_DRAFT_TOKENS = 4
-ACCEPT_LENGTH = 3.5
 LEAST_STEPS = 80
 """In a repeat, which takes as many batches of requests as that needs."""
 SEED = 11
 TEMPERATURE = 0.8
 WARM_UP_TOKENS = 16
-SHAPES_DIR = Path("build/shapes")
 COPIED_BYTES = 4 << 30
 NUM_COPIES = 20
 META = torch.device("meta")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A pair of models, and the lengths of sequences."""
-
-    name: str
-    target: Path
-    draft: Path
-    load_format: str
-    prompt_tokens: int
-    max_new_tokens: int
-    kv_memory_mib: int
-    """For all slots, in each of both modes."""
-
-    @classmethod
-    def named(cls, name: str) -> Setup:
-        """`bundled`, or a shape with a head of the same shape."""
-        if name == "bundled":
-            return cls(
-                name=name,
-                target=target_dir(),
-                draft=eagle3_dir(),
-                load_format="auto",
-                prompt_tokens=64,
-                max_new_tokens=600,
-                kv_memory_mib=512,
-            )
-        return cls(
-            name=name,
-            target=write_shape(SHAPES_DIR, name),
-            draft=write_shape(SHAPES_DIR, f"eagle3-{name}"),
-            load_format="dummy",
-            prompt_tokens=1024,
-            max_new_tokens=376,
-            kv_memory_mib=18 * 1024,
-        )
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of a request, prompt and output."""
-        return self.prompt_tokens + self.max_new_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

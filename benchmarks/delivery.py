@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.decode import ACCEPT_LENGTH, NUM_DRAFT_TOKENS, SEED, TEMPERATURE, Setup
-from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
+from slipstream.benchmarks.decode import SEED, TEMPERATURE
+from slipstream.benchmarks.models import ACCEPT_LENGTH, EAGLE3, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Setup
 from slipstream.benchmarks.result_files import host, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import START_TIMEOUT_S, CpuClock, StepSums
@@ -32,7 +32,6 @@ from slipstream.client import AsyncClient
 from slipstream.common.host import STEP_LOOP
 from slipstream.common.rpc.keepalive import Keepalive
 from slipstream.common.rpc.scrape import scrape
-from slipstream.services.worker.config import EAGLE3
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.benchmarks import decode_report, overlap, reliability
-from slipstream.benchmarks.pages import RESULTS, ROOT, load, markdown_table, section, text
+from slipstream.benchmarks.pages import RESULTS, ROOT, WRITTEN, load, markdown_table, section, text
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.result_files import read_rows
 from slipstream.benchmarks.step_check import MOST_STRAY
@@ -28,7 +28,6 @@ GPU_PAGE = ROOT / "docs" / "measured-on-a-gpu.md"
 RELIABILITY_PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
-WRITTEN = "Written by `python benchmarks/figures.py --write` from the files that each section names."
 DRAFT_NAMES = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
 
 

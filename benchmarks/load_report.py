@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, REJECTED
+from slipstream.common.api.output_chunk import mean_accept_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,12 +57,16 @@ class LoadReport:
     """Received in the window, of all requests."""
     completed_tokens_per_second: float
     """Received in the window, of requests that were completed, then or later."""
+    all_tokens_per_second: float
+    """Received in the window, and the prompts of requests that were completed in it."""
     ttft_ms: Percentiles
     """To the first token, of completed requests."""
     inter_token_ms: Percentiles
     """Between tokens of completed requests; those of one message share the time since the one before."""
     message_gap_ms: Percentiles
     """Between messages of completed requests."""
+    time_per_token_ms: Percentiles
+    """The mean of each completed request behind its first token; one with a single token has none."""
     end_to_end_ms: Percentiles
     """From the due time to the end of completed requests."""
     rejection_ms: Percentiles
@@ -69,7 +74,9 @@ class LoadReport:
     lateness_ms: Percentiles
     """From a request's due time to the time at which it was made: the generator's own delay, part of the latencies."""
     generator_cpu_share: float
-    """CPU time of the load generator, as a share of one core."""
+    """CPU time of the generator's busiest process, as a share of one core; near 1 it measures itself."""
+    mean_accept_length: float
+    """Tokens of a step that checked a draft; 1 without drafts."""
 
 
 def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:
@@ -80,6 +87,8 @@ def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:
     window_s = run.seconds - warm_up_s
     all_completed = [record for record in run.records if record.outcome == COMPLETED]
     ended = [record for record in all_completed if warm_up_s <= record.ended_s < run.seconds]
+    tokens_per_second = _tokens_between(run.records, warm_up_s, run.seconds) / window_s
+    usages = [record.usage for record in completed if record.usage is not None]
     return LoadReport(
         seconds=window_s,
         num_requests=len(records),
@@ -88,25 +97,28 @@ def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:
         num_failed=outcomes[FAILED],
         num_left=outcomes[LEFT],
         requests_per_second=len(ended) / window_s,
-        tokens_per_second=_tokens_between(run.records, warm_up_s, run.seconds) / window_s,
+        tokens_per_second=tokens_per_second,
         completed_tokens_per_second=_tokens_between(all_completed, warm_up_s, run.seconds) / window_s,
+        all_tokens_per_second=tokens_per_second + sum(r.usage.prompt_tokens for r in ended if r.usage) / window_s,
         ttft_ms=Percentiles.of_seconds(record.times_s[0] - record.intended_s for record in completed),
         inter_token_ms=Percentiles.of_seconds(_inter_token(completed)),
         message_gap_ms=Percentiles.of_seconds(b - a for record in completed for a, b in pairwise(record.times_s)),
+        time_per_token_ms=Percentiles.of_seconds(
+            (r.times_s[-1] - r.times_s[0]) / (r.num_tokens - 1) for r in completed if r.num_tokens > 1
+        ),
         end_to_end_ms=Percentiles.of_seconds(record.ended_s - record.intended_s for record in completed),
         rejection_ms=Percentiles.of_seconds(r.ended_s - r.intended_s for r in records if r.outcome == REJECTED),
         lateness_ms=Percentiles.of_seconds(record.sent_s - record.intended_s for record in records),
         generator_cpu_share=run.cpu_s / run.wall_s,
+        mean_accept_length=mean_accept_length(
+            sum(usage.total_accepted_tokens for usage in usages), sum(usage.num_verify_steps for usage in usages)
+        ),
     )
 
 
 def failures(run: LoadRun) -> list[str]:
-    """A line for each request that failed: the error, or the missing tokens."""
-    return [
-        record.error or f"{record.num_tokens} of {record.wanted_tokens} tokens"
-        for record in run.records
-        if record.outcome == FAILED
-    ]
+    """A line for each request that failed: the error, or what its end had to be."""
+    return [record.error for record in run.records if record.outcome == FAILED]
 
 
 def _tokens_between(records: Sequence[RequestRecord], start_s: float, end_s: float) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from slipstream.benchmarks.model_shapes import write_shape
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
@@ -19,6 +20,11 @@ NGRAM = "ngram"
 """The NumPy drafter of the examples, which has no model."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3)
 DEVICES = ("cpu", "cuda")
+BUNDLED = "bundled"
+NUM_DRAFT_TOKENS = 4
+ACCEPT_LENGTH = 3.5
+"""Tokens that a step brings where drafts are accepted by chance."""
+SHAPES_DIR = Path("build/shapes")
 
 
 def _known_device(value: str) -> str:
@@ -47,6 +53,61 @@ class Models:
         """The same target with the drafts of these algorithms alone; there is none for "none"."""
         drafts = {name: path for name, path in self.drafts.items() if name in algorithms}
         return Models(target=self.target, drafts=drafts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A pair of models, and the lengths of sequences."""
+
+    name: str
+    target: Path
+    draft: Path
+    load_format: str
+    prompt_tokens: int
+    max_new_tokens: int
+    kv_memory_mib: int
+    """For all slots, in each of both modes."""
+
+    @classmethod
+    def named(cls, name: str) -> Setup:
+        """`bundled`, or a shape with a head of the same shape."""
+        if name == BUNDLED:
+            return cls(
+                name=name,
+                target=target_dir(),
+                draft=eagle3_dir(),
+                load_format="auto",
+                prompt_tokens=64,
+                max_new_tokens=600,
+                kv_memory_mib=512,
+            )
+        return cls(
+            name=name,
+            target=write_shape(SHAPES_DIR, name),
+            draft=write_shape(SHAPES_DIR, f"eagle3-{name}"),
+            load_format="dummy",
+            prompt_tokens=1024,
+            max_new_tokens=376,
+            kv_memory_mib=18 * 1024,
+        )
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a request, prompt and output."""
+        return self.prompt_tokens + self.max_new_tokens
+
+    def up_options(self, *, drafts: bool = True) -> dict[str, Path | str | int | float]:
+        """Options of `slipstream up` for these models, with the head or without; a shape accepts by chance."""
+        options: dict[str, Path | str | int | float] = {"target": self.target, "load_format": self.load_format}
+        if not drafts:
+            return options | {"algorithm": NONE}
+        simulated = {} if self.name == BUNDLED else {"simulate_accept_length": ACCEPT_LENGTH}
+        return options | {
+            "draft": self.draft,
+            "algorithm": EAGLE3,
+            "num_draft_tokens": NUM_DRAFT_TOKENS,
+            **simulated,
+        }
 
 
 def draft_of(algorithm: str) -> str | None:

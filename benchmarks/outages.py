@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from slipstream.benchmarks.decode import ACCEPT_LENGTH, NUM_DRAFT_TOKENS, Setup
-from slipstream.benchmarks.models import EAGLE3, STANDALONE, DeviceOption, JsonOption
+from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, DeviceOption, JsonOption, Setup
 from slipstream.benchmarks.result_files import host, read_json, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
@@ -53,7 +52,6 @@ CALM_S = 1.0
 AROUND_S = 0.5
 """A gap that begins so soon after the fault is the fault's; a later one comes from the return of the service."""
 FLOW_TIMEOUT_S = 120.0
-BUNDLED = "bundled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +85,9 @@ class Plan:
             device=self.device,
             mps=self.mps,
             slots=self.clients,
-            target=setup.target,
-            draft=setup.draft,
-            algorithm=EAGLE3,
-            load_format=setup.load_format,
-            num_draft_tokens=NUM_DRAFT_TOKENS,
-            simulate_accept_length=ACCEPT_LENGTH,
             context_tokens=setup.context_tokens,
             kv_memory_mib=setup.kv_memory_mib,
+            **setup.up_options(),
         )
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LINE = 120
+WRITTEN = "Written by `python benchmarks/figures.py --write` from the files that each section names."
 
 
 def load(name: str) -> Any:

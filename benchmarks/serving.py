@@ -108,8 +108,8 @@ async def find_capacity(
 
     Raises RuntimeError if requests fail.
     """
-    requests = list(itertools.islice(workload.requests(seed), NUM_REQUESTS))
-    run = await closed_loop(address, requests, CLIENTS_PER_SLOT * num_slots, seconds)
+    sessions = [(request,) for request in itertools.islice(workload.requests(seed), NUM_REQUESTS)]
+    run = await closed_loop(address, sessions, CLIENTS_PER_SLOT * num_slots, seconds)
     report = report_of(run, warm_up_s)
     if failures(run) or not report.tokens_per_second:
         raise RuntimeError(f"no capacity was found: {report}, {failures(run)[:3]}")

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from slipstream.benchmarks.decode import NUM_DRAFT_TOKENS, Setup
 from slipstream.benchmarks.late_worker import DELAY_US, Late
-from slipstream.benchmarks.models import EAGLE3, DeviceOption, JsonOption, with_context
+from slipstream.benchmarks.models import EAGLE3, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Setup, with_context
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import StepSums, TornWindowError, streaming

@@ -65,7 +65,8 @@ class Lengths:
 class PlannedRequest:
     """A request that is ready to be made."""
 
-    prompt: str
+    prompt: str | tuple[int, ...]
+    """A text, or token ids."""
     max_new_tokens: int
     """Exactly as many are generated: the end-of-sequence token is ignored."""
     temperature: float

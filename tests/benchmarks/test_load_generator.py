@@ -56,9 +56,9 @@ async def test_requests_that_do_not_end_are_left() -> None:
 
 
 async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
-    requests = [PlannedRequest("abc", 3000, 0.8, 1), PlannedRequest("def", 2, 0.8, 2)]
+    sessions = [(PlannedRequest("abc", 3000, 0.8, 1),), (PlannedRequest("def", 2, 0.8, 2),)]
     async with generation_server() as server:
-        run = await closed_loop(server.address, requests, 3, 0.5)
+        run = await closed_loop(server.address, sessions, 3, 0.5)
         await server.manager.wait_idle()
     report = report_of(run, 0.0)
     assert report.num_left <= 3
@@ -68,4 +68,4 @@ async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ConnectionLostError):
-        await closed_loop("127.0.0.1:1", [PlannedRequest("abc", 3, 0.8, 1)], 1, 0.1)
+        await closed_loop("127.0.0.1:1", [(PlannedRequest("abc", 3, 0.8, 1),)], 1, 0.1)

@@ -67,7 +67,7 @@ def test_only_what_happens_in_the_window_is_throughput() -> None:
 
 def test_failures_are_told() -> None:
     short = record(0.0, [1.0], [3], ended_s=1.0, outcome=FAILED)
-    short.wanted_tokens = 4
+    short.error = "3 of 4 tokens"
     assert failures(LoadRun([short], 1.0, 0.0, 1.0)) == ["3 of 4 tokens"]
     assert report_of(LoadRun([short], 1.0, 0.0, 1.0), 0.0).num_failed == 1
 

@@ -1,0 +1,236 @@
+"""Results of `load.py`, and the sections of the pages that show them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from slipstream.benchmarks.load_workloads import NAMES
+from slipstream.benchmarks.pages import WRITTEN, load, markdown_table, section, text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from slipstream.benchmarks.load_report import LoadReport
+
+PROMPT_WORKLOADS = ("prefill", "ctx8k")
+"""Their throughput is that of all tokens; of the others, that of the output."""
+PEER = "vLLM 0.22.0"
+PEER_RESULTS = "load_vllm_h200"
+CAPACITY = "capacity_h200"
+CAPACITY_MODELS = ("llama-3.2-1b", "llama-3.1-8b")
+LIMITS = (200.0, 10.0)
+"""Of the first token and of the time per token, in milliseconds."""
+DRAFTS = {"eagle3": "EAGLE-3", "none": "none"}
+"""Draft settings, in the order of the tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """One workload with one draft setting."""
+
+    model: str
+    draft: str
+    workload: str
+    options: str
+    """Further ones of `slipstream up`."""
+    num_requests: int
+    seconds: float
+    tokens_per_second: float
+    """Of the output, until the last request has ended."""
+    all_tokens_per_second: float
+    """Prompts and output."""
+    first_token_p50_ms: float
+    first_token_p99_ms: float
+    per_token_p50_ms: float
+    """The mean of each request behind its first token."""
+    per_token_p99_ms: float
+    message_gap_p50_ms: float
+    mean_accept_length: float
+    lateness_p99_ms: float
+    """From the time when a request had to be made until it was; a part of its latencies."""
+    num_processes: int
+    """Of the clients."""
+    client_cpu_share: float
+    """CPU time of the busiest of them, as a share of one core."""
+    host: str
+
+    @classmethod
+    def of(cls, report: LoadReport, **about: Any) -> Self:
+        """From the report of the whole run. `about`: the fields that are not in it."""
+        return cls(
+            num_requests=report.num_requests,
+            seconds=round(report.seconds, 2),
+            tokens_per_second=round(report.tokens_per_second, 1),
+            all_tokens_per_second=round(report.all_tokens_per_second, 1),
+            first_token_p50_ms=report.ttft_ms.p50,
+            first_token_p99_ms=report.ttft_ms.p99,
+            per_token_p50_ms=report.time_per_token_ms.p50,
+            per_token_p99_ms=report.time_per_token_ms.p99,
+            message_gap_p50_ms=report.message_gap_ms.p50,
+            mean_accept_length=round(report.mean_accept_length, 3),
+            lateness_p99_ms=report.lateness_ms.p99,
+            client_cpu_share=round(report.generator_cpu_share, 3),
+            **about,
+        )
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """A file has one result for each, and is sorted by it."""
+        return self.model, list(DRAFTS).index(self.draft), NAMES.index(self.workload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedRate:
+    """One rate of a search."""
+
+    rate: float
+    tokens_per_second: float
+    first_token_p99_ms: float
+    per_token_p99_ms: float
+    is_held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityResult:
+    """The highest rate that keeps both limits, with one draft setting."""
+
+    model: str
+    draft: str
+    options: str
+    seconds: float
+    """Of each rate."""
+    first_token_ms: float
+    """Limit of the 99th percentile."""
+    per_token_ms: float
+    """Limit of the 99th percentile of the requests' means."""
+    rate: float
+    """Requests per second; 0 if even the lowest rate that was tried is too high."""
+    tried: tuple[TriedRate, ...]
+    num_processes: int
+    host: str
+
+    @classmethod
+    def from_json(cls, *, tried: Sequence[Mapping[str, Any]], **fields: Any) -> Self:
+        """Reads it from a result file."""
+        return cls(tried=tuple(TriedRate(**one) for one in tried), **fields)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """A file has one result for each, and is sorted by it."""
+        return self.model, list(DRAFTS).index(self.draft)
+
+    @property
+    def best(self) -> TriedRate | None:
+        """The figures at the highest rate; None if there is none."""
+        return next((one for one in self.tried if one.rate == self.rate), None)
+
+
+Result = TypeVar("Result", LoadResult, CapacityResult)
+
+
+def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
+    """The old results with the new ones in their places, sorted."""
+    return sorted({result.key: result for result in (*old, *new)}.values(), key=lambda result: result.key)
+
+
+def peer_results(model: str) -> dict[tuple[str, str], dict[str, float]]:
+    """Returns what was measured of the peer, by draft and workload."""
+    return {(row["draft"], row["workload"]): row for row in load(PEER_RESULTS)["results"] if row["model"] == model}
+
+
+def throughput(row: Mapping[str, Any]) -> float | None:
+    """Returns the tokens per second that a row's workload is about; None if they were not measured."""
+    name = "all_tokens_per_second" if row["workload"] in PROMPT_WORKLOADS else "tokens_per_second"
+    value: float | None = row.get(name)
+    return value
+
+
+def load_section(name: str, results: Sequence[LoadResult]) -> list[str]:
+    """A table for each model: throughput and latencies by workload, with those of the peer where there are any."""
+    hosts = "; ".join(dict.fromkeys(result.host for result in results))
+    share = max(result.client_cpu_share for result in results)
+    words = (
+        "Whole requests through `slipstream up` and its Python client, greedy; `load.py` says what each workload is. "
+        "Tokens/s are those of the output, and of prompts and output in "
+        f"{' and '.join(PROMPT_WORKLOADS)}. Latencies count from the time at which a request had to be made; the time "
+        f"per token is a request's mean behind its first one. The busiest client took {share:.2f} of a core."
+    )
+    parts = section("Whole requests", "load", name, hosts, words)
+    for model in dict.fromkeys(result.model for result in results):
+        mine = [result for result in results if result.model == model]
+        peer = peer_results(model)
+        parts += [f"### {model}", _load_table(mine, peer)]
+        if peer:
+            link = f"[JSON](../benchmarks/results/{PEER_RESULTS}.json)"
+            parts.append(text(f"In parentheses: {PEER}, {link}. {load(PEER_RESULTS)['about']}"))
+    return [*parts, f"![Throughput and latencies by workload](../benchmarks/results/{name}.png)"]
+
+
+def _load_table(results: Sequence[LoadResult], peer: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
+    header = "workload | draft | tokens/s | first token p50, ms | p99 | per token p50, ms | p99 | messages p50, ms"
+    times = ("first_token_p50_ms", "first_token_p99_ms", "per_token_p50_ms", "per_token_p99_ms", "message_gap_p50_ms")
+    rows = []
+    for result in results:
+        ours, theirs = asdict(result), peer.get((result.draft, result.workload), {"workload": result.workload})
+        cells = [_cell(throughput(ours), throughput(theirs), 0)]
+        cells += [_cell(ours[name], theirs.get(name), 1) for name in times]
+        rows.append(" | ".join((result.workload, DRAFTS[result.draft], *cells)))
+    return markdown_table(header, rows)
+
+
+def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
+    found = [f"{value:,.{digits}f}" for value in (ours, theirs) if value is not None]
+    return found[0] if len(found) == 1 else f"{found[0]} ({found[1]})"
+
+
+def capacity_page(results: Sequence[CapacityResult]) -> str:
+    """`docs/capacity.md`, from the results that there are."""
+    rows = []
+    for model in dict.fromkeys((*CAPACITY_MODELS, *(result.model for result in results))):
+        for draft, title in DRAFTS.items():
+            result = next((one for one in results if (one.model, one.draft) == (model, draft)), None)
+            rows.append(" | ".join((model, title, *_capacity_cells(result))))
+    header = "model | draft | requests/s | output tokens/s | first token p99, ms | per token p99, ms"
+    first_token_ms, per_token_ms = (results[0].first_token_ms, results[0].per_token_ms) if results else LIMITS
+    words = (
+        "The highest rate of requests at which the 99th percentiles of two latencies stay below their limits: "
+        f"{first_token_ms:g} ms to the first token, from the time at which a request had to be made, and "
+        f"{per_token_ms:g} ms per token, the mean of a request behind its first one. Requests come as a Poisson "
+        "process with lengths of chats: about 220 tokens in and 200 out, 2,000 and 1,000 at most. The shapes have "
+        "random weights; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5."
+    )
+    links = f"[`load.py`](../benchmarks/load.py) `--capacity`, [JSON](../benchmarks/results/{CAPACITY}.json); "
+    where = links + "; ".join(dict.fromkeys(one.host for one in results)) if results else "Not measured yet"
+    picture = [f"![Latencies by rate](../benchmarks/results/{CAPACITY}.png)"] if results else []
+    table = markdown_table(header, rows)
+    parts = ["# Capacity", text(WRITTEN), text(words), text(f"{where}."), table, *picture, *YOUR_OWN]
+    return "\n\n".join(parts) + "\n"
+
+
+def _capacity_cells(result: CapacityResult | None) -> tuple[str, ...]:
+    if result is None:
+        return "not measured yet", "", "", ""
+    if result.best is None:
+        return "0", "", "", ""
+    best = result.best
+    latencies = f"{best.first_token_p99_ms:.0f}", f"{best.per_token_p99_ms:.1f}"
+    return f"{best.rate:.1f}", f"{best.tokens_per_second:,.0f}", *latencies
+
+
+YOUR_OWN = (
+    "## Your own model and limits",
+    text(
+        "The rate depends on the card, the model, the lengths and the acceptance of the draft, so measure it where you "
+        "serve. The search doubles the rate until a limit is broken, then halves the interval between the highest rate "
+        "that kept both limits and the lowest that did not, until it is 5 % wide:"
+    ),
+    "```\n"
+    "python benchmarks/load.py --device cuda --model llama-3.1-8b --capacity --first-token-ms 200 --per-token-ms 10\n"
+    "```",
+    text(
+        "`--options` passes further options to `slipstream up`. A limit on the time per token bounds the batch, and "
+        "one on the first token the queue and the prompts in a step. [Sizing](operations.md#sizing) says which slots, "
+        "pages and queue to give a server, [Overload](measured.md#overload) what it does with too many requests."
+    ),
+)

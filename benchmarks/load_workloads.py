@@ -1,0 +1,171 @@
+"""The workloads of `load.py`: whole requests from fixed seeds, greedy, with prompts of token ids.
+
+The first token of a prompt names its workload, so that none finds another's prompts in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from slipstream.benchmarks.workload import Arrival, PlannedRequest
+
+if TYPE_CHECKING:
+    from slipstream.benchmarks.load_generator import Session
+
+LONGEST_CHAT = (2000, 1000)
+SHORTEST_CHAT = 4
+"""Bounds of the prompts and outputs of chats, in tokens."""
+ARRIVALS_SEED, OPEN_SEED, SYSTEM_SEED, TURNS_SEED = 7, 11, 5, 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The size of workloads, which are defined for a GPU."""
+
+    divisor: int
+    """Of lengths, numbers of requests, clients and slots, and the context."""
+    rate_divisor: int
+    token_ids: range
+    """Of prompts."""
+    longest_context: int
+    """Tokens that the model allows."""
+
+    def tokens(self, count: int) -> int:
+        """A length; at least 2, since a time per token takes two."""
+        return max(2, count // self.divisor)
+
+    def number(self, count: int) -> int:
+        """A number of requests, clients or slots."""
+        return max(1, count // self.divisor)
+
+    def sizes(self, slots: int, context_tokens: int) -> Sizes:
+        """The sizes of a server."""
+        return Sizes(self.number(slots), min(context_tokens // self.divisor, self.longest_context))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a server; workloads with the same ones share it."""
+
+    slots: int
+    context_tokens: int
+
+
+GPU_SCALE = Scale(divisor=1, rate_divisor=1, token_ids=range(1000, 30_000), longest_context=131_072)
+CPU_SCALE = Scale(divisor=8, rate_divisor=2, token_ids=range(256, 4096), longest_context=1024)
+"""For the bundled model on two cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWorkload:
+    """Requests, and how they come: from clients in a closed loop, or at their times."""
+
+    name: str
+    sizes: Sizes
+    sessions: tuple[Session, ...] = ()
+    num_clients: int = 0
+    """Sessions in flight."""
+    arrivals: tuple[Arrival, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """All of its requests."""
+        return len(self.arrivals) + sum(map(len, self.sessions))
+
+
+NAMES = ("chat", "long", "prefill", "open16", "open32", "chat256", "turns", "ctx8k", "open48")
+"""The workloads, in the order in which they run; each is marked by its place here."""
+
+
+def workloads(scale: Scale) -> tuple[LoadWorkload, ...]:
+    """Makes all workloads, in the order of NAMES."""
+    small, large = scale.sizes(64, 4096), scale.sizes(256, 10_240)
+
+    def closed(name: str, sizes: Sizes, clients: int, count: int, seed: int, fixed: _Lengths = None) -> LoadWorkload:
+        made = _requests(scale, scale.number(count), seed, NAMES.index(name), fixed)
+        sessions = tuple((request,) for request in made)
+        return LoadWorkload(name=name, sizes=sizes, sessions=sessions, num_clients=scale.number(clients))
+
+    def opened(rate: int, seconds: int, sizes: Sizes) -> LoadWorkload:
+        name, count = f"open{rate}", scale.number(rate * seconds)
+        arrivals = poisson(scale, rate / scale.rate_divisor, count, NAMES.index(name))
+        return LoadWorkload(name=name, sizes=sizes, arrivals=arrivals)
+
+    conversations = tuple(_conversation(scale, number, 6) for number in range(scale.number(32)))
+    return (
+        closed("chat", small, 64, 256, seed=1),
+        closed("long", small, 64, 128, seed=2, fixed=(1024, 128)),
+        closed("prefill", small, 16, 64, seed=3, fixed=(2000, 2)),
+        opened(16, 15, small),
+        opened(32, 12, small),
+        closed("chat256", large, 256, 512, seed=21),
+        LoadWorkload(name="turns", sizes=large, sessions=conversations, num_clients=len(conversations)),
+        closed("ctx8k", large, 8, 24, seed=22, fixed=(8000, 64)),
+        opened(48, 10, large),
+    )
+
+
+def warm_up(scale: Scale, sizes: Sizes) -> LoadWorkload:
+    """Makes a request for every slot of a server, and a few with long prompts."""
+    mark = len(NAMES)
+    requests = _requests(scale, sizes.slots, 99, mark, (300, 40)) + _requests(scale, 8, 98, mark, (1500, 8))
+    return LoadWorkload(
+        name="warm-up", sizes=sizes, sessions=tuple((request,) for request in requests), num_clients=sizes.slots
+    )
+
+
+def poisson(scale: Scale, rate: float, count: int, mark: int) -> tuple[Arrival, ...]:
+    """Chats that come independently of each other, `rate` per second on average.
+
+    At every rate the chats are the same but for the first token, which says the `mark`.
+    """
+    rng = random.Random(ARRIVALS_SEED)
+    times = accumulate(rng.expovariate(rate) for _ in range(count))
+    return tuple(map(Arrival, times, _requests(scale, count, OPEN_SEED, mark)))
+
+
+_Lengths = tuple[int, int] | None
+"""Tokens of a prompt and of its output; None for those of chats."""
+
+
+def _requests(scale: Scale, count: int, seed: int, mark: int, lengths: _Lengths = None) -> tuple[PlannedRequest, ...]:
+    rng, made = random.Random(seed), []
+    for number in range(count):
+        prompt_tokens, output_tokens = lengths or _chat_lengths(rng)
+        prompt = _tokens(scale, scale.tokens(prompt_tokens), rng)
+        prompt[0] = scale.token_ids[mark]
+        made.append(PlannedRequest(tuple(prompt), scale.tokens(output_tokens), 0.0, number))
+    return tuple(made)
+
+
+def _chat_lengths(rng: random.Random) -> tuple[int, int]:
+    """Lognormal lengths: medians of 134 tokens, means of 220 and 200, but for the bounds."""
+    drawn = (rng.lognormvariate(4.9, sigma) for sigma in (1.0, 0.9))
+    prompt, output = (
+        min(longest, max(SHORTEST_CHAT, int(length))) for longest, length in zip(LONGEST_CHAT, drawn, strict=True)
+    )
+    return prompt, output
+
+
+def _conversation(scale: Scale, number: int, num_turns: int) -> Session:
+    """Turns of 100 to 200 tokens in and out behind a system prompt of 1,000 tokens, which all conversations share.
+
+    The replies in the history are drawn, too: what a request costs does not depend on the outputs.
+    """
+    rng = random.Random(TURNS_SEED + number)
+    history = _tokens(scale, scale.tokens(1000), random.Random(SYSTEM_SEED))
+    history[0] = scale.token_ids[NAMES.index("turns")]
+    turns = []
+    for turn in range(num_turns):
+        history += _tokens(scale, scale.tokens(rng.randrange(100, 200)), rng)
+        output_tokens = scale.tokens(rng.randrange(100, 200))
+        turns.append(PlannedRequest(tuple(history), output_tokens, 0.0, turn))
+        history += _tokens(scale, output_tokens, rng)
+    return tuple(turns)
+
+
+def _tokens(scale: Scale, count: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(scale.token_ids.start, scale.token_ids.stop) for _ in range(count)]
