@@ -246,7 +246,8 @@ def draw_load(results: Sequence[LoadResult], path: Path) -> None:
         names = sorted({result.workload for result in mine}, key=NAMES.index)
         rows = {(result.draft, result.workload): asdict(result) for result in mine}
         for panel, (name, label) in zip(panels, LOAD_PANELS, strict=True):
-            _draw_bars(panel, names, name, rows, peer_results(model))
+            peer = {key: row for key, row in peer_results(model).items() if key[1] in names}
+            _draw_bars(panel, names, name, rows, peer)
             panel.set_title(f"{model}: {label}", fontsize=9)
         panels[0].legend(fontsize=7)
     _save(figure, path, f"Whole requests (dots: p99); {results[0].host}")
@@ -254,24 +255,24 @@ def draw_load(results: Sequence[LoadResult], path: Path) -> None:
 
 def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping[tuple[str, str], Any]) -> None:
     """`sides`: rows by draft and workload, ours and the peer's."""
-    for number, (draft, (title, colour)) in enumerate((draft, DRAFTS[draft]) for draft in ("eagle3", "none")):
-        for side, (rows, owner) in enumerate(zip(sides, ("", f", {PEER}"), strict=True)):
-            found = [(place, rows[draft, name]) for place, name in enumerate(names) if (draft, name) in rows]
-            heights = [
-                (place + (2 * number + side - 1.5) * 0.2, throughput(row) if quantity == SPEED else row.get(quantity))
-                for place, row in found
-            ]
-            shown = [(place, height) for place, height in heights if height is not None]
-            if not shown:
-                continue
-            panel.bar(*zip(*shown, strict=True), 0.19, color=colour, alpha=0.45 if side else 1, label=title + owner)
-            ends = [(place, row.get(quantity.replace("p50", "p99"))) for (place, _), (_, row) in zip(heights, found)]
-            dots = [(place, end) for place, end in ends if quantity != SPEED and end is not None]
-            panel.plot([place for place, _ in dots], [end for _, end in dots], "k.", markersize=4)
+    groups = itertools.product(("eagle3", "none"), zip(sides, (1.0, 0.45), ("", f", {PEER}"), strict=True))
+    for shift, (draft, (rows, alpha, owner)) in zip((-0.3, -0.1, 0.1, 0.3), groups, strict=True):
+        bars, dots = [], []
+        for place, row in ((names.index(name) + shift, row) for (of, name), row in rows.items() if of == draft):
+            bars.append((place, throughput(row) if quantity == SPEED else row.get(quantity)))
+            dots.append((place, row.get(quantity.replace("p50", "p99")) if quantity != SPEED else None))
+        title, colour = DRAFTS[draft]
+        shown = [bar for bar in bars if bar[1] is not None]
+        panel.bar(*_columns(shown), 0.19, color=colour, alpha=alpha, label=title + owner if shown else "_")
+        panel.plot(*_columns([dot for dot in dots if dot[1] is not None]), "k.", markersize=4)
     panel.set_xticks(range(len(names)), names, fontsize=8)
     panel.grid(alpha=0.3, axis="y")
     if quantity == LOAD_PANELS[1][0]:
         panel.set_yscale("log")
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def draw_capacity(results: Sequence[CapacityResult], path: Path) -> None:

@@ -1,7 +1,7 @@
 """The README's table and the pages of figures, from the results that are in the repository.
 
 python benchmarks/figures.py            # prints the table
-python benchmarks/figures.py --write    # writes it into README.md, the two pages into docs/, and docs/reliability.md
+python benchmarks/figures.py --write    # writes it into README.md, and the pages of figures into docs/
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.benchmarks import decode_report, overlap, reliability
+from slipstream.benchmarks.load_results import capacity_page, load_sections, readme_rows
 from slipstream.benchmarks.pages import RESULTS, ROOT, WRITTEN, load, markdown_table, section, text
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.result_files import read_rows
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 README = ROOT / "README.md"
 CPU_PAGE = ROOT / "docs" / "measured.md"
 GPU_PAGE = ROOT / "docs" / "measured-on-a-gpu.md"
+CAPACITY_PAGE = ROOT / "docs" / "capacity.md"
 RELIABILITY_PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
@@ -54,6 +56,7 @@ def table() -> str:
             f"one request, 8B shape, EAGLE-3 head; baseline: {name} | {speeds[DRAFTING]:.0f} tokens/s"
             f" | {speeds[baseline]:.0f} tokens/s | {speeds[DRAFTING] / speeds[baseline]:.2f}"
         )
+    rows += readme_rows()
     for draft_ms, verify_ms in _pairs(on_cpu):
         ours, host = (_of(on_cpu, draft_ms, verify_ms, *order) for order in (("run_ahead", 1), ("host_blocks", 0)))
         lost = " | ".join(f"{median(m.lost_ms for m in group):.2f} ms" for group in (ours, host))
@@ -79,6 +82,7 @@ def cpu_page() -> str:
         *_accept_length_section(),
         *_lossless_section(),
         *_serving_section(),
+        *load_sections("load_cpu"),
         *_robustness_sections(),
         *reliability.sections("cpu"),
         *_step_check_section("step_check_cpu"),
@@ -93,6 +97,7 @@ def gpu_page() -> str:
         text(f"{WRITTEN} Machines differ, also of one provider: each ratio is taken within one run."),
         *_overlap_section("overlap_h200"),
         *_decode_section(),
+        *load_sections("load_h200"),
         *_delivery_section(),
         *_peers_section(),
         *_near_ties_section(),
@@ -370,6 +375,7 @@ def main(write: Annotated[bool, typer.Option(help="Write them into README.md and
     README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     CPU_PAGE.write_text(cpu_page(), encoding="utf-8")
     GPU_PAGE.write_text(gpu_page(), encoding="utf-8")
+    CAPACITY_PAGE.write_text(capacity_page(), encoding="utf-8")
     RELIABILITY_PAGE.write_text(reliability.filled(RELIABILITY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slipstream.benchmarks.load_workloads import NAMES
-from slipstream.benchmarks.pages import WRITTEN, load, markdown_table, section, text
+from slipstream.benchmarks.pages import RESULTS, WRITTEN, load, markdown_table, section, text
+from slipstream.benchmarks.result_files import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ PROMPT_WORKLOADS = ("prefill", "ctx8k")
 PEER = "vLLM 0.22.0"
 PEER_RESULTS = "load_vllm_h200"
 CAPACITY = "capacity_h200"
-CAPACITY_MODELS = ("llama-3.2-1b", "llama-3.1-8b")
+README_MODEL = "llama-3.1-8b"
+CAPACITY_MODELS = ("llama-3.2-1b", README_MODEL)
 LIMITS = (200.0, 10.0)
 """Of the first token and of the time per token, in milliseconds."""
 DRAFTS = {"eagle3": "EAGLE-3", "none": "none"}
@@ -146,8 +148,23 @@ def throughput(row: Mapping[str, Any]) -> float | None:
     return value
 
 
-def load_section(name: str, results: Sequence[LoadResult]) -> list[str]:
-    """A table for each model: throughput and latencies by workload, with those of the peer where there are any."""
+def readme_rows() -> list[str]:
+    """The README's row of whole requests, if they were measured."""
+    found = {
+        (r.draft, r.workload): r for r in read_rows(RESULTS / "load_h200.json", LoadResult) if r.model == README_MODEL
+    }
+    if not {("eagle3", "chat"), ("none", "chat")} <= found.keys():
+        return []
+    ours, plain = (found[draft, "chat"].tokens_per_second for draft in DRAFTS)
+    title = "chats, 64 at a time, 8B shape, EAGLE-3 head; baseline: without a draft"
+    return [f"{title} | {ours:,.0f} tokens/s | {plain:,.0f} tokens/s | {ours / plain:.2f}"]
+
+
+def load_sections(name: str) -> list[str]:
+    """The sections of a file's results: for each model throughput and latencies by workload, beside the peer's."""
+    results = read_rows(RESULTS / f"{name}.json", LoadResult)
+    if not results:
+        return []
     hosts = "; ".join(dict.fromkeys(result.host for result in results))
     share = max(result.client_cpu_share for result in results)
     words = (
@@ -184,8 +201,9 @@ def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} ({found[1]})"
 
 
-def capacity_page(results: Sequence[CapacityResult]) -> str:
+def capacity_page() -> str:
     """`docs/capacity.md`, from the results that there are."""
+    results = read_rows(RESULTS / f"{CAPACITY}.json", CapacityResult.from_json)
     rows = []
     for model in dict.fromkeys((*CAPACITY_MODELS, *(result.model for result in results))):
         for draft, title in DRAFTS.items():
@@ -197,7 +215,7 @@ def capacity_page(results: Sequence[CapacityResult]) -> str:
         "The highest rate of requests at which the 99th percentiles of two latencies stay below their limits: "
         f"{first_token_ms:g} ms to the first token, from the time at which a request had to be made, and "
         f"{per_token_ms:g} ms per token, the mean of a request behind its first one. Requests come as a Poisson "
-        "process with lengths of chats: about 220 tokens in and 200 out, 2,000 and 1,000 at most. The shapes have "
+        "process with lengths of chats: about 200 tokens in and out, 2,000 and 1,000 at most. The shapes have "
         "random weights; the EAGLE-3 head drafts 4 tokens, of which chance accepts so many that a step brings 3.5."
     )
     links = f"[`load.py`](../benchmarks/load.py) `--capacity`, [JSON](../benchmarks/results/{CAPACITY}.json); "
