@@ -23,13 +23,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def result(**fields: Any) -> LoadResult:
-    """A result of one request."""
+def completed() -> RequestRecord:
+    """A request with two tokens."""
     record = RequestRecord(intended_s=0.0, sent_s=0.0, wanted_tokens=2, outcome=COMPLETED, ended_s=1.0)
     record.times_s.extend((0.25, 1.0))
     record.counts.extend((1, 1))
+    return record
+
+
+def result(**fields: Any) -> LoadResult:
+    """The result of one request."""
     about = {"model": "bundled", "draft": NONE, "workload": "chat", "options": "", "num_processes": 1, "host": "here"}
-    return LoadResult.of(report_of(LoadRun([record], 2.0, 0.5, 2.0), 0.0), **about | fields)
+    return LoadResult.of(report_of(LoadRun([completed()], 2.0, 0.5, 2.0), 0.0), **about | fields)
 
 
 def tried(rate: float, *, is_held: bool) -> TriedRate:
@@ -70,11 +75,6 @@ async def test_a_search_without_any_rate_that_is_held_ends() -> None:
         return rate < 0
 
     assert await highest_rate(is_held, 16.0) == 0
-
-
-def completed() -> RequestRecord:
-    """A request with its tokens."""
-    return RequestRecord(intended_s=0.0, sent_s=0.0, wanted_tokens=0, outcome=COMPLETED, ended_s=1.0)
 
 
 @pytest.mark.parametrize(

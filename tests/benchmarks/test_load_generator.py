@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from slipstream.benchmarks.load_generator import COMPLETED, LEFT, REJECTED, closed_loop, open_loop
+from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, REJECTED, closed_loop, open_loop
 from slipstream.benchmarks.load_report import report_of
 from slipstream.benchmarks.workload import Arrival, PlannedRequest
+from slipstream.client import AsyncClient
 from slipstream.common.errors import ConnectionLostError
 from tests.harness.generation_server import generation_server
 from tests.harness.waiting import until
@@ -64,6 +65,41 @@ async def test_clients_of_a_closed_loop_are_never_idle_and_leave() -> None:
     assert report.num_left <= 3
     assert report.num_completed + report.num_left == report.num_requests > 3
     assert report.tokens_per_second > 0
+
+
+async def test_processes_share_the_sessions_of_a_run_and_make_each_once() -> None:
+    sessions = [
+        tuple(PlannedRequest((7, number), 2 + number % 3, 0.0, turn) for turn in range(2)) for number in range(9)
+    ]
+    async with generation_server() as server:
+        run = await closed_loop(server.address, sessions, 5, num_processes=3)
+    report = report_of(run, 0.0)
+    assert (report.num_requests, report.num_completed) == (18, 18)
+    assert sorted(record.wanted_tokens for record in run.records) == [2] * 6 + [3] * 6 + [4] * 6
+    assert {record.usage.prompt_tokens for record in run.records if record.usage} == {2}
+    assert 0 < report.tokens_per_second < report.all_tokens_per_second
+    assert 0 < run.cpu_s < run.wall_s
+
+
+async def test_processes_share_the_arrivals_of_a_run() -> None:
+    async with generation_server() as server:
+        run = await open_loop(server.address, arrivals(), 0.2, 60.0, num_processes=3)
+    assert [record.outcome for record in run.records] == [COMPLETED] * NUM_REQUESTS
+    assert sorted(record.intended_s for record in run.records) == [arrival.at_s for arrival in arrivals()]
+
+
+async def test_an_output_that_ends_too_soon_is_a_failure() -> None:
+    async with generation_server() as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = 1
+        run = asyncio.ensure_future(closed_loop(server.address, [(PlannedRequest((7,), 50, 0.0, 1),)], 1))
+        await until(lambda: server.manager.num_jobs == 1)
+        (job,) = (await client.list_jobs()).jobs
+        async for chunk in client.watch_job(job.job_id):
+            if chunk.token_ids:
+                await client.cancel_job(job.job_id)
+        records = (await run).records
+    assert [record.outcome for record in records] == [FAILED]
+    assert records[0].error == f"{records[0].num_tokens} of 50 tokens, ends: abort"
 
 
 async def test_a_server_that_is_not_there_is_an_error() -> None:
