@@ -154,10 +154,10 @@ def test_a_workload_of_the_bundled_model(tmp_path: Path) -> None:
     path = tmp_path / "load_cpu.json"
     app = typer.Typer()
     app.command()(load.main)
-    outcome = CliRunner().invoke(app, ["--workloads", "ctx8k", "--drafts", "yes", "--json", str(path)])
+    outcome = CliRunner().invoke(app, ["--workloads", "prefill", "--drafts", "yes", "--json", str(path)])
     assert outcome.exit_code == 0, outcome.output
     (row,) = json.loads(path.read_text())
-    assert (row["workload"], row["draft"], row["num_requests"]) == ("ctx8k", EAGLE3, 3)
+    assert (row["workload"], row["draft"], row["num_requests"]) == ("prefill", EAGLE3, 8)
     assert row["all_tokens_per_second"] == pytest.approx(126 * row["tokens_per_second"], rel=0.01)
     assert 0 < row["first_token_p50_ms"] <= row["first_token_p99_ms"]
     assert path.with_suffix(".png").exists()
