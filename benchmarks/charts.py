@@ -257,22 +257,21 @@ def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping
     """`sides`: rows by draft and workload, ours and the peer's."""
     groups = itertools.product(("eagle3", "none"), zip(sides, (1.0, 0.45), ("", f", {PEER}"), strict=True))
     for shift, (draft, (rows, alpha, owner)) in zip((-0.3, -0.1, 0.1, 0.3), groups, strict=True):
-        bars, dots = [], []
-        for place, row in ((names.index(name) + shift, row) for (of, name), row in rows.items() if of == draft):
-            bars.append((place, throughput(row) if quantity == SPEED else row.get(quantity)))
-            dots.append((place, row.get(quantity.replace("p50", "p99")) if quantity != SPEED else None))
+        mine = [(names.index(name) + shift, row) for (of, name), row in rows.items() if of == draft]
+        values = (throughput(row) if quantity == SPEED else row.get(quantity) for _, row in mine)
+        places, heights = _known([(place, value) for (place, _), value in zip(mine, values, strict=True)])
         title, colour = DRAFTS[draft]
-        shown = [bar for bar in bars if bar[1] is not None]
-        panel.bar(*_columns(shown), 0.19, color=colour, alpha=alpha, label=title + owner if shown else "_")
-        panel.plot(*_columns([dot for dot in dots if dot[1] is not None]), "k.", markersize=4)
+        panel.bar(places, heights, 0.19, color=colour, alpha=alpha, label=title + owner if places else "_")
+        if quantity != SPEED:
+            panel.plot(*_known([(at, row.get(quantity.replace("p50", "p99"))) for at, row in mine]), "k.", markersize=4)
     panel.set_xticks(range(len(names)), names, fontsize=8)
     panel.grid(alpha=0.3, axis="y")
     if quantity == LOAD_PANELS[1][0]:
         panel.set_yscale("log")
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _known(points: Sequence[tuple[float, float | None]]) -> tuple[list[float], list[float]]:
+    return [x for x, y in points if y is not None], [y for _, y in points if y is not None]
 
 
 def draw_capacity(results: Sequence[CapacityResult], path: Path) -> None:

@@ -267,7 +267,7 @@ def main(
 
 
 def _keep(path: Path | None, result: LoadResult) -> None:
-    results = merged(read_rows(path, LoadResult), [result])
+    results = merged(read_rows(path, LoadResult), result)
     write_rows(results, path)
     if path is not None:
         draw_load(results, path.with_suffix(".png"))
@@ -289,7 +289,7 @@ async def _search(plan: Plan, search: Search, path: Path | None) -> list[str]:
         except InvalidRunError as error:
             problems.append(str(error))
             continue
-        results = merged(read_rows(path, CapacityResult.from_json), [found])
+        results = merged(read_rows(path, CapacityResult.from_json), found)
         write_rows(results, path)
         if path is not None:
             draw_capacity(results, path.with_suffix(".png"))

@@ -131,9 +131,9 @@ class CapacityResult:
 Result = TypeVar("Result", LoadResult, CapacityResult)
 
 
-def merged(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
-    """The old results with the new ones in their places, sorted."""
-    return sorted({result.key: result for result in (*old, *new)}.values(), key=lambda result: result.key)
+def merged(old: Sequence[Result], new: Result) -> list[Result]:
+    """The old results with the new one in its place, sorted."""
+    return sorted([*(result for result in old if result.key != new.key), new], key=lambda result: result.key)
 
 
 def peer_results(model: str) -> dict[tuple[str, str], dict[str, float]]:

@@ -106,7 +106,7 @@ def test_a_file_is_made_in_pieces(tmp_path: Path) -> None:
         result(model="llama-3.1-8b"),
         result(),
     ):
-        write_rows(merged(read_rows(path, LoadResult), [one]), path)
+        write_rows(merged(read_rows(path, LoadResult), one), path)
     found = read_rows(path, LoadResult)
     assert [(one.model, one.draft, one.workload, one.host) for one in found] == [
         ("bundled", EAGLE3, "turns", "here"),
