@@ -133,7 +133,8 @@ Result = TypeVar("Result", LoadResult, CapacityResult)
 
 def merged(old: Sequence[Result], new: Result) -> list[Result]:
     """The old results with the new one in its place, sorted."""
-    return sorted([*(result for result in old if result.key != new.key), new], key=lambda result: result.key)
+    results = [result for result in old if result.key != new.key]
+    return sorted([*results, new], key=lambda result: result.key)
 
 
 def peer_results(model: str) -> dict[tuple[str, str], dict[str, float]]:
