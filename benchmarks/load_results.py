@@ -133,8 +133,9 @@ Result = TypeVar("Result", LoadResult, CapacityResult)
 
 def merged(old: Sequence[Result], new: Result) -> list[Result]:
     """The old results with the new one in its place, sorted."""
-    results = [result for result in old if result.key != new.key]
-    return sorted([*results, new], key=lambda result: result.key)
+    results: list[Result] = [result for result in old if result.key != new.key]
+    results.append(new)
+    return sorted(results, key=lambda result: result.key)
 
 
 def peer_results(model: str) -> dict[tuple[str, str], dict[str, float]]:
