@@ -54,7 +54,8 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: 
     if not 0.001 <= wait_s <= MAX_WAIT_MS / 1000:
         raise ConfigError("wait", wait_s, f"0.001 to {MAX_WAIT_MS / 1000:g} seconds")
     with _output(out) as write:
-        services = await services_of(server, **access)
+        async with AsyncClient(server, **access) as client:
+            services = (await client.server_info()).services
         scheduler = next(service.address for service in services if service.name == "scheduler")
         trace = await fetch_trace(scheduler, TraceRequest(steps=steps, wait_ms=round(1000 * wait_s)))
         gateways = [service for service in services if service.name.startswith("gateway")]
@@ -67,16 +68,6 @@ async def run_trace(server: str, steps: int, wait_s: float, out: str, **access: 
     numbers = f"steps {trace.steps[0].step} to {trace.steps[-1].step} of epoch {trace.epoch}"
     print(f"{numbers} ({clocks}){where}: open it in https://ui.perfetto.dev", file=sys.stderr)
     return 0
-
-
-async def services_of(server: str, **access: Unpack[AccessOptions]) -> Sequence[ServiceState]:
-    """The services of a server. Raises UnavailableError if its gateway does not answer."""
-    async with AsyncClient(server, **access) as client:
-        try:
-            state = await client.server_info()
-        except UnavailableError as error:
-            raise UnavailableError(f"no trace from a server at {server}: {error}") from error
-    return state.services
 
 
 async def fetch_trace(scheduler: str, request: TraceRequest) -> Trace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.client.connection import open_async_channel, open_channel
@@ -33,7 +34,66 @@ if TYPE_CHECKING:
     from slipstream.common.rpc.keepalive import Keepalive
 
 
-class AsyncClient:
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A job's output, for which a client makes as many calls as it takes."""
+
+    method: Any
+    next_request: Callable[[], Any]
+    reader: OutputReader
+    retry: Reconnection
+
+    def call(self) -> Any:
+        """Makes the next call, for the output that has not come yet."""
+        return self.method(self.next_request(), timeout=self.retry.time_left_s)
+
+    def read(self, message: Any) -> OutputChunk | None:
+        """Reads a call's next message."""
+        chunk = self.reader.read(message)
+        if chunk is not None:
+            self.retry.came_through()
+        return chunk
+
+
+class _Client:
+    """The connection of both clients, and the requests that they make."""
+
+    _open_channel: Callable[..., Any]
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keepalive: Keepalive | None = None,
+        **access: Unpack[AccessOptions],
+    ) -> None:
+        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT.
+
+        Connects with the first call; make an `AsyncClient` on its event loop. A server that has not answered any call
+        yet is tried again for `connect_timeout_s` by `generate`, `create_job` and `watch_job`; then, and by all other
+        calls at once, ConnectionLostError is raised with the address. `access`: an API key, and TLS. Raises ConfigError
+        for what is no address, and for files that cannot be used.
+        """
+        self._contact = FirstContact(address, connect_timeout_s)
+        self._channel = self._open_channel(address, channel_options(address, keepalive, connect_timeout_s), access)
+        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def _generated(
+        self, prompt: Prompt, job_id: str, options: RequestOptions, reconnect_s: float, timeout_s: float | None
+    ) -> _Output:
+        request, reader = job_request(generation_pb2.GenerateRequest, prompt, job_id, options), OutputReader()
+        retry = Reconnection(self._contact, reconnect_s, timeout_s)
+        return _Output(self._stub.Generate, lambda: reader.resumed(request), reader, retry)
+
+    def _watched(
+        self, job_id: str, from_token: int | Sequence[int], attempt: int, reconnect_s: float, timeout_s: float | None
+    ) -> _Output:
+        reader, retry = OutputReader(from_token, attempt=attempt), Reconnection(self._contact, reconnect_s, timeout_s)
+        return _Output(self._stub.WatchJob, lambda: reader.watch_request(job_id), reader, retry)
+
+
+class AsyncClient(_Client):
     """One connection to a server. Errors are those of `slipstream.common.errors`, as the server raised them.
 
     >>> async with AsyncClient("127.0.0.1:50051") as client:
@@ -53,25 +113,7 @@ class AsyncClient:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        keepalive: Keepalive | None = None,
-        **access: Unpack[AccessOptions],
-    ) -> None:
-        """`address`: HOST:PORT, unix:PATH, or with a scheme of gRPC's, as dns:///HOST:PORT.
-
-        Connects with the first call; make it on the event loop. A server that has not answered any call yet is tried
-        again for `connect_timeout_s` by `generate`, `create_job` and `watch_job`, which then raise ConnectionLostError
-        with the address; all other calls fail at once. `access`: an API key, and TLS. Raises ConfigError for what is no
-        address, and for files that cannot be used.
-        """
-        self._contact = FirstContact(address, connect_timeout_s)
-        options = channel_options(address, keepalive, connect_timeout_s)
-        self._channel = open_async_channel(address, options, access)
-        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+    _open_channel = staticmethod(open_async_channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,14 +141,7 @@ class AsyncClient:
         the job ends with DeadlineExceededError. A lost connection is made again for `reconnect_s`, and the output goes
         on with the next token. Raises InternalError when the server left out or repeated tokens.
         """
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
-        reader = OutputReader()
-        return self._follow(
-            self._stub.Generate,
-            lambda: reader.resumed(request),
-            reader,
-            Reconnection(self._contact, reconnect_s, timeout_s),
-        )
+        return self._follow(self._generated(prompt, job_id, options, reconnect_s, timeout_s))
 
     async def create_job(
         self,
@@ -148,13 +183,7 @@ class AsyncClient:
         is made again for `reconnect_s`, and the output goes on with the next token. `timeout_s` bounds the whole.
         Raises NotFoundError, and the error that ended the job.
         """
-        reader = OutputReader(from_token, attempt=attempt)
-        return self._follow(
-            self._stub.WatchJob,
-            lambda: reader.watch_request(job_id),
-            reader,
-            Reconnection(self._contact, reconnect_s, timeout_s),
-        )
+        return self._follow(self._watched(job_id, from_token, attempt, reconnect_s, timeout_s))
 
     async def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. Raises NotFoundError if there never was one, or it ended too long ago."""
@@ -180,37 +209,31 @@ class AsyncClient:
         with self._contact.our_errors():
             return ServerState.from_pb(await self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
 
-    async def _follow(
-        self, method: Any, next_request: Callable[[], Any], reader: OutputReader, retry: Reconnection
-    ) -> AsyncGenerator[OutputChunk, None]:
-        """Yields the output of as many calls as it takes."""
-        while not reader.is_over:
-            chunks = self._chunks(method, next_request(), reader, retry.time_left_s)
+    async def _follow(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
+        while not output.reader.is_over:
+            chunks = self._chunks(output)
             try:
                 async for chunk in chunks:
-                    retry.came_through()
                     yield chunk
             except SlipstreamError as error:
-                await asyncio.sleep(retry.pause_after(error))
+                await asyncio.sleep(output.retry.pause_after(error))
             finally:
                 await chunks.aclose()
 
-    async def _chunks(
-        self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None
-    ) -> AsyncGenerator[OutputChunk, None]:
-        call = method(request, timeout=timeout_s)
+    async def _chunks(self, output: _Output) -> AsyncGenerator[OutputChunk, None]:
+        call = output.call()
         try:
             with self._contact.our_errors():
                 async for message in call:
-                    chunk = reader.read(message)
+                    chunk = output.read(message)
                     if chunk is not None:
                         yield chunk
-            reader.check_end()
+            output.reader.check_end()
         finally:
             call.cancel()
 
 
-class Client:
+class Client(_Client):
     """One connection to a server, for any number of threads. As `AsyncClient`, but every call blocks.
 
     >>> with Client("127.0.0.1:50051") as client:
@@ -218,19 +241,7 @@ class Client:
     ...         print(chunk.text, end="")
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        keepalive: Keepalive | None = None,
-        **access: Unpack[AccessOptions],
-    ) -> None:
-        """Connects with the first call. For the parameters see `AsyncClient`."""
-        self._contact = FirstContact(address, connect_timeout_s)
-        options = channel_options(address, keepalive, connect_timeout_s)
-        self._channel = open_channel(address, options, access)
-        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
+    _open_channel = staticmethod(open_channel)
 
     def __enter__(self) -> Self:
         return self
@@ -252,14 +263,7 @@ class Client:
         **options: Unpack[RequestOptions],
     ) -> Generator[OutputChunk, None, None]:
         """Yields the output as it comes; closing the generator cancels the job. See `AsyncClient.generate`."""
-        request = job_request(generation_pb2.GenerateRequest, prompt, job_id, options)
-        reader = OutputReader()
-        return self._follow(
-            self._stub.Generate,
-            lambda: reader.resumed(request),
-            reader,
-            Reconnection(self._contact, reconnect_s, timeout_s),
-        )
+        return self._follow(self._generated(prompt, job_id, options, reconnect_s, timeout_s))
 
     def create_job(
         self,
@@ -290,13 +294,7 @@ class Client:
         reconnect_s: float = RECONNECT_S,
     ) -> Generator[OutputChunk, None, None]:
         """Yields a job's output from a token on, up to its end. See `AsyncClient.watch_job`."""
-        reader = OutputReader(from_token, attempt=attempt)
-        return self._follow(
-            self._stub.WatchJob,
-            lambda: reader.watch_request(job_id),
-            reader,
-            Reconnection(self._contact, reconnect_s, timeout_s),
-        )
+        return self._follow(self._watched(job_id, from_token, attempt, reconnect_s, timeout_s))
 
     def get_job(self, job_id: str) -> JobInfo:
         """Returns a job's progress. See `AsyncClient.get_job`."""
@@ -319,27 +317,21 @@ class Client:
         with self._contact.our_errors():
             return ServerState.from_pb(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest()))
 
-    def _follow(
-        self, method: Any, next_request: Callable[[], Any], reader: OutputReader, retry: Reconnection
-    ) -> Generator[OutputChunk, None, None]:
-        while not reader.is_over:
+    def _follow(self, output: _Output) -> Generator[OutputChunk, None, None]:
+        while not output.reader.is_over:
             try:
-                for chunk in self._chunks(method, next_request(), reader, retry.time_left_s):
-                    retry.came_through()
-                    yield chunk
+                yield from self._chunks(output)
             except SlipstreamError as error:
-                time.sleep(retry.pause_after(error))
+                time.sleep(output.retry.pause_after(error))
 
-    def _chunks(
-        self, method: Any, request: Any, reader: OutputReader, timeout_s: float | None
-    ) -> Generator[OutputChunk, None, None]:
-        call = method(request, timeout=timeout_s)
+    def _chunks(self, output: _Output) -> Generator[OutputChunk, None, None]:
+        call = output.call()
         try:
             with self._contact.our_errors():
                 for message in call:
-                    chunk = reader.read(message)
+                    chunk = output.read(message)
                     if chunk is not None:
                         yield chunk
-            reader.check_end()
+            output.reader.check_end()
         finally:
             call.cancel()

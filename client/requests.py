@@ -204,13 +204,18 @@ class FirstContact:
 
     @contextmanager
     def our_errors(self) -> Iterator[None]:
-        """Takes note of the end of a call, and raises its error as the server raised it."""
+        """Takes note of the end of a call, and raises its error as the server raised it.
+
+        Names the address in a ConnectionLostError while the server has never answered.
+        """
         try:
             yield
         except grpc.RpcError as error:
             found = error_from_rpc(error)
             is_local = isinstance(found, (ConnectionLostError, DeadlineExceededError, CancelledError))
             self.is_made = self.is_made or not is_local
+            if isinstance(found, ConnectionLostError) and not self.is_made:
+                found = ConnectionLostError(f"no answer from a server at {self.address}: {found}")
             raise found from error
         self.is_made = True
 
@@ -240,10 +245,7 @@ class Reconnection:
         self._lost_at, self._pause_s = None, FIRST_PAUSE_S
 
     def pause_after(self, error: SlipstreamError) -> float:
-        """Returns the seconds to wait before the next try. Raises the error if there should be none.
-
-        The error names the address if the server has never answered.
-        """
+        """Returns the seconds to wait before the next try. Raises the error if there should be none."""
         contact = self._contact
         if not can_go_on_after(error):
             raise error
@@ -255,7 +257,5 @@ class Reconnection:
             logger.info("%s: trying %s for %g s", why, contact.address, limit_s)
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         if now + pause_s > self._lost_at + limit_s:
-            if contact.is_made:
-                raise error
-            raise ConnectionLostError(f"no answer from a server at {contact.address}: {error}") from error
+            raise error
         return pause_s if self.time_left_s is None else min(pause_s, self.time_left_s)

@@ -37,7 +37,7 @@ DEFAULT_SERVER = LISTEN
 
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
-_METRICS_PORTS = ("scheduler", "verify", "draft")
+_IN_ORDER_OF_PORTS = ("scheduler", "verify", "draft")
 """Services in the order of their metrics ports, which follow each other; then come a gateway, SMG and more gateways."""
 LOOPBACK = "127.0.0.1"
 """Address of the metrics ports."""
@@ -73,7 +73,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
         help="Prometheus port of the scheduler, on loopback; verify's, draft's and the gateways' follow; 0: any.",
         unit="PORT",
         low=0,
-        high=2**16 - 2 - len(_METRICS_PORTS),
+        high=2**16 - 2 - len(_IN_ORDER_OF_PORTS),
         unset=f"{METRICS_PORT}, and free ones with port 0 in --listen",
     )
     openai_port: int | None = setting(
@@ -196,7 +196,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
             listen = parse_address(self.listen)
             port = METRICS_PORT if isinstance(listen, TcpAddress) and listen.port else 0
         first, *others = self.gateway_names
-        return port and port + (*_METRICS_PORTS, first, SMG, *others).index(service)
+        return port and port + (*_IN_ORDER_OF_PORTS, first, SMG, *others).index(service)
 
     def socket(self, service: str) -> str:
         """gRPC address of a worker or the scheduler, in a folder that only this user can open."""

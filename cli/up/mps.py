@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from slipstream.cli.cancellation import shielded
 from slipstream.cli.up.process import start_bound
 from slipstream.common.errors import ConfigError, FailedPreconditionError, SlipstreamError
+from slipstream.common.rpc.address import MAX_UNIX_PATH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -31,8 +32,8 @@ CONTROL = "nvidia-cuda-mps-control"
 START_TIMEOUT_S = 15.0
 COMMAND_TIMEOUT_S = 10.0
 POLL_S = 0.05
-MAX_SOCKET_BYTES = 107
-"""The daemon listens at Unix sockets in its pipe directory, the longest of which is `control_privileged`."""
+_LONGEST_SOCKET = "control_privileged"
+"""Of the Unix sockets in the daemon's pipe directory."""
 
 
 class MpsMode(enum.StrEnum):
@@ -59,9 +60,9 @@ class MpsDaemon:
         self._control = control
         self._log_dir = directory / "log"
         self._pipe_dir = directory / "pipe"
-        longest = self._pipe_dir / "control_privileged"
-        if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
-            room = MAX_SOCKET_BYTES - len(os.fsencode(longest)) + len(os.fsencode(directory))
+        longest = self._pipe_dir / _LONGEST_SOCKET
+        if len(os.fsencode(longest)) > MAX_UNIX_PATH_BYTES:
+            room = MAX_UNIX_PATH_BYTES - len(os.fsencode(longest)) + len(os.fsencode(directory))
             raise ConfigError("state_dir", str(directory), f"for MPS, a path of at most {room} bytes")
         for path in (self._pipe_dir, self._log_dir):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ def test_no_server_at_the_address(tmp_path: Path) -> None:
     out.write_text("what was there before")
     found = slipstream("trace", *NO_SERVER, str(out))
     assert (found.returncode, found.stdout) == (1, "")
-    assert found.stderr.startswith("slipstream: error: no trace from a server at 127.0.0.1:9: ")
+    assert found.stderr.startswith("slipstream: error: no answer from a server at 127.0.0.1:9: ")
     assert found.stderr.count("\n") == 1
     assert out.read_text() == "what was there before"
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
