@@ -36,7 +36,8 @@ class ServingSettings(Settings):
     # Less is taken where the slots cannot use it all. "What is free" is without what the workers need and the reserve.
     kv_memory_mib: int | None = setting(
         None,
-        help="Memory for the KV pages of both workers together, in MiB.",
+        help="Memory for the KV pages of both workers together, in MiB. Running requests hold pages for their tokens "
+        "so far; without free ones the youngest of the lowest priority waits again.",
         unit="N",
         low=1,
         high=2**24,

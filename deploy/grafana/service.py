@@ -25,7 +25,7 @@ from slipstream.gateway.request_metrics import (
     WAITING,
 )
 from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
-from slipstream.scheduler.telemetry.step_metrics import NOT_FINITE
+from slipstream.scheduler.telemetry.step_metrics import NOT_FINITE, PREEMPTIONS
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -94,7 +94,7 @@ def _now() -> list[Panel]:
         ),
         numbers(
             "KV memory in use",
-            "Share of the KV pages that requests hold: reserved for a whole request when it starts.",
+            "Share of the KV pages that requests hold for their tokens and those of the next steps.",
             Query(KV_SHARE, "{{service}} {{instance}}"),
             unit="percentunit",
             limits=NEARLY_FULL,
@@ -205,6 +205,13 @@ def _room() -> list[Panel]:
             Query(total(KV_BYTES, "service"), "{{service}}"),
             unit="bytes",
             is_stacked=True,
-            span=24,
+        ),
+        graph(
+            "Preemptions",
+            "Times per second that a running sequence gave its KV pages back for want of pages, to go on later. Each "
+            "costs taking its tokens in again.",
+            Query(total(rate(PREEMPTIONS)), "preempted"),
+            unit="reqps",
+            limits=((0.1, "yellow"),),
         ),
     ]

@@ -103,6 +103,8 @@ class StepLoop:
         """When the last result came."""
         self._taken_in: tuple[Step, TakenIn] | None = None
         """The outcome of the last result, not handed out yet."""
+        self._num_preempted = 0
+        """Preemptions that were counted."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when verify is lost."""
@@ -151,6 +153,9 @@ class StepLoop:
         if self._taken_in is not None:
             (step, taken_in), self._taken_in = self._taken_in, None
             self._metrics.drafted(taken_in.num_accepted[taken_in.is_speculating], step.num_draft_tokens)
+        if self._batch.num_preempted > self._num_preempted:
+            self._metrics.preempted(self._batch.num_preempted - self._num_preempted)
+            self._num_preempted = self._batch.num_preempted
         self._timings.report()
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:

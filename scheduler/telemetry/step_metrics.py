@@ -79,9 +79,13 @@ NOT_FINITE = counter(
     "slipstream_sequences_not_finite_total",
     "Sequences that ended with an error because the model's logits were NaN or infinite.",
 )
+PREEMPTIONS = counter(
+    "slipstream_preemptions_total",
+    "Times that a running sequence gave its slot and KV pages back for want of pages, to go on later.",
+)
 SPECS = (
     *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
-    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, NOT_FINITE),
+    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, NOT_FINITE, PREEMPTIONS),
 )
 
 
@@ -103,6 +107,7 @@ class StepMetricFamilies(Collector):
         self.accepted_tokens = ACCEPTED_TOKENS.counter(families)
         self.accepted_per_position = ACCEPTED_PER_POSITION.counter(families)
         self.not_finite = NOT_FINITE.counter(families)
+        self.preemptions = PREEMPTIONS.counter(families)
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -191,6 +196,11 @@ class StepMetrics:
         """Counts sequences that ended because of logits that are NaN or infinite."""
         with self._lock:
             self._families.not_finite.inc(num_sequences)
+
+    def preempted(self, num_sequences: int) -> None:
+        """Counts sequences that were preempted."""
+        with self._lock:
+            self._families.preemptions.inc(num_sequences)
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         """Counts the drafts of a step: the accepted tokens of each, and K."""

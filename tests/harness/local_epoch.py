@@ -57,9 +57,15 @@ class LocalEpoch:
     """Runs jobs to their end."""
 
     def __init__(
-        self, number: int, config: SchedulerConfig, workers: abc.Sequence[LocalWorker], *, device: Device | None = None
+        self,
+        number: int,
+        config: SchedulerConfig,
+        workers: abc.Sequence[LocalWorker],
+        *,
+        device: Device | None = None,
+        num_pages: int | None = None,
     ) -> None:
-        """`device`: the workers'; None is the CPU."""
+        """`device`: the workers'; None is the CPU. `num_pages`: in place of those that the configuration brings."""
         self._links = {worker.role: cast("Link", worker) for worker in workers}
         draft = self._links.get(Role.DRAFT)
         verify = self._links[Role.VERIFY].describe()
@@ -77,11 +83,14 @@ class LocalEpoch:
         self._to_come: list[abc.Sequence[Job]] = []
         self.on_progress: Callable[[Job, OutputRow], None] = lambda job, row: None
         """Called on the loop's thread."""
+        sizes = EpochSizes.decide(config, described)
+        if num_pages is not None:
+            sizes = replace(sizes, batch=replace(sizes.batch, num_pages=num_pages))
         self.epoch = Epoch(
             number,
             config,
             described,
-            EpochSizes.decide(config, described),
+            sizes,
             device=self._device,
             link=self._links[Role.VERIFY],
             queue=self.queue,
@@ -189,6 +198,7 @@ class Way:
     slots: int = 4
     chunk_tokens: int = 8
     page_tokens: int = 4
+    num_pages: int | None = None
     debug: bool = True
 
     def config(self, log_dir: Path | None) -> SchedulerConfig:
@@ -218,7 +228,7 @@ class Served:
         self._open = ExitStack()
         roles = [models.verify, models.draft][: 2 if way.num_draft_tokens else 1]
         workers = self._open.enter_context(local_workers(*roles, log_dir=log_dir, before_send=self._stripped))
-        self.epoch = LocalEpoch(1, way.config(log_dir), workers)
+        self.epoch = LocalEpoch(1, way.config(log_dir), workers, num_pages=way.num_pages)
 
     def run(self, *waves: list[Job]) -> list[list[int]]:
         """Returns the new tokens of each job."""

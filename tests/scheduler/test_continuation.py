@@ -54,6 +54,26 @@ def test_cut_anywhere_the_rest_is_the_same(
         assert served.epoch.finish_reason(job) is (FinishReason.STOP if is_stop else FinishReason.LENGTH)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", [replace(way, num_pages=80 // way.page_tokens) for way in WAYS], ids=str)
+def test_preempted_for_want_of_pages_the_rest_is_the_same(
+    models: Models, undisturbed: list[tuple[SequenceSpec, list[int]]], way: Way
+) -> None:
+    """Penalties, masks, stop tokens and logprobs go on as if nothing had been."""
+    jobs = [Job(replace(spec, top_logprobs=3 if number % 2 else None)) for number, (spec, _) in enumerate(undisturbed)]
+    rich, served = Served(models, replace(way, num_pages=None)), Served(models, way)
+    expected = [Job(job.spec) for job in jobs]
+    assert served.run(jobs) == rich.run(expected) == [whole for _, whole in undisturbed]
+    batch, jobs_before = served.epoch.epoch.batch, rich.epoch.jobs
+    assert batch.num_preempted > 0
+    assert served.epoch.registry.get_sample_value("slipstream_preemptions_total") == batch.num_preempted
+    assert batch.pages.num_free == batch.pages.num_pages
+    for job, before in zip(jobs, expected, strict=True):
+        assert served.epoch.finish_reason(job) is rich.epoch.finish_reason(before)
+        found, likely = served.epoch.jobs.logprobs[job], jobs_before.logprobs[before]
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in likely], abs=1e-4)
+
+
 def test_a_draft_that_is_the_target_counts_the_output_as_well(
     models: Models, undisturbed: list[tuple[SequenceSpec, list[int]]]
 ) -> None:

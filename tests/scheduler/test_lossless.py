@@ -57,7 +57,7 @@ def test_stop_tokens_end_a_request_and_nobody_elses(models: Models, reference: l
 def test_cancels_change_nothing_for_the_others(models: Models, seed: int) -> None:
     """Slots and pages change hands while steps of their last owners are still under way."""
     rng = random.Random(seed)
-    way = Way(num_draft_tokens=2, run_ahead=rng.randrange(3), slots=2, debug=True)
+    way = Way(num_draft_tokens=2, run_ahead=rng.randrange(3), slots=2, num_pages=rng.choice((None, 20)), debug=True)
     expected = Served(models, Way(run_ahead=0)).run(make_jobs(12))
     jobs = make_jobs(12)
     doomed = {job: rng.randrange(10) for job in rng.sample(jobs, 6)}
