@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from slipstream.benchmarks.models import JsonOption, Models
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, JsonOption, Models
 from slipstream.benchmarks.result_files import write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from slipstream.common.api.output_chunk import OutputChunk
 
 ALGORITHMS = ("standalone", "eagle3")
-NUM_DRAFT_TOKENS = 4
 CONCURRENCY = 8
 GRAM = 5
 

@@ -1,7 +1,8 @@
 """Whole requests through `slipstream up` and the Python client, with a draft and without.
 
-Workloads, and their seconds on an H200 with the 8B shape; the first five have a server with 64 slots and a context of
-4,096 tokens, the others one with 256 slots and 10,240 tokens; each start of a server adds about a minute:
+Workloads, and their seconds on an H200 with the 8B shape. Those up to open32 have a server with 64 slots and a context
+of 4,096 tokens, the others one with 256 slots and 10,240 tokens; with the starts of both, all take 5 minutes with each
+draft setting.
 
 - chat (11): 256 requests, 64 in flight, lengths of chats, about 190 tokens in and out
 - long (6): 128 requests, 64 in flight, 1,024 tokens in and 128 out
@@ -11,15 +12,16 @@ Workloads, and their seconds on an H200 with the 8B shape; the first five have a
 - turns (16): 32 conversations of 6 turns, 100 to 200 tokens in and out, behind a common system prompt of 1,000
 - ctx8k (7): 24 requests, 8 in flight, 8,000 tokens in and 64 out
 
-Latencies of open workloads count from the planned arrivals. `--capacity` instead searches for the highest rate of
-chats that keeps limits of the latencies; with each draft setting it takes 5 minutes.
+Latencies of open workloads count from the planned arrivals. `--capacity` instead searches for the highest rate of chats
+that keeps limits of the latencies, which takes another 5 minutes with each draft setting.
 
     python benchmarks/load.py --device cuda --model llama-3.1-8b --json benchmarks/results/load_h200.json
     python benchmarks/load.py --device cuda --model llama-3.1-8b --capacity --json benchmarks/results/capacity_h200.json
 
-A file keeps the models, draft settings and workloads that a run leaves out, and is drawn anew. Without options the
-bundled model serves on a CPU, and lengths, requests, clients and slots are an eighth: a minute or two. Status 1 if a
-request had not one end and the tokens that it asked for, a service died, or the clients were the limit.
+With `--drafts yes` or `no`, and `--workloads`, a run is made in pieces: a file keeps what a run leaves out, and is
+drawn anew. Without options the bundled model serves on a CPU, and lengths, requests, clients and slots are an eighth: a
+minute or two. Status 1 if a request had not one end and the tokens that it asked for, a service died, or the clients
+were the limit, which the CPU time of the busiest of their processes shows.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_lo
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.load_results import LIMITS, CapacityResult, LoadResult, TriedRate, merged
 from slipstream.benchmarks.load_workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
-from slipstream.benchmarks.models import BUNDLED, EAGLE3, NONE, DeviceOption, JsonOption, Setup
+from slipstream.benchmarks.models import BUNDLED, EAGLE3, NONE, DeviceOption, JsonOption, Setup, known_names
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.up_server import up_server
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from slipstream.benchmarks.load_generator import LoadRun
@@ -249,10 +251,10 @@ def main(
 ) -> None:
     """Measures whole requests, or searches for the highest rate."""
     plan = Plan(
-        model=_known("--model", model, MODELS)[0],
+        model=known_names("--model", model, MODELS)[0],
         device=device,
-        drafts=tuple(DRAFTS[name] for name in _known("--drafts", drafts, DRAFTS)),
-        names=_known("--workloads", names, NAMES),
+        drafts=tuple(DRAFTS[name] for name in known_names("--drafts", drafts, DRAFTS)),
+        names=known_names("--workloads", names, NAMES),
         options=options,
         num_processes=processes,
     )
@@ -295,13 +297,6 @@ async def _search(plan: Plan, search: Search, path: Path | None) -> list[str]:
             draw_capacity(results, path.with_suffix(".png"))
         print(f"{plan.model}, draft {draft}: {found.rate:g} requests/s", flush=True)
     return problems
-
-
-def _known(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
-    names = tuple(given.split(","))
-    if unknown := set(names) - set(known):
-        raise typer.BadParameter(f"{option}: {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from slipstream.benchmarks.model_shapes import write_shape
 from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
 NGRAM = "ngram"
@@ -31,6 +31,14 @@ def _known_device(value: str) -> str:
     if value not in DEVICES:
         raise typer.BadParameter(" or ".join(DEVICES))
     return value
+
+
+def known_names(option: str, given: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names of an option, which are separated by commas. Raises BadParameter for one that is not known."""
+    names = tuple(given.split(","))
+    if unknown := set(names) - set(known):
+        raise typer.BadParameter(f"{option}: {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+    return names
 
 
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.", callback=_known_device)]

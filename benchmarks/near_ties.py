@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import typer
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.models import ALGORITHMS, NONE, DeviceOption, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Models, draft_of
 from slipstream.benchmarks.near_tie_scores import BOUND, Scores
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import Stack
@@ -48,7 +48,6 @@ SAMPLINGS = {
     "T = 0.8, seed 1": SamplingParams(temperature=0.8, seed=1),
     "T = 0.8, seed 2": SamplingParams(temperature=0.8, seed=2),
 }
-NUM_DRAFT_TOKENS = 4
 TOGETHER = 8
 KV_MIB = 256
 NUM_PROMPTS, MAX_NEW_TOKENS = 40, 200

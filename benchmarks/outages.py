@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import psutil
 import typer
 
-from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, DeviceOption, JsonOption, Setup
+from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, DeviceOption, JsonOption, Setup, known_names
 from slipstream.benchmarks.result_files import host, read_json, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
@@ -244,8 +244,8 @@ def main(
     """Gives services their faults in turns, and prints how the streams do."""
     plan = Plan(
         times=times,
-        faults=_known(faults, FAULTS),
-        services=_known(services, SERVICES),
+        faults=known_names("--faults", faults, FAULTS),
+        services=known_names("--services", services, SERVICES),
         clients=clients,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -264,13 +264,6 @@ def main(
     print("\n".join(run["errors"]))
     write_run(run, json)
     sys.exit(bool(run["errors"]))
-
-
-def _known(given: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(given.split(","))
-    if unknown := set(names) - set(known):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
-    return names
 
 
 if __name__ == "__main__":

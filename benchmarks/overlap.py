@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from slipstream.benchmarks.models import DeviceOption, JsonOption  # noqa: TC001 - typer reads the annotations
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, DeviceOption, JsonOption
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import PROMPT, stream_window
@@ -36,7 +36,6 @@ HOST_BLOCKS = "host_blocks"
 RUN_AHEAD = "run_ahead"
 """The streams wait for each other, and steps are sent ahead: the product's own order."""
 NUM_CLIENTS = 8
-NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_TOKENS = 100
 KERNELS_MS = {"cpu": ((3.0, 10.0), (0.3, 1.0)), "cuda": ((0.3, 4.5), (0.1, 0.7))}

@@ -23,7 +23,7 @@ import typer
 from transformers import AutoTokenizer
 
 from slipstream.benchmarks.model_shapes import write_shape
-from slipstream.benchmarks.models import EAGLE3, STANDALONE, DeviceOption
+from slipstream.benchmarks.models import ACCEPT_LENGTH, EAGLE3, NUM_DRAFT_TOKENS, STANDALONE, DeviceOption
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.transformers_peer import ASSISTED, REPEATS, Peer, TransformersPeer, load, quiet
@@ -34,8 +34,6 @@ from slipstream.client import AsyncClient
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-NUM_DRAFT_TOKENS = 4
-MEAN_ACCEPT_LENGTH = 3.5
 NUM_NEW_TOKENS = 256
 PROMPT_TOKENS = 128
 BUNDLED, SHAPE_8B = CASES = ("bundled", "llama-3.1-8b")
@@ -189,7 +187,7 @@ def _case(name: str, folder: Path) -> Case:
         draft=write_shape(folder, f"eagle3-{name}"),
         algorithm=EAGLE3,
         assistant=write_shape(folder, "llama-3.2-1b"),
-        mean_accept_length=MEAN_ACCEPT_LENGTH,
+        mean_accept_length=ACCEPT_LENGTH,
     )
 
 

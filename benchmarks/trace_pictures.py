@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 import typer
 from matplotlib.patches import Patch
 
-from slipstream.benchmarks.models import DeviceOption  # noqa: TC001 - typer reads the annotations
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, DeviceOption
 from slipstream.benchmarks.result_files import host
 from slipstream.benchmarks.stack import Stack
 from slipstream.benchmarks.stream_window import streaming
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 KERNELS_MS = {"cpu": (3.0, 10.0), "cuda": (0.3, 4.5)}
 RUN_AHEADS = (0, 1)
 NUM_CLIENTS = 8
-NUM_DRAFT_TOKENS = 4
 CONTEXT_TOKENS = 1 << 18
 WARM_UP_STEPS = 100
 TRACED_STEPS = 50
