@@ -78,13 +78,41 @@ class SchedulerConnection:
         return found
 
 
+class Inbox:
+    """The messages of a stream that were not taken yet, and its end. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._arrived = asyncio.Event()
+        self._messages: list[scheduler_pb2.RunResponse] = []
+        self._end: SchedulerGoneError | None = None
+
+    def put(self, message: scheduler_pb2.RunResponse | SchedulerGoneError) -> None:
+        """Adds a message, or the end; nothing comes after that."""
+        if self._end is not None:
+            return
+        if isinstance(message, SchedulerGoneError):
+            self._end = message
+        else:
+            self._messages.append(message)
+        self._arrived.set()
+
+    async def take(self) -> list[scheduler_pb2.RunResponse]:
+        """Waits for messages and returns all that there are. Raises the end once all before it were taken."""
+        await self._arrived.wait()
+        messages, self._messages = self._messages, []
+        if self._end is not None and not messages:
+            raise self._end
+        if self._end is None:
+            self._arrived.clear()
+        return messages
+
+
 class SchedulerStream:
     """Implements `RunStream`. A thread reads it: all that comes while the loop is busy is there together afterwards."""
 
     def __init__(self, stub: Any) -> None:
         self._loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
-        self._received: list[scheduler_pb2.RunResponse | SchedulerGoneError] = []
+        self._inbox = Inbox()
         self._requests: SimpleQueue[scheduler_pb2.RunRequest | None] = SimpleQueue()
         self._call = stub.Run(iter(self._requests.get, None))
         self._submit = failing_before("gateway.before_submit", self._requests.put)
@@ -97,18 +125,7 @@ class SchedulerStream:
 
     async def receive(self) -> list[scheduler_pb2.RunResponse]:
         """See `RunStream.receive`."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        received, self._received = self._received, []
-        messages: list[scheduler_pb2.RunResponse] = []
-        for message in received:
-            if isinstance(message, SchedulerGoneError):
-                if messages:
-                    self._put(message)
-                    break
-                raise message
-            messages.append(message)
-        return messages
+        return await self._inbox.take()
 
     def close(self) -> None:
         """See `RunStream.close`."""
@@ -120,15 +137,11 @@ class SchedulerStream:
         end = SchedulerGoneError("the scheduler ended the stream")
         try:
             for message in self._call:
-                self._loop.call_soon_threadsafe(self._put, message)
+                self._loop.call_soon_threadsafe(self._inbox.put, message)
         except grpc.RpcError as error:
             end = SchedulerGoneError(str(error_from_rpc(error)))
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, end)
-
-    def _put(self, message: scheduler_pb2.RunResponse | SchedulerGoneError) -> None:
-        self._received.append(message)
-        self._arrived.set()
+            self._loop.call_soon_threadsafe(self._inbox.put, end)
 
 
 def channel_options() -> list[ChannelOption]:

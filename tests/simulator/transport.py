@@ -14,7 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.common.errors import ConnectionLostError, SlipstreamError
-from slipstream.gateway.scheduler_stream import SchedulerGoneError
+from slipstream.gateway.scheduler_stream import Inbox, SchedulerGoneError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -88,8 +88,7 @@ class SimulatedRunStream:
     def __init__(self, gateway: GatewayProcess, scheduler: SchedulerProcess | None) -> None:
         self._gateway = gateway
         self._scheduler = scheduler
-        self._received: list[scheduler_pb2.RunResponse | SchedulerGoneError] = []
-        self._arrived = asyncio.Event()
+        self._inbox = Inbox()
         self._requests: deque[scheduler_pb2.RunRequest | None] = deque()
         self._requested: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -111,18 +110,7 @@ class SimulatedRunStream:
 
     async def receive(self) -> list[scheduler_pb2.RunResponse]:
         """See `RunStream.receive`."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        received, self._received = self._received, []
-        messages: list[scheduler_pb2.RunResponse] = []
-        for message in received:
-            if isinstance(message, SchedulerGoneError):
-                if messages:
-                    self._put(message)
-                    break
-                raise message
-            messages.append(message)
-        return messages
+        return await self._inbox.take()
 
     def close(self) -> None:
         """See `RunStream.close`."""
@@ -137,8 +125,7 @@ class SimulatedRunStream:
             self._up.break_off(self._cancel)
 
     def _put(self, message: scheduler_pb2.RunResponse | SchedulerGoneError) -> None:
-        self._received.append(message)
-        self._gateway.loop.run_call(self._arrived.set)
+        self._gateway.loop.run_call(self._inbox.put, message)
 
     # The scheduler's side.
 
