@@ -49,6 +49,7 @@ STEP_PARTS = (
 DRAFTS = {
     "none": ("no draft", VERIFY_COLOUR),
     "standalone": ("standalone draft", LOST_COLOUR),
+    "standalone_auto": ("standalone draft, auto", OTHER_COLOUR),
     "eagle3": ("EAGLE-3 head", OTHER_COLOUR),
 }
 LATENCIES = (

@@ -30,7 +30,12 @@ CAPACITY_PAGE = ROOT / "docs" / "capacity.md"
 RELIABILITY_PAGE = ROOT / "docs" / "reliability.md"
 BEGIN = "<!-- figures: python benchmarks/figures.py --write -->"
 END = "<!-- end of figures -->"
-DRAFT_NAMES = {"none": "none", "standalone": "standalone", "eagle3": "EAGLE-3"}
+DRAFT_NAMES = {
+    "none": "none",
+    "standalone": "standalone",
+    "standalone_auto": "standalone, `auto`",
+    "eagle3": "EAGLE-3",
+}
 
 
 def table() -> str:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
+STANDALONE_AUTO = "standalone_auto"
+"""The standalone draft, which drafts as long as that is faster than plain decoding."""
 NGRAM = "ngram"
 """The NumPy drafter of the examples, which has no model."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3)
@@ -120,7 +122,7 @@ class Setup:
 
 def draft_of(algorithm: str) -> str | None:
     """The name of the draft service for an algorithm; None for "none"."""
-    return None if algorithm == NONE else algorithm
+    return None if algorithm == NONE else STANDALONE if algorithm == STANDALONE_AUTO else algorithm
 
 
 def with_context(model: Path, context_tokens: int, into: Path) -> Path:

@@ -20,10 +20,11 @@ import typer
 
 from slipstream.benchmarks.load_generator import closed_loop, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.models import NONE, STANDALONE, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import NONE, STANDALONE, STANDALONE_AUTO, JsonOption, Models, draft_of
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import TEMPERATURE, Lengths, Workload
+from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,7 @@ KV_MIB = 512
 class Plan:
     """The settings of a measurement."""
 
-    algorithms: tuple[str, ...] = (NONE, STANDALONE)
+    algorithms: tuple[str, ...] = (NONE, STANDALONE, STANDALONE_AUTO)
     fractions: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.25)
     """Offered rates, as fractions of the highest capacity."""
     seconds: float = 20.0
@@ -79,9 +80,14 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
         addresses = {}
         for algorithm in plan.algorithms:
             stack = await held.enter_async_context(Stack(LOG_DIR / f"serving-{algorithm}"))
-            await stack.models(models.with_drafts(algorithm))
+            draft = draft_of(algorithm)
+            await stack.models(models.with_drafts(draft or NONE))
             running = stack.scheduler(
-                draft_of(algorithm), slots=plan.slots, context_tokens=lengths.context_tokens, kv_memory_mib=KV_MIB
+                draft,
+                num_draft_tokens=AUTO if algorithm == STANDALONE_AUTO else DEFAULT_DRAFT_TOKENS,
+                slots=plan.slots,
+                context_tokens=lengths.context_tokens,
+                kv_memory_mib=KV_MIB,
             )
             addresses[algorithm] = (await held.enter_async_context(running)).address
         capacity = {}

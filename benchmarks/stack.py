@@ -22,6 +22,7 @@ from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.home import gateway_name
+from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -139,18 +140,21 @@ class Stack:
         metrics_port: int | None = None,
         gateway_metrics_port: int | None = None,
         gateway_program: tuple[str, ...] = GATEWAY,
+        num_draft_tokens: int | str | None = DEFAULT_DRAFT_TOKENS,
         **options: Option,
     ) -> AsyncIterator[Served]:
         """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.
 
-        `options` are those of either.
+        `num_draft_tokens`: as on the command line; None is its default, "auto". `options` are those of either.
         """
         address, port = self.socket("scheduler"), metrics_port or free_ports(1)[0]
         of_gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
         command = (
             *(sys.executable, "-m", "slipstream.scheduler.main"),
             *words(listen=address, metrics_port=port, verify=self.socket(verify)),
-            *words(draft=draft and self.socket(draft), device=self._device, **options),
+            *words(
+                draft=draft and self.socket(draft), device=self._device, num_draft_tokens=num_draft_tokens, **options
+            ),
         )
         gateway = self.gateway(
             address, port, gateway_metrics_port=gateway_metrics_port, program=gateway_program, **of_gateway

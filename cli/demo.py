@@ -25,6 +25,7 @@ from slipstream.cli.up.config import UpConfig, free_address, gateway_commands, s
 from slipstream.cli.up.display import LoadingDisplay
 from slipstream.cli.up.run import supervising
 from slipstream.client import AsyncClient
+from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -82,7 +83,8 @@ async def run_demo(algorithm: str, device: str) -> int:
 async def _serve(algorithm: str, device: str, hurry: asyncio.Event) -> int:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        models = ModelOptions(algorithm=algorithm).choose()
+        # Both ways of decoding are shown, whichever is faster here.
+        models = replace(ModelOptions(algorithm=algorithm).choose(), num_draft_tokens=DEFAULT_DRAFT_TOKENS)
         config = UpConfig(models=models, device=device, dtype=DTYPE, state_dir=Path(folder), listen="127.0.0.1:0")
         loading = LoadingDisplay(console, is_live=console.is_terminal)
         async with supervising(config, loading.on_change, hurry) as supervisor:

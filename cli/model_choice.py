@@ -8,7 +8,7 @@ from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
-from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_draft_tokens
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.worker.config import EAGLE3, STANDALONE
 
@@ -25,8 +25,8 @@ class ModelChoice:
     """Directory of the draft model; None when nothing drafts."""
     draft_algorithm: str = STANDALONE
     """Draft algorithm of the draft model; unused when nothing drafts."""
-    num_draft_tokens: int = SchedulerConfig.num_draft_tokens
-    """Tokens drafted in a step; unused when nothing drafts."""
+    num_draft_tokens: int | None = None
+    """Tokens drafted in each step; None is the scheduler's "auto". Unused when nothing drafts."""
 
     @property
     def algorithm(self) -> str:
@@ -46,7 +46,11 @@ class ModelOptions(Settings):
         None, choices=ALGORITHMS, help="How drafts are made.", unset="none for a --target without --draft"
     )
     num_draft_tokens: int | None = setting(
-        None, unit="K", help="Tokens drafted in a step.", unset=str(ModelChoice.num_draft_tokens)
+        None,
+        unit="K|auto",
+        help="Tokens drafted in each step; auto drafts as long as that is faster than plain decoding.",
+        parse=parse_draft_tokens,
+        unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
     )
 
     def choose(self) -> ModelChoice:

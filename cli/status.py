@@ -110,9 +110,12 @@ class ServerStatus:
         if state.algorithm != "none":
             words.append(f"{state.num_draft_tokens} draft tokens a step")
         if state.draft_state:
-            name = "without a draft" if state.draft_state == "missing" else f"draft {state.draft_state}"
+            is_resting = state.draft_state == "resting"
+            name = f"draft {'attached' if is_resting else state.draft_state}"
+            name = "without a draft" if state.draft_state == "missing" else name
             problem = f" ({state.draft_problem})" if state.draft_problem else ""
             words.append(f"{name} for {_duration(state.draft_state_seconds)}{problem}")
+            words += ["resting now"] * is_resting
         return ", ".join([*words, f"{state.fence} fences", *(["MPS"] if state.under_mps else [])])
 
     def as_json(self) -> dict[str, object]:

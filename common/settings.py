@@ -35,6 +35,7 @@ class _Spec:
     unit: str | None
     name: str | None
     unset: str | None
+    parse: Callable[[str], Any] | None
     accepts: Callable[[Any], bool] | None
     accepted: str
 
@@ -56,6 +57,7 @@ def setting(
     accepted: str = "",
     name: str | None = None,
     unset: str | None = None,
+    parse: Callable[[str], Any] | None = None,
     default_factory: Any = MISSING,
 ) -> Any:
     """A field of a `Settings` dataclass; without a default it must be given.
@@ -63,7 +65,7 @@ def setting(
     `unit` is the placeholder that the help shows for the value ("MS", "DIR"). A value is accepted from `low`, or only
     `above` a bound, to `high`; or if it is one of `choices`; or if `accepts` says so, which `accepted` puts in words.
     None, where it is the default, is always accepted; `unset` says what it stands for. `name` replaces the field's name
-    in the option and in errors.
+    in the option and in errors. `parse` reads the value from the command line, and raises ValueError.
     """
     if choices:
         accepts, accepted = accepts or choices.__contains__, accepted or ", ".join(choices)
@@ -72,7 +74,7 @@ def setting(
         assert (low is None) != (above is None), "a range has one lower end"
         accepts = (lambda value: above < value <= high) if low is None else (lambda value: low <= value <= high)
         accepted = accepted or (f"above {above}, to {high}" if low is None else f"{low} to {high}")
-    spec = _Spec(help=help, unit=unit, name=name, unset=unset, accepts=accepts, accepted=accepted)
+    spec = _Spec(help=help, unit=unit, name=name, unset=unset, parse=parse, accepts=accepts, accepted=accepted)
     return field(default=default, default_factory=default_factory, metadata={_SPEC: spec})
 
 
@@ -130,6 +132,7 @@ def _parameters(kind: type) -> Iterator[inspect.Parameter]:
         default = member.default_factory() if member.default_factory is not MISSING else member.default
         option = typer.Option(
             _option_name(member, spec),
+            parser=spec.parse,
             metavar=None if hints[member.name] is bool else spec.unit,
             help=f"{spec.help}  [default: {spec.unset}]" if spec.unset else spec.help,
         )

@@ -14,7 +14,15 @@ DISPATCH_ACKNOWLEDGED = "acknowledged"
 DEVICES = ("auto", "cpu", "cuda")
 FENCES = ("auto", "timeline", "event")
 """Kinds of fences on a GPU; a CPU has one kind."""
+AUTO = "auto"
+DEFAULT_DRAFT_TOKENS = 4
+"""K where no number is given."""
 _DAY_S = 86_400
+
+
+def parse_draft_tokens(word: str) -> int | None:
+    """Reads `--num-draft-tokens`: None for "auto". Raises ValueError."""
+    return None if word == AUTO else int(word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,16 @@ class SchedulerConfig(ServingSettings):
         low=1,
         high=2**20,
     )
-    num_draft_tokens: int = setting(4, help="Tokens drafted in a step.", unit="K", low=1, high=16)
+    num_draft_tokens: int | None = setting(
+        None,
+        help="Tokens drafted in each step; auto drafts as long as that is faster than plain decoding.",
+        unit="K|auto",
+        low=1,
+        high=16,
+        accepted="1 to 16, or auto",
+        parse=parse_draft_tokens,
+        unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
+    )
     grace_s: float = setting(
         30.0,
         help="After the first SIGTERM, running jobs may take this long.",
@@ -108,6 +125,11 @@ class SchedulerConfig(ServingSettings):
     access_log_dir: Path | None = setting(
         None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"
     )
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """K of the steps that are drafted, and the most that a draft may have."""
+        return DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
 
     def __post_init__(self) -> None:
         """Raises ConfigError naming the field."""

@@ -167,6 +167,7 @@ class _Serving:
         assert self._epoch is not None, "described while an epoch is served"
         epoch, sizes, verify, draft = self._epoch, self._epoch.sizes, self._epoch.verify, self._epoch.draft
         drafts = self._drafts()
+        state = "resting" if epoch.speculation.resting is not None else drafts.status.state
         scheduler = ServiceState(
             name="scheduler", address=self._server.address, pid=os.getpid(), metrics_port=self._metrics_port
         )
@@ -192,7 +193,7 @@ class _Serving:
             services=tuple(services),
             fence=epoch.fence_kind,
             under_mps=epoch.under_mps,
-            draft_state=drafts.status.state,
+            draft_state=state,
             draft_state_seconds=time.monotonic() - drafts.status.since if drafts.status.state else 0.0,
             draft_problem=drafts.status.problem,
         )

@@ -127,7 +127,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
         model = self.models.draft if name == "draft" else self.models.target
         assert model is not None, "a draft service without a draft"
         if name == "verify":
-            width = self.models.num_draft_tokens + 1 if self.deterministic else None
+            width = self.scheduler.most_draft_tokens + 1 if self.deterministic else None
             return shared(WorkerConfig, self, model=model, deterministic_width=width)
         settings = shared(WorkerConfig, self, model=model, simulate_accept_length=None)
         if self.models.algorithm == EAGLE3:

@@ -130,7 +130,7 @@ async def _with_draft(server: str, supervisor: Supervisor) -> ServerStatus:
     while True:
         status = await fetch_status(server)
         has_failed = any(one.command.is_optional and one.last_end for one in supervisor.services())
-        if status.state.draft_state in ("", "attached") or has_failed or time.monotonic() > end:
+        if status.state.draft_state in ("", "attached", "resting") or has_failed or time.monotonic() > end:
             return status
         await asyncio.sleep(_DRAFT_POLL_S)
 

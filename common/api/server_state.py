@@ -59,9 +59,9 @@ class ServerState:
     under_mps: bool = False
     """True if the workers share the GPU under NVIDIA MPS."""
     draft_state: str = ""
-    """ "attached", "catching up" or "missing"; empty where no draft is expected."""
+    """ "attached", "resting", "catching up" or "missing"; empty where no draft is expected."""
     draft_state_seconds: float = 0.0
-    """Since it began."""
+    """Since it began; while the draft rests, since it was attached."""
     draft_problem: str = ""
     """While it is missing: why the last one left or was refused."""
 

@@ -14,8 +14,10 @@ from slipstream.scheduler.telemetry.step_metrics import (
     ACCEPTED_PER_POSITION,
     ACCEPTED_TOKENS,
     BUSY_SECONDS,
+    DECODE_STEPS,
     DRAFT_TOKENS,
     DRAFTS,
+    RESTS,
     STEP_SECONDS,
 )
 
@@ -92,7 +94,7 @@ def _now() -> list[Panel]:
         ),
         numbers(
             "Draft tokens per step (K)",
-            "The setting; 0 where nothing drafts.",
+            "The setting; 0 where nothing drafts, or the draft rests.",
             Query(series(NUM_DRAFT_TOKENS), "{{instance}}"),
             unit="none",
             base="blue",
@@ -144,5 +146,19 @@ def _over_time() -> list[Panel]:
             "Tokens that clients get per decode step: accept length times the requests in a step.",
             Query(tokens, "tokens"),
             unit="none",
+        ),
+        graph(
+            "Decode steps, by mode",
+            "Share of the decode steps that are drafted, plain because the draft rests (or comes back from it), or "
+            "plain without a draft. With --num-draft-tokens auto the draft rests while plain steps are faster.",
+            Query(over(total(rate(DECODE_STEPS), "mode"), total(rate(DECODE_STEPS))), "{{mode}}"),
+            unit="percentunit",
+            most=1,
+        ),
+        graph(
+            "Rests of the draft",
+            "Rests per second: as plain steps were faster, or as a probe of them, which is less than 1 % of the steps.",
+            Query(total(rate(RESTS), "cause"), "{{cause}}"),
+            unit="cps",
         ),
     ]

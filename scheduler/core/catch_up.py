@@ -12,6 +12,7 @@ from slipstream.scheduler.core.plan import catch_up
 if TYPE_CHECKING:
     from slipstream.common.worker.step import SlotUpdate
     from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.core.draft_work import DraftWork
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
@@ -139,3 +140,19 @@ class CatchUp:
         """What draft was sent of a running sequence; None if it does not know the sequence."""
         given = self._given.get(sequence.lease.slot)
         return given if given is not None and given.generation == sequence.lease.generation else None
+
+
+class Joining:
+    """An attachment on its way into the steps."""
+
+    __slots__ = ("catch_up", "drafting", "is_back", "is_stashed", "num_empty")
+
+    def __init__(self, batch: Batch, drafting: DraftWork, *, is_back: bool = False) -> None:
+        """`is_back`: it comes back from a rest."""
+        self.is_back = is_back
+        self.drafting = drafting
+        self.catch_up = CatchUp(batch, drafting.attachment)
+        self.num_empty = 0
+        """Empty steps in a row: verify waits for a draft that does not catch up otherwise."""
+        self.is_stashed = False
+        """True once the step was decided on that stashes for it."""

@@ -34,6 +34,8 @@ class DraftWork:
         """True if the first of `pending` was last seen to wait for verify."""
         self.last_step = 0
         """The last step of verify that refers to it."""
+        self.last_command = 0
+        """Number of the last command."""
         self.awaited = 0
         """The last value of the fence that verify was sent a wait for."""
         self.is_lost = False
@@ -45,6 +47,7 @@ class DraftWork:
         if not self.pending:
             self.moved_at = time.monotonic()
         self.pending.append(_Command(number, brings_tokens, stash))
+        self.last_command = number
 
     def did(self, number: int) -> None:
         """Notes that the commands up to this one are done."""

@@ -12,18 +12,19 @@ from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, FenceOps, Role, StepCommand, StepKind
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, RESULT
+from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, PLAIN, RESTING, RESULT
 
 if TYPE_CHECKING:
     from slipstream.common.worker.access_log import AccessLog
     from slipstream.scheduler.core.accounts import TakenIn
     from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.outbox import OutputSink
     from slipstream.scheduler.core.plan import PlannedStep
     from slipstream.scheduler.core.results import ResultReader, Step, StepResult
     from slipstream.scheduler.core.speculation import Speculation
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
-    from slipstream.scheduler.telemetry.decode_record import DecodeRecord
+    from slipstream.scheduler.telemetry.decode_record import DecodedStep, DecodeRecord
     from slipstream.scheduler.telemetry.step_metrics import StepMetrics
     from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
     from slipstream.scheduler.workers.attachment import DraftAttachment
@@ -58,6 +59,8 @@ class _Sent(NamedTuple):
     waits_for: int
     """The value of `draft.done` that verify waits for in it; 0 for none."""
     sent_ns: int
+    is_resting: bool
+    """True if a draft rested meanwhile, or came back from it."""
 
 
 class StepLoop:
@@ -79,7 +82,9 @@ class StepLoop:
         decodes: DecodeRecord,
         log: AccessLog,
         sink: OutputSink,
+        policy: DraftPolicy | None = None,
     ) -> None:
+        """`policy`: is told how long decode steps take, and what they bring; `speculation` follows it."""
         self._settings = settings
         self._queue = queue
         self._batch = batch
@@ -93,6 +98,7 @@ class StepLoop:
         self._metrics = metrics
         self._recorder = recorder
         self._decodes = decodes
+        self._policy = policy
         self._log = log
         self._put = failing_before("scheduler.before_output", sink.put)
         self._apply = failing_before("scheduler.before_take_in", batch.apply)
@@ -177,7 +183,7 @@ class StepLoop:
         self._recorder.sent(step, planned.verify, planned.draft, decided_ns, sent_ns)
         # After the commands: in one process their enqueueing must not wait for the copy, which waits for them.
         self._results.start(step)
-        self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns))
+        self._in_flight.append(_Sent(step, attachment, waits_for, sent_ns, self._speculation.resting is not None))
         self._timings.sent(step, attachment if has_command else None)
 
     def _ordered(self, step: Step, attachment: DraftAttachment | None) -> PlannedStep:
@@ -247,8 +253,20 @@ class StepLoop:
         if result.not_finite:
             self._metrics.ended_not_finite(self._batch.num_not_finite - num_failed)
         self._taken_in = step, taken_in
-        self._decodes.add(step, taken_in, sent.attachment, landed_ns)
+        self._note(sent, self._decodes.add(step, taken_in, sent.attachment, landed_ns), gap_s)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
+
+    def _note(self, sent: _Sent, decoded: DecodedStep | None, gap_s: float) -> None:
+        """Counts a decode step, and tells the policy of a step that says something of drafted or of plain ones."""
+        if self._policy is not None and sent.step.chunks:
+            num_tokens = sum(len(chunk.tokens) for chunk in sent.step.chunks)
+            self._policy.take_in_prompts(gap_s, num_tokens, is_drafted=sent.attachment is not None)
+        if decoded is None:
+            return
+        is_drafted = decoded.attachment != 0
+        self._metrics.decoded(DRAFTED if is_drafted else RESTING if sent.is_resting else PLAIN)
+        if self._policy is not None and (is_drafted or sent.attachment is None):
+            self._policy.take_in(decoded.gap_ns / 1e9, decoded.num_sequences, decoded.num_tokens, is_drafted=is_drafted)
 
     def _sleep(self) -> None:
         self._timings.idle()

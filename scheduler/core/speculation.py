@@ -11,6 +11,7 @@ The states of an attachment:
     catching up  it takes in the tokens of what runs, in commands of its own
     stashed      a plain step stashes for it, and it takes part from the next step on
     active       it drafts in each step
+    resting      it takes part in no step, as plain ones are faster (`DraftPolicy`); it comes back by catching up
     leaving      it takes part in no further step, but steps under way refer to it; then it is let go
 
 The fence of a draft that is lost is released until no step under way refers to it: a late producer's write may set the
@@ -25,13 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.common.errors import DeadlineExceededError, SlipstreamError, UnavailableError
 from slipstream.common.worker.step import FenceName
-from slipstream.scheduler.core.catch_up import CatchUp
+from slipstream.scheduler.core.catch_up import Joining
 from slipstream.scheduler.core.draft_patience import DraftPatience
 from slipstream.scheduler.core.draft_work import DraftWork
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.batch import Batch
+    from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.plan import PlannedStep
     from slipstream.scheduler.workers.attachment import DraftAttachment
 
@@ -73,32 +75,29 @@ class SpeculationListener(Protocol):
         ...
 
 
-class _Joining:
-    """An attachment on its way into the steps."""
-
-    __slots__ = ("catch_up", "drafting", "is_stashed", "num_empty")
-
-    def __init__(self, batch: Batch, drafting: DraftWork) -> None:
-        self.drafting = drafting
-        self.catch_up = CatchUp(batch, drafting.attachment)
-        self.num_empty = 0
-        """Empty steps in a row: verify waits for a draft that does not catch up otherwise."""
-        self.is_stashed = False
-        """True once the step was decided on that stashes for it."""
-
-
 class Speculation:
     """Belongs to the loop's thread, but for `offer` and `withdraw`."""
 
     def __init__(
-        self, batch: Batch, listener: SpeculationListener, *, timeout_s: float | None = None, is_on_gpu: bool = False
+        self,
+        batch: Batch,
+        listener: SpeculationListener,
+        *,
+        timeout_s: float | None = None,
+        is_on_gpu: bool = False,
+        policy: DraftPolicy | None = None,
     ) -> None:
-        """`timeout_s`: the time that a step may wait for its draft; None is two steps, and at least LEAST_TIMEOUT_…."""
+        """`timeout_s`: the time that a step may wait for its draft; None is two steps, and at least LEAST_TIMEOUT_….
+
+        `policy`: decides when a draft rests; None has it draft always. The listener tells it of one that joins.
+        """
         self._batch = batch
         self._listener = listener
         self._patience = DraftPatience(timeout_s, is_on_gpu=is_on_gpu)
+        self._policy = policy
         self._active: DraftWork | None = None
-        self._joining: _Joining | None = None
+        self._resting: DraftWork | None = None
+        self._joining: Joining | None = None
         self._leaving: list[DraftWork] = []
         self._consumed = 0
         self._messages: deque[tuple[DraftAttachment, LossCause | None]] = deque()
@@ -109,9 +108,17 @@ class Speculation:
         return None if self._active is None else self._active.attachment
 
     @property
+    def resting(self) -> DraftAttachment | None:
+        """The attachment that rests, or comes back from its rest. Any thread."""
+        resting, joining = self._resting, self._joining
+        if resting is None and joining is not None and joining.is_back:
+            resting = joining.drafting
+        return None if resting is None else resting.attachment
+
+    @property
     def has_attachment(self) -> bool:
         """True if a step under way may refer to one."""
-        return self._active is not None or self._joining is not None or bool(self._leaving)
+        return any((self._active, self._resting, self._joining, self._leaving))
 
     @property
     def timeout_s(self) -> float:
@@ -142,6 +149,8 @@ class Speculation:
         Raises UnavailableError if verify waits for a draft that is lost and cannot be released.
         """
         self.check()
+        if self._policy is not None and self._joining is None:
+            self._follow(self._policy, last_step)
         if self._joining is not None:
             if self._joining.is_stashed and num_in_flight > 1:
                 return None
@@ -229,7 +238,7 @@ class Speculation:
         for drafting in self._all():
             if release_up_to is not None:
                 drafting.attachment.release(release_up_to)
-        self._active = self._joining = None
+        self._active = self._resting = self._joining = None
         self._leaving.clear()
         self._messages.clear()
 
@@ -251,7 +260,20 @@ class Speculation:
                 cause = LossCause.TIMEOUT
             self._lose(drafting, cause, str(error))
 
-    def _advance(self, joining: _Joining, last_step: int, num_in_flight: int) -> Part | None:
+    def _follow(self, policy: DraftPolicy, last_step: int) -> None:
+        """Puts the active draft to rest, or has one that rests begin to come back."""
+        resting = self._resting
+        if self._active is not None and not (policy.drafts or policy.is_held):
+            self._resting, self._active = self._active, None
+        elif resting is not None and policy.drafts:
+            if resting.pending:
+                resting.look()
+            # Numbers of its commands grow; with nothing to catch up there are none.
+            is_behind = last_step > max(resting.last_step, resting.last_command)
+            if not resting.pending and (is_behind or not self._batch.num_running):
+                self._joining, self._resting = Joining(self._batch, resting, is_back=True), None
+
+    def _advance(self, joining: Joining, last_step: int, num_in_flight: int) -> Part | None:
         """One turn on a draft's way into the steps; None if they go on as without it."""
         attachment, catch_up = joining.drafting.attachment, joining.catch_up
         if joining.is_stashed:
@@ -286,13 +308,13 @@ class Speculation:
         self._bring(joining, last_step)
         return self._meanwhile(joining)
 
-    def _meanwhile(self, joining: _Joining) -> Part | None:
+    def _meanwhile(self, joining: Joining) -> Part | None:
         if not joining.catch_up.is_too_slow or joining is not self._joining:
             return None
         joining.num_empty += 1
         return Part(self.active, is_empty=True)
 
-    def _growth(self, joining: _Joining) -> int:
+    def _growth(self, joining: Joining) -> int:
         """The most tokens that come until the last command."""
         num_steps = self._batch.sizes.run_ahead + 1
         if joining.num_empty > num_steps:
@@ -302,17 +324,18 @@ class Speculation:
         most = max((drafting.attachment.num_draft_tokens for drafting in drafts), default=0)
         return self._batch.num_running * num_steps * (most + 1)
 
-    def _join(self, joining: _Joining, last_step: int, *, held_back: int = 0) -> Part | None:
+    def _join(self, joining: Joining, last_step: int, *, held_back: int = 0) -> Part | None:
         if not self._bring(joining, last_step, held_back=held_back):
             return None
-        before, self._active, self._joining = self._active, joining.drafting, None
+        before, self._active, self._joining = self._active or self._resting, joining.drafting, None
         if before is not None:
             self._leave(before, LossCause.SWAPPED, "another draft has taken over")
         attachment = joining.drafting.attachment
-        self._listener.joined(attachment, time.monotonic() - joining.catch_up.begun_at)
+        if not joining.is_back:
+            self._listener.joined(attachment, time.monotonic() - joining.catch_up.begun_at)
         return Part(attachment, attachment.num_draft_tokens, decodes_first=True)
 
-    def _bring(self, joining: _Joining, number: int, *, held_back: int = 0) -> bool:
+    def _bring(self, joining: Joining, number: int, *, held_back: int = 0) -> bool:
         """Sends the next tokens; False if the draft is lost."""
         try:
             if joining.catch_up.bring(number, held_back=held_back):
@@ -329,8 +352,11 @@ class Speculation:
                 self._leave(drafting, cause, "it was taken away")
             return
         while self._joining is not None:
-            self._leave(self._joining.drafting, LossCause.SWAPPED, "another draft has come")
-        self._joining = _Joining(self._batch, DraftWork(attachment))
+            if self._joining.is_back:
+                self._resting, self._joining = self._joining.drafting, None
+            else:
+                self._leave(self._joining.drafting, LossCause.SWAPPED, "another draft has come")
+        self._joining = Joining(self._batch, DraftWork(attachment))
 
     def _lose(self, drafting: DraftWork, cause: LossCause, reason: str) -> None:
         """Ends the waits for a draft. `watch` does it again until the steps that wait are consumed."""
@@ -347,11 +373,13 @@ class Speculation:
         joining = self._joining
         if drafting is self._active:
             self._active = None
+        elif drafting is self._resting:
+            self._resting = None
         elif joining is not None and drafting is joining.drafting:
             self._joining = None
             if joining.is_stashed and self._active is not None:
                 # The one that drafts was left out of a step: it has to catch up, too.
-                self._joining, self._active = _Joining(self._batch, self._active), None
+                self._joining, self._active = Joining(self._batch, self._active), None
         self._listener.left(drafting.attachment, cause, reason)
         if drafting.last_step > self._consumed:
             self._leaving.append(drafting)
@@ -363,7 +391,7 @@ class Speculation:
         self._listener.let_go(attachment)
 
     def _all(self) -> list[DraftWork]:
-        found = [] if self._active is None else [self._active]
+        found = [drafting for drafting in (self._active, self._resting) if drafting is not None]
         if self._joining is not None:
             found.append(self._joining.drafting)
         return found + self._leaving if self._leaving else found

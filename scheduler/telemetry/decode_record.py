@@ -29,6 +29,7 @@ class DecodedStep(NamedTuple):
     """Number of the draft's attachment that drafted; 0 if none did."""
     gap_ns: int
     """Since the step before."""
+    num_sequences: int
     accepted: NDArray[np.int64]
     """[K+1] the sequences of which so many draft tokens were accepted; all of them in a plain step."""
     num_tokens: int
@@ -38,24 +39,30 @@ class DecodeRecord:
     """The last decode steps. The loop's thread adds, any other reads."""
 
     def __init__(self) -> None:
-        self._steps: deque[DecodedStep] = deque(maxlen=KEPT_STEPS)
+        self._plain: deque[tuple[int, DecodedStep]] = deque(maxlen=KEPT_STEPS)
+        self._drafted: deque[tuple[int, DecodedStep]] = deque(maxlen=KEPT_STEPS)
+        """Each with its position. They are kept while a draft rests."""
         self._num_added = 0
         self._landed_ns: int | None = None
         self._longest_gap_ns = 0
 
-    def add(self, step: Step, taken_in: TakenIn, attachment: DraftAttachment | None, landed_ns: int) -> None:
-        """Adds the outcome of a step; of a prefill only its time counts."""
+    def add(
+        self, step: Step, taken_in: TakenIn, attachment: DraftAttachment | None, landed_ns: int
+    ) -> DecodedStep | None:
+        """Adds the outcome of a step and returns it; of a prefill only its time counts, and there is none."""
         before, self._landed_ns = self._landed_ns, landed_ns
         gap_ns = 0 if before is None else landed_ns - before
         self._longest_gap_ns = max(self._longest_gap_ns, gap_ns)
         if step.kind is StepKind.PREFILL or not len(taken_in.rows) or not gap_ns:
-            return
+            return None
         is_drafted = step.kind is StepKind.DECODE and attachment is not None
         rows = taken_in.is_speculating if is_drafted else slice(None)
         accepted = np.bincount(taken_in.num_accepted[rows])
         number = attachment.number if is_drafted and attachment is not None else 0
-        self._steps.append(DecodedStep(number, gap_ns, accepted, int(taken_in.num_tokens.sum())))
+        outcome = DecodedStep(number, gap_ns, len(taken_in.rows), accepted, int(taken_in.num_tokens.sum()))
+        (self._drafted if number else self._plain).append((self._num_added, outcome))
         self._num_added += 1
+        return outcome
 
     def idle(self) -> None:
         """Nothing runs: the time until the next step counts as no pause."""
@@ -68,12 +75,11 @@ class DecodeRecord:
 
     def last(self, attachment: int, num_steps: int, *, since: int = 0) -> list[DecodedStep]:
         """The last steps of a draft, or plain ones for 0; `since`: the position from which on they count."""
-        steps = self._added_since(since)
-        return [step for step in steps if step.attachment == attachment][-num_steps:] if num_steps else []
+        return self._added_since(since, attachment)[-num_steps:] if num_steps else []
 
     def first(self, attachment: int, num_steps: int, *, since: int) -> list[DecodedStep]:
         """The first steps of a draft, or plain ones for 0, from this position on."""
-        return [step for step in self._added_since(since) if step.attachment == attachment][:num_steps]
+        return self._added_since(since, attachment)[:num_steps]
 
     def restart_longest_gap(self) -> None:
         """Forgets the longest time between two steps."""
@@ -84,9 +90,9 @@ class DecodeRecord:
         """Longest time between two steps since the restart."""
         return self._longest_gap_ns / 1e6
 
-    def _added_since(self, position: int) -> list[DecodedStep]:
-        steps = list(self._steps)
-        return steps[max(0, len(steps) - (self._num_added - position)) :] if position else steps
+    def _added_since(self, position: int, attachment: int) -> list[DecodedStep]:
+        steps = list(self._drafted if attachment else self._plain)
+        return [step for added_at, step in steps if added_at >= position and step.attachment == attachment]
 
 
 def accepted_of_first(num_draft_tokens: int, steps: Iterable[DecodedStep]) -> float:

@@ -42,7 +42,7 @@ class SwapResult(enum.Enum):
 
 LOSSES = counter("slipstream_draft_losses_total", "Times that an attached draft stopped drafting, by cause.", "cause")
 ATTACHMENTS = counter("slipstream_draft_attachments_total", "Times that a draft began to draft.")
-ATTACHED = gauge("slipstream_draft_attached", "1 while a draft takes part in the steps, 0 while none does.")
+ATTACHED = gauge("slipstream_draft_attached", "1 while a draft takes part in the steps, or rests; 0 without one.")
 MISSING_SECONDS = counter(
     "slipstream_draft_missing_seconds_total",
     "Time in which verify served and no draft took part in the steps, although one was expected.",

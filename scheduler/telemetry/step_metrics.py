@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.draft_policy import RestCause
 from slipstream.scheduler.telemetry.step_timing import EDGES
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ memory: for many steps at once that is paid once. A scrape counts what there is 
 LABELS = ("fence", "mps", "algorithm")
 RESULT, DRAFT_BACKLOG, ACKNOWLEDGEMENT = SITES = ("result", "draft_backlog", "acknowledgement")
 """The places where the loop's thread may be blocked."""
+DRAFTED, RESTING, PLAIN = MODES = ("drafted", "resting", "plain")
+"""How a decode step is made: drafted; plainly, while the draft rests; plainly, as there is none."""
 _PHASES = {StepKind.PREFILL: "prefill", StepKind.DECODE: "decode", StepKind.PLAIN: "decode"}
 
 
@@ -75,6 +78,16 @@ ACCEPTED_PER_POSITION = counter(
     "Drafts whose token at this position was accepted; the first position is 1.",
     *("algorithm", "position"),
 )
+DECODE_STEPS = counter(
+    "slipstream_decode_steps_total",
+    "Decode steps, by mode: drafted; resting, plain while the draft rests or comes back; plain, without a draft.",
+    "mode",
+)
+RESTS = counter(
+    "slipstream_draft_rests_total",
+    "Rests of the draft, by cause: slower, as plain steps are faster; probe, to measure plain steps, which were not.",
+    "cause",
+)
 NOT_FINITE = counter(
     "slipstream_sequences_not_finite_total",
     "Sequences that ended with an error because the model's logits were NaN or infinite.",
@@ -85,7 +98,8 @@ PREEMPTIONS = counter(
 )
 SPECS = (
     *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
-    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, NOT_FINITE, PREEMPTIONS),
+    *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, DECODE_STEPS, RESTS),
+    *(NOT_FINITE, PREEMPTIONS),
 )
 
 
@@ -106,6 +120,9 @@ class StepMetricFamilies(Collector):
         self.draft_tokens = DRAFT_TOKENS.counter(families)
         self.accepted_tokens = ACCEPTED_TOKENS.counter(families)
         self.accepted_per_position = ACCEPTED_PER_POSITION.counter(families)
+        decode_steps, rests = DECODE_STEPS.counter(families), RESTS.counter(families)
+        self.decode_steps = {mode: decode_steps.labels(mode) for mode in MODES}
+        self.rests = {cause: rests.labels(cause.value) for cause in RestCause}
         self.not_finite = NOT_FINITE.counter(families)
         self.preemptions = PREEMPTIONS.counter(families)
         registry.register(self)
@@ -138,6 +155,7 @@ class StepMetrics:
         self._fence = fence
         self._lock = families.lock
         self._stalled_s = dict.fromkeys(SITES, 0.0)
+        self._decoded = dict.fromkeys(MODES, 0)
         self._timings: list[StepTiming] = []
         self._num_accepted: list[NDArray[np.int64]] = []
         self._num_draft_tokens = 0
@@ -192,6 +210,16 @@ class StepMetrics:
         with self._lock:
             self._stalled_s[site] += seconds
 
+    def decoded(self, mode: str) -> None:
+        """Counts a decode step; `mode` is one of MODES."""
+        with self._lock:
+            self._decoded[mode] += 1
+
+    def rested(self, cause: RestCause) -> None:
+        """Counts a rest of the draft."""
+        with self._lock:
+            self._families.rests[cause].inc()
+
     def ended_not_finite(self, num_sequences: int) -> None:
         """Counts sequences that ended because of logits that are NaN or infinite."""
         with self._lock:
@@ -222,6 +250,9 @@ class StepMetrics:
         if self._num_accepted:
             self._count_drafts(np.concatenate(self._num_accepted), self._num_draft_tokens)
             self._num_accepted.clear()
+        for mode, num_steps in self._decoded.items():
+            self._families.decode_steps[mode].inc(num_steps)
+            self._decoded[mode] = 0
         for site, seconds in self._stalled_s.items():
             self._stall[site].inc(seconds)
             self._stalled_s[site] = 0.0

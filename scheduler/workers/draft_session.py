@@ -67,7 +67,7 @@ class DraftSession:
         self._metrics = metrics
         self._wake = wake
         self._changed = threading.Condition()
-        self._target = None if config.draft is None else DraftTarget(config.draft, config.num_draft_tokens)
+        self._target = None if config.draft is None else DraftTarget(config.draft, config.most_draft_tokens)
         self._epoch: Epoch | None = None
         self._held: dict[int, Held] = {}
         self._retired = Retired()
@@ -154,7 +154,7 @@ class DraftSession:
 
         Raises InvalidArgumentError, FailedPreconditionError (and its kinds) and UnavailableError.
         """
-        most = self._config.num_draft_tokens
+        most = self._config.most_draft_tokens
         if (request.terms.num_draft_tokens or 0) > most:
             accepted = f"1 to {most}, the scheduler's --num-draft-tokens"
             raise InvalidArgumentError("num_draft_tokens", request.terms.num_draft_tokens, accepted)
@@ -341,7 +341,7 @@ class DraftSession:
         try:
             if epoch is None:
                 raise UnavailableError("there is no verify service")
-            target = DraftTarget(request.address, request.terms.num_draft_tokens or self._config.num_draft_tokens)
+            target = DraftTarget(request.address, request.terms.num_draft_tokens or self._config.most_draft_tokens)
             swap = Swap(self, epoch, request, drafting(self._held.values()))
             outcome = swap.run(before, target if request.address else None)
         except Exception as error:

@@ -15,6 +15,7 @@ from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.config import DISPATCH_ACKNOWLEDGED
 from slipstream.scheduler.core.batch import Batch
+from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.core.loop import LoopSettings, StepLoop
 from slipstream.scheduler.core.results import ResultReader
 from slipstream.scheduler.core.speculation import Speculation
@@ -69,7 +70,9 @@ class Epoch:
         """How drafting did in the last steps."""
         timeout_s = None if config.draft_timeout_ms is None else config.draft_timeout_ms / 1000
         is_on_gpu = device.identity != "cpu"
-        self.speculation = Speculation(self.batch, self, timeout_s=timeout_s, is_on_gpu=is_on_gpu)
+        self.policy = DraftPolicy(metrics.rested) if config.num_draft_tokens is None else None
+        """Decides when the draft rests; None where it always drafts."""
+        self.speculation = Speculation(self.batch, self, timeout_s=timeout_s, is_on_gpu=is_on_gpu, policy=self.policy)
         self.log = self._access_log(config, number)
         self._expected = workers
         self._config = config
@@ -91,13 +94,13 @@ class Epoch:
 
     @property
     def draft(self) -> WorkerDescription | None:
-        """The draft that takes part in the steps."""
-        active = self.speculation.active
-        return None if active is None else active.description
+        """The draft that takes part in the steps, or rests."""
+        attachment = self.speculation.active or self.speculation.resting
+        return None if attachment is None else attachment.description
 
     @property
     def num_draft_tokens(self) -> int:
-        """K of that draft; 0 if there is none."""
+        """K of the draft that takes part; 0 if none does."""
         active = self.speculation.active
         return 0 if active is None else active.num_draft_tokens
 
@@ -177,6 +180,8 @@ class Epoch:
 
     def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
         """See `SpeculationListener.joined`."""
+        if self.policy is not None:
+            self.policy.joined()
         self._measure()
         self._listener.joined(attachment, catch_up_s)
 
@@ -191,11 +196,11 @@ class Epoch:
 
     def read_records(self, role: Role, from_step: int) -> HostRecords | None:
         """A worker's host records of steps from this one on; None if there are none. Called on any thread."""
-        active = self.speculation.active
+        attachment = self.speculation.active or self.speculation.resting
         if role is Role.VERIFY:
             link, number = self.link, self.number
-        elif active is not None:
-            link, number = active.link, active.number
+        elif attachment is not None:
+            link, number = attachment.link, attachment.number
         else:
             return None
         found = link.read_records(from_step)
@@ -232,6 +237,7 @@ class Epoch:
             decodes=self.decodes,
             log=log,
             sink=self._sink,
+            policy=self.policy,
         )
         self._running = (arena, loop)
         return loop

@@ -59,7 +59,7 @@ class EpochSizes:
             num_pages=0,
             page_tokens=config.page_tokens,
             chunk_tokens=min(config.chunk_tokens, context),
-            num_draft_tokens=config.num_draft_tokens,
+            num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
         )
         needed = sizes.pages_for(context) + 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.common.api.draft_swap import DraftFigures, SwapOutcome
@@ -82,10 +83,13 @@ class Swap:
         if target is None:
             after = _figures_of(None, self._take_away())
             return SwapOutcome(before=before, after=after, longest_pause_ms=record.longest_gap_ms)
-        held = self._session.attach(self._epoch, target)
-        self._session.want(target)
-        self._session.wait_for(self._epoch, lambda: held.has_joined or held.cause is not None)
-        steps = self._compared(held.attachment.number, held.position, held)
+        policy = self._epoch.policy
+        # The new draft drafts until it is judged.
+        with nullcontext() if policy is None else policy.held():
+            held = self._session.attach(self._epoch, target)
+            self._session.want(target)
+            self._session.wait_for(self._epoch, lambda: held.has_joined or held.cause is not None)
+            steps = self._compared(held.attachment.number, held.position, held)
         if held.cause is not None:
             raise UnavailableError(f"the new draft was lost: {held.reason}")
         reason = "" if old is None else self._reason_against(old, steps_before, held, steps)

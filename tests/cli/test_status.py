@@ -45,6 +45,7 @@ async def test_what_cannot_be_asked_from_here_is_not_held_against_it(serve_state
     [
         (("", 0.0, ""), "algorithm standalone, 4 draft tokens a step, host fences"),
         (("attached", 11.7, ""), "algorithm standalone, 4 draft tokens a step, draft attached for 12 s, host fences"),
+        (("resting", 11.7, ""), "4 draft tokens a step, draft attached for 12 s, resting now, host fences"),
         (("catching up", 0.2, ""), "draft catching up for 0 s, host fences"),
         (("missing", 200.0, "it died"), "without a draft for 3 min (it died), host fences"),
     ],

@@ -40,6 +40,7 @@ SHOWS = {
     "speculation": {
         *("slipstream_drafts_total", "slipstream_draft_tokens_total", "slipstream_accepted_tokens_total"),
         *("slipstream_accepted_tokens_per_position_total", "slipstream_num_draft_tokens"),
+        *("slipstream_decode_steps_total", "slipstream_draft_rests_total"),
     },
     "service": {
         *("slipstream_generation_tokens_total", "slipstream_prompt_tokens_total", "slipstream_requests_total"),

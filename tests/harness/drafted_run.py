@@ -10,9 +10,10 @@ from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
 from slipstream.scheduler.core.speculation import Speculation
 from tests.harness.fake_drafts import FakeDraft
-from tests.harness.simulated_run import Run, make_job
+from tests.harness.simulated_run import Run, make_job, reference, token_of
 
 if TYPE_CHECKING:
+    from slipstream.scheduler.core.draft_policy import DraftPolicy
     from slipstream.scheduler.core.results import Step, StepResult
     from slipstream.scheduler.telemetry.draft_metrics import LossCause
     from slipstream.scheduler.workers.attachment import DraftAttachment
@@ -25,13 +26,16 @@ NO_DRAFT = DraftTraits(is_present=False)
 class Listener:
     """Keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: DraftPolicy | None = None) -> None:
+        self._policy = policy
         self.events: list[tuple[str, int]] = []
         self.causes: list[LossCause] = []
 
     def joined(self, attachment: DraftAttachment, catch_up_s: float) -> None:
         """See `SpeculationListener.joined`."""
         self.events.append(("joined", attachment.number))
+        if self._policy is not None:
+            self._policy.joined()
 
     def left(self, attachment: DraftAttachment, cause: LossCause, reason: str) -> None:
         """See `SpeculationListener.left`."""
@@ -46,11 +50,19 @@ class Listener:
 class DraftedRun(Run):
     """The loop without its surroundings, with drafts that come and go."""
 
-    def __init__(self, sizes: BatchSizes, rng: random.Random, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        sizes: BatchSizes,
+        rng: random.Random,
+        *,
+        timeout_s: float | None = None,
+        policy: DraftPolicy | None = None,
+    ) -> None:
         super().__init__(sizes, rng)
         self.random = rng
-        self.listener = Listener()
-        self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s)
+        self.listener = Listener(policy)
+        self._policy = policy
+        self.speculation = Speculation(self.batch, self.listener, timeout_s=timeout_s, policy=policy)
         self.kinds: list[StepKind] = []
         self.plan = initial_state(NO_DRAFT, sizes.run_ahead)
         self._planned_for: DraftAttachment | None = None
@@ -82,6 +94,8 @@ class DraftedRun(Run):
             self.plan = consume(self.plan, step.number)
             self.speculation.consumed(step.number, 0.001, is_decode=step.kind is not StepKind.PREFILL)
             self.apply(step, result)
+            if self._policy is not None:
+                self._policy.take_in(0.001, 1, 1, is_drafted=step.kind is StepKind.DECODE)
         for draft in self._drafts.values():
             if self.random.random() < 0.5:
                 draft.work()
@@ -151,3 +165,22 @@ def lost_run(**settings: float) -> tuple[DraftedRun, FakeDraft, Job]:
         run.turn()
     assert run.kinds[-1] is StepKind.DECODE
     return run, draft, job
+
+
+def make_jobs(rng: random.Random, count: int, *, most: int = 60) -> list[Job]:
+    """Jobs of all lengths, some with output."""
+    jobs = []
+    for number in range(count):
+        prompt = tuple(rng.randrange(30) for _ in range(rng.randrange(1, 50)))
+        output = tuple(token_of(prompt, index) for index in range(rng.choice((0, 0, 5))))
+        jobs.append(make_job(str(number), prompt, rng.randrange(10, most), output=output))
+    return jobs
+
+
+def check(run: DraftedRun, jobs: list[Job]) -> None:
+    """Each job has its own tokens, and slots and pages are back."""
+    for job in jobs:
+        expected, reason = reference(job)
+        assert (run.jobs.outputs[job], run.jobs.ends[job]) == (expected[job.num_brought :], reason)
+    assert run.batch.num_running == 0
+    assert run.batch.pages.num_free == run.batch.pages.num_pages

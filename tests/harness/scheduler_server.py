@@ -53,7 +53,7 @@ class ServedScheduler:
 @asynccontextmanager
 async def served_scheduler(folder: Path, *roles: RoleEngine, **settings: Any) -> AsyncIterator[ServedScheduler]:
     """Serves `roles`, verify first. `settings`: of `SchedulerConfig`."""
-    draft = {"draft": "unix:/none"} if len(roles) > 1 else {}
+    draft = {"draft": "unix:/none", "num_draft_tokens": 4} if len(roles) > 1 else {}
     sizes = {"draft_timeout_ms": PATIENCE_MS, "context_tokens": 96, "slots": 4, "page_tokens": 4}
     config = SchedulerConfig(verify="unix:/none", **{**sizes, **draft, **settings})
     with Listener.claim(f"unix:{folder}/scheduler.sock", field="listen") as listener, local_workers(*roles) as workers:

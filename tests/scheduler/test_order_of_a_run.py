@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch
 from slipstream.common.worker.step import FenceName
 from slipstream.services.draft.engine import DraftEngine
 from tests.harness.local_epoch import Models, Served, Way
+from tests.harness.random_policy import RandomPolicy
 from tests.harness.seeded_jobs import make_jobs
 from tests.ordering.replay import Replay
 
@@ -66,6 +68,30 @@ def test_a_draft_that_reads_hidden_states(
     states = torch.cat(drafter.states)
     assert states.shape[1] == verify.hidden_width
     assert states.unique(dim=0).shape[0] > 20, "each step's own"
+    report = Replay(tmp_path).report()
+    assert not report.races
+    assert not report.stuck
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("reads_hidden", [False, True], ids=["language model", "head"])
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+def test_drafts_that_rest_and_come_back(
+    models: Models, reference: list[list[int]], tmp_path: Path, run_ahead: int, reads_hidden: bool
+) -> None:
+    """No token changes, and what a draft reads and writes is in order with the steps before and after its rest."""
+    if reads_hidden:
+        verify = models.verify.description
+        description = replace(models.draft.description, hidden_width=verify.hidden_width)
+        head = DraftEngine(HiddenDrafter(verify.vocab_size), description)
+        models = Models(models.verify, head, head)
+    served = Served(models, Way(num_draft_tokens=2, run_ahead=run_ahead, slots=2), log_dir=tmp_path)
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    policy, epoch = RandomPolicy(random.Random(seed), changes=0.3), served.epoch.epoch
+    epoch.policy = epoch.speculation._policy = policy
+    assert served.run(make_jobs()) == reference
+    assert policy.num_rests > 3
     report = Replay(tmp_path).report()
     assert not report.races
     assert not report.stuck

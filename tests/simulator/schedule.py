@@ -80,7 +80,7 @@ class Schedule:
         if self.skill.quality == 1.0:
             self.skill = DraftSkill(reads_hidden=self.skill.reads_hidden, quality=1.0, is_watched=True)
         self.plans = [
-            Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.num_draft_tokens)
+            Plan.draw(random, context_tokens=CONTEXT_TOKENS, num_draft_tokens=self.config.most_draft_tokens)
             for _ in range(random.randint(1, 6))
         ]
         self._lack_pages(Random(f"pages {seed}"))
@@ -94,6 +94,9 @@ class Schedule:
             quality=1.0 if self.skill.is_watched else random.choice((0.0, 0.5, 1.0)),
             is_watched=self.skill.is_watched,
         )
+        if random.random() < 0.4:
+            # Drafts rest and come back at random, see `substitutes`.
+            self.config = replace(self.config, num_draft_tokens=None)
 
     def _lack_pages(self, random: Random) -> None:
         """Has long outputs share the pages of one in some of the schedules, so that sequences are preempted."""

@@ -14,7 +14,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from slipstream.scheduler.workers import attachment, draft_session, session
+from slipstream.scheduler.workers import attachment, draft_session, epoch, session
+from tests.harness.random_policy import RandomPolicy
 from tests.simulator.threads import SimulatedCondition, SimulatedEvent, SimulatedFuture, SimulatedThread
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def substituted(world: World) -> Iterator[None]:
         put(module, "Future", partial(SimulatedFuture, world))
         put(module, "name_this_thread", lambda _: None)
     put(attachment, "ProcessId", _process_ids(world))
+    put(epoch, "DraftPolicy", lambda _on_rest: RandomPolicy(world.random, changes=0.3))
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

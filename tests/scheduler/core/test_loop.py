@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client import generate_latest
 
+from slipstream.benchmarks import dummy_model
 from slipstream.benchmarks.dummy_model import DummyDraft, DummyVerify
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
@@ -23,7 +24,7 @@ from slipstream.scheduler.core.speculation import FIRST_STEP_TIMEOUT_S
 from tests.harness.counted_jobs import Job
 from tests.harness.leaks import nothing_left
 from tests.harness.local_epoch import LocalEpoch
-from tests.harness.workers import LocalWorker, describe
+from tests.harness.workers import VOCAB_SIZE, LocalWorker, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -321,3 +322,20 @@ def test_time_is_counted_where_it_went() -> None:
         walls = sum(timing.wall_ns or 0 for timing in timings)
         bubbles = sum(sum(timing.bubbles_ns.values()) for timing in timings)
         assert efficiency == pytest.approx(1 - bubbles / walls)
+
+
+def test_a_draft_that_is_always_wrong_rests_and_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    guessed = dummy_model._guessed
+    monkeypatch.setattr(dummy_model, "_guessed", lambda *args: (guessed(*args) + 1) % VOCAB_SIZE)
+    jobs = [make_job(prompt_tokens=20, max_new_tokens=230) for _ in range(3)]
+    with workers(draft_ms=2.0, verify_ms=1.0) as both:
+        expected = make_epoch(both[:1]).run(jobs)  # type: ignore[arg-type]
+        both[0].engine.last_epoch = 0
+        epoch = make_epoch(both, num_draft_tokens=None, draft_timeout_ms=20_000.0)
+        again = [make_job(prompt_tokens=20, max_new_tokens=230) for _ in range(3)]
+        outputs = epoch.run(again)
+        assert [outputs[job] for job in again] == [expected[job] for job in jobs]
+        assert [event for event, _ in epoch.events] == ["joined"], "it is attached all the time"
+    resting = metric(epoch, 'slipstream_decode_steps_total{mode="resting"}')
+    assert resting > metric(epoch, 'slipstream_decode_steps_total{mode="drafted"}') > 0
+    assert metric(epoch, 'slipstream_draft_rests_total{cause="slower"}') > 0

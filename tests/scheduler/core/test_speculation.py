@@ -15,34 +15,14 @@ from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepK
 from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.core.plan import PlannedStep
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
-from tests.harness.drafted_run import SIZES, DraftedRun, lost_run
+from tests.harness.drafted_run import SIZES, DraftedRun, check, lost_run, make_jobs
 from tests.harness.fake_drafts import FakeDraft, FakeFence
-from tests.harness.simulated_run import make_job, reference, token_of
+from tests.harness.simulated_run import make_job
 
 if TYPE_CHECKING:
     from slipstream.scheduler.workers.attachment import DraftAttachment
-    from tests.harness.counted_jobs import Job
 
 NUM_RUNS = 4
-
-
-def make_jobs(rng: random.Random, count: int, *, most: int = 60) -> list[Job]:
-    """Jobs of all lengths, some with output."""
-    jobs = []
-    for number in range(count):
-        prompt = tuple(rng.randrange(30) for _ in range(rng.randrange(1, 50)))
-        output = tuple(token_of(prompt, index) for index in range(rng.choice((0, 0, 5))))
-        jobs.append(make_job(str(number), prompt, rng.randrange(10, most), output=output))
-    return jobs
-
-
-def check(run: DraftedRun, jobs: list[Job]) -> None:
-    """Each job has its own tokens, and slots and pages are back."""
-    for job in jobs:
-        expected, reason = reference(job)
-        assert (run.jobs.outputs[job], run.jobs.ends[job]) == (expected[job.num_brought :], reason)
-    assert run.batch.num_running == 0
-    assert run.batch.pages.num_free == run.batch.pages.num_pages
 
 
 @pytest.mark.parametrize("reads_hidden", [False, True], ids=["language model", "head"])

@@ -138,7 +138,7 @@ class Drafts:
         )
         arena.close()
         parts: dict[str, Any] = {"number": 1, "verify": VERIFY, "sizes": sizes, "attachment": attachment}
-        parts |= {"speculation": self.speculation, "decodes": DecodeRecord(), "log": AccessLog()}
+        parts |= {"speculation": self.speculation, "decodes": DecodeRecord(), "policy": None, "log": AccessLog()}
         self.epoch = cast("Epoch", SimpleNamespace(**parts, link=verify or FakeLink(VERIFY)))
 
     def attach(self) -> None:

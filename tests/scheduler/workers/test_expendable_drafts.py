@@ -124,12 +124,13 @@ async def test_a_stopped_draft_costs_the_watchdogs_time(processes: WorkerProcess
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("given", "most"), [(3, 3), (None, 4)], ids=["fixed", "auto"])
 async def test_swaps_from_one_draft_to_another_and_to_none_and_back(
-    processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path
+    processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path, given: int | None, most: int
 ) -> None:
     (tmp_path / "other").mkdir(mode=0o700)
     with (
-        running_session(processes, **calm()) as client,
+        running_session(processes, **calm(num_draft_tokens=given)) as client,
         WorkerProcesses(tmp_path / "other", models) as others,
     ):
         others.start(DRAFT)
@@ -147,8 +148,9 @@ async def test_swaps_from_one_draft_to_another_and_to_none_and_back(
         await until(lambda: bool(jobs) and jobs[0].stats.num_output_tokens > 20)
         await until(lambda: (tmp_path / "other" / "draft.sock").exists())
         swapped = await retried(client, others.address(DRAFT), num_draft_tokens=2, judge_steps=40, rollback_below=0.2)
-        assert (swapped.before.num_draft_tokens, swapped.after.num_draft_tokens) == (3, 2)
-        assert swapped.before.num_steps == swapped.after.num_steps == 40
+        assert (swapped.before.num_draft_tokens, swapped.after.num_draft_tokens) == (most, 2)
+        assert swapped.after.num_steps == 40, "it drafts until it is judged"
+        assert swapped.before.num_steps == 40 or given is None, "it may have rested soon"
         assert swapped.after.accept_length > 1.2
         assert not swapped.rolled_back
         assert 0 < swapped.longest_pause_ms < 5000

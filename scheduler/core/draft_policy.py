@@ -1,0 +1,258 @@
+"""Whether the draft drafts in the next decode step: as long as drafted steps bring tokens faster than plain ones.
+
+Both costs are measured, as mean times of a decode step for batches of about the same size and of a prompt's token, and
+so are the tokens that a drafted step brings each sequence. A token of the output costs its part of a decode step, and
+of the prompts that are taken in meanwhile. The draft rests where plain steps are faster, and comes back where they are
+not.
+
+What is not seen cannot be known, so the other kind of step is tried now and then: once for each size of batch, and
+otherwise in one of PROBE_SHARE steps at most, those in which the draft catches up included.
+"""
+
+from __future__ import annotations
+
+import enum
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MARGIN = 0.03
+"""The other kind of step has to be faster by so much."""
+PATIENCE = 16
+"""In so many decode steps, one after the other."""
+LEAST_STAY = 64
+"""Decode steps between two changes, at least."""
+LONG_STAY, MOST_STAYS = 1024, 16
+"""A change after fewer steps doubles the next stay, up to so many times: costs that go up and down are no reason."""
+STAY_PER_STEP_BACK = 8
+"""The same for each step that the draft took to come back last: its way has to pay."""
+PROBE_STEPS = {False: 8, True: 16}
+"""Steps that are measured in a probe of plain and of drafted ones, which also say how much is accepted."""
+CLOSE = 0.25
+"""Where the two kinds differ by less, a probe goes on for CLOSE_PROBES times as many steps."""
+CLOSE_PROBES = 3
+PROBE_SHARE = 128
+FIRST_LOOK = 32
+"""Decode steps of a batch size, before the other kind of step is looked at there for the first time."""
+MOST_BACKOFF = 4
+"""Probes that change nothing become rarer, up to so many times."""
+
+_SETTLING = 2
+"""The first steps after a change that say nothing: the pipeline was filled with others."""
+_ASSUMED_RATIO = 1.1
+"""Time of a drafted step to that of a plain one, as long as one of them was never seen."""
+_TIME_WINDOW, _TOKENS_WINDOW, _PROMPT_WINDOW = 64.0, 512.0, 8192.0
+"""Steps, sequences of steps, and tokens that a mean goes back over, about."""
+_MOST_GROWTH, _FEW = 4.0, 4.0
+"""A step counts at most as so many times the mean of more than a few: a pause of the host is no step."""
+
+
+class RestCause(enum.Enum):
+    """Why the draft was put to rest."""
+
+    SLOWER = "slower"
+    """Plain steps bring tokens faster."""
+    PROBE = "probe"
+    """To measure plain steps, which were not faster."""
+
+
+class _Mean:
+    """A mean that forgets slowly."""
+
+    __slots__ = ("value", "weight", "window")
+
+    def __init__(self, window: float) -> None:
+        self.value = self.weight = 0.0
+        self.window = window
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.weight = min(self.weight + weight, max(self.window, weight))
+        self.value += (value - self.value) * weight / self.weight
+
+    def add_time(self, seconds: float, weight: float = 1.0) -> None:
+        self.add(seconds if self.weight < _FEW else min(seconds, _MOST_GROWTH * self.value), weight)
+
+    def age(self, weight: float) -> None:
+        """Has what comes now count for more: what is known weighs so much at most."""
+        self.weight = min(self.weight, weight)
+
+
+class DraftPolicy:
+    """Decides for one epoch. Belongs to the loop's thread, but for `held`."""
+
+    def __init__(self, on_rest: Callable[[RestCause], None] = lambda _: None) -> None:
+        """`on_rest` is told of each rest, a probe's once it is over."""
+        self.drafts = True
+        """Whether the draft should draft. It takes some steps until it does."""
+        self.is_held = False
+        """See `held`."""
+        self._on_rest = on_rest
+        self._seconds: dict[bool, dict[int, _Mean]] = {False: {}, True: {}}
+        """Time of a plain and of a drafted step, by bucket of batch sizes."""
+        self._tokens = _Mean(_TOKENS_WINDOW)
+        """That a drafted step brings a sequence."""
+        self._prompt_seconds = {False: _Mean(_PROMPT_WINDOW), True: _Mean(_PROMPT_WINDOW)}
+        """Time of a prompt's token, without and with a draft that takes it in, too."""
+        self._prompt_tokens = _Mean(_PROMPT_WINDOW)
+        """Taken in for each token of output."""
+        self._num_prompt_tokens = 0
+        """Taken in since the last decode step."""
+        self._looked: set[tuple[bool, int]] = set()
+        """Kinds of steps and buckets that were probed."""
+        self._num_back = 0
+        """Decode steps until the draft drafted again, when it came back last."""
+        self._num_stayed = 0
+        """Decode steps since the draft does as it should."""
+        self._num_against = 0
+        """The last decode steps after which the other kind seemed faster."""
+        self._probe_left = 0
+        """Steps to measure until the end of a probe."""
+        self._is_long_probe = False
+        self._num_disturbed: int | None = None
+        """Steps since a probe began; None once all is as before."""
+        self._stays = self._backoff = 1
+        self._until_probe = self._first_probe
+
+    def joined(self) -> None:
+        """Begins anew with another draft: only what is known of plain steps still holds."""
+        self._seconds[True], self._prompt_seconds[True] = {}, _Mean(_PROMPT_WINDOW)
+        self._tokens = _Mean(_TOKENS_WINDOW)
+        self._looked = {(is_drafted, bucket) for is_drafted, bucket in self._looked if not is_drafted}
+        self._change(drafts=True)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing changes meanwhile: a draft that begins to draft goes on. Any thread."""
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
+    def take_in(self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool) -> None:
+        """Takes in a decode step of `num_rows` sequences that brought `num_tokens`, `seconds` after the step before."""
+        if self._num_disturbed is not None:
+            self._num_disturbed += 1
+        self._prompt_tokens.add(self._num_prompt_tokens / num_tokens, num_tokens)
+        self._num_prompt_tokens = 0
+        if is_drafted is not self.drafts:
+            self._num_back += self.drafts
+            return
+        self._num_stayed += 1
+        if self._num_stayed <= _SETTLING:
+            return
+        bucket = _bucket(num_rows)
+        self._seconds[is_drafted].setdefault(bucket, _Mean(_TIME_WINDOW)).add_time(seconds)
+        if is_drafted:
+            self._tokens.add(num_tokens / num_rows, num_rows)
+        if self.is_held:
+            return
+        if self._probe_left:
+            self._go_on_with_probe(num_rows)
+        else:
+            self._decide(num_rows)
+
+    def take_in_prompts(self, seconds: float, num_tokens: int, *, is_drafted: bool) -> None:
+        """Takes in a prefill step of so many tokens, `seconds` after the step before.
+
+        `is_drafted`: whether draft took them in, too.
+        """
+        self._num_prompt_tokens += num_tokens
+        if is_drafted is self.drafts and self._num_stayed > _SETTLING:
+            self._prompt_seconds[is_drafted].add_time(seconds / num_tokens, num_tokens)
+
+    def _decide(self, num_rows: int) -> None:
+        if self._num_disturbed is not None:
+            self._until_probe = PROBE_SHARE * self._num_disturbed * self._backoff
+            self._backoff, self._num_disturbed = min(2 * self._backoff, MOST_BACKOFF), None
+        self._until_probe -= 1
+        self._num_against = self._num_against + 1 if self._is_other_faster(num_rows) else 0
+        if self._num_against >= PATIENCE and self._num_stayed >= self._stay:
+            self._stays = min(2 * self._stays, MOST_STAYS) if self._num_stayed < LONG_STAY else 1
+            self._change(drafts=not self.drafts)
+            if not self.drafts:
+                self._on_rest(RestCause.SLOWER)
+        elif self._until_probe <= 0 or self._is_first_look(_bucket(num_rows)):
+            self._probe(_bucket(num_rows))
+
+    def _change(self, *, drafts: bool) -> None:
+        self._turn(drafts=drafts)
+        self._probe_left, self._num_disturbed = 0, None
+        self._until_probe, self._backoff = self._first_probe, 1
+
+    def _turn(self, *, drafts: bool) -> None:
+        self.drafts = drafts
+        self._num_stayed = self._num_against = 0
+        if drafts:
+            self._num_back = 0
+
+    @property
+    def _stay(self) -> int:
+        return self._stays * max(LEAST_STAY, STAY_PER_STEP_BACK * self._num_back)
+
+    @property
+    def _first_probe(self) -> int:
+        """Steps until the first probe after a change."""
+        return PROBE_SHARE * (PROBE_STEPS[not self.drafts] + _SETTLING + self._num_back)
+
+    def _probe(self, bucket: int) -> None:
+        other = not self.drafts
+        self._looked.add((other, bucket))
+        self._probe_left, self._num_disturbed, self._is_long_probe = PROBE_STEPS[other], 0, False
+        for mean in self._seconds[other].values():
+            mean.age(PROBE_STEPS[other] / 2)
+        if other:
+            self._tokens.age(PROBE_STEPS[other] / 2)
+        self._turn(drafts=other)
+
+    def _go_on_with_probe(self, num_rows: int) -> None:
+        self._probe_left -= 1
+        if self._probe_left:
+            return
+        if abs(self._gain(num_rows) - 1) < CLOSE and not self._is_long_probe:
+            self._probe_left, self._is_long_probe = CLOSE_PROBES * PROBE_STEPS[self.drafts], True
+            return
+        is_rest, has_failed = not self.drafts, self._is_other_faster(num_rows, margin=-MARGIN)
+        if has_failed:
+            self._turn(drafts=not self.drafts)
+        else:
+            self._change(drafts=self.drafts)
+        if is_rest:
+            self._on_rest(RestCause.PROBE if has_failed else RestCause.SLOWER)
+
+    def _is_first_look(self, bucket: int) -> bool:
+        other = not self.drafts
+        if bucket in self._seconds[other] or (other, bucket) in self._looked:
+            return False
+        if other and self._tokens.weight and self._tokens.value < 1 + MARGIN:
+            return False  # hardly a token is accepted, whatever a draft costs here
+        return self._seconds[self.drafts][bucket].weight >= FIRST_LOOK
+
+    def _is_other_faster(self, num_rows: int, *, margin: float = MARGIN) -> bool:
+        gain = self._gain(num_rows)
+        return (1 / gain if self.drafts else gain) > 1 + margin
+
+    def _gain(self, num_rows: int) -> float:
+        """Tokens per second of drafted steps to those of plain ones, as far as is known."""
+        plain, drafted = self._seconds[False], self._seconds[True]
+        known = plain.keys() & drafted.keys()
+        if not self._tokens.weight:
+            return 1.0
+        if not known:
+            return self._tokens.value / _ASSUMED_RATIO
+        nearest = min(known, key=lambda other: abs(other - _bucket(num_rows)))
+        seconds = plain[nearest].value + num_rows * self._prompts_of_token(False)
+        with_draft = drafted[nearest].value + num_rows * self._tokens.value * self._prompts_of_token(True)
+        return self._tokens.value * seconds / with_draft
+
+    def _prompts_of_token(self, is_drafted: bool) -> float:
+        """Time of the prompts that are taken in for each token of output."""
+        mean, other = self._prompt_seconds[is_drafted], self._prompt_seconds[not is_drafted]
+        return self._prompt_tokens.value * (mean if mean.weight else other).value
+
+
+def _bucket(num_rows: int) -> int:
+    """Sizes of batches for which a step takes about as long: 1, 2, 3 to 4, 5 to 8 and so on."""
+    return (num_rows - 1).bit_length()

@@ -1,0 +1,27 @@
+"""A policy that has the draft rest and come back at random."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.scheduler.core.draft_policy import DraftPolicy
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+class RandomPolicy(DraftPolicy):
+    """Does not look at costs."""
+
+    def __init__(self, rng: Random, changes: float = 0.15) -> None:
+        """`changes`: share of the decode steps after which it changes its mind."""
+        super().__init__()
+        self._rng = rng
+        self._changes = changes
+        self.num_rests = 0
+
+    def take_in(self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool) -> None:
+        """See `DraftPolicy.take_in`."""
+        if not self.is_held and self._rng.random() < self._changes:
+            self.drafts = not self.drafts
+            self.num_rests += not self.drafts
