@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
 from slipstream.scheduler.workers.held import DraftTarget, Held
 from slipstream.scheduler.workers.swap import Swap
@@ -58,6 +59,8 @@ class FakeDrafts:
         """See `Drafts.attach`."""
         held = held_draft(next(self._numbers), target)
         held.position = self.record.position
+        assert epoch.policy is not None
+        assert epoch.policy.is_held is (held.attachment.number == NEW), "a new draft drafts until it is judged"
         if held.attachment.number == NEW:
             self.decode(NEW, self._accepted)
         return held
@@ -77,7 +80,7 @@ def swap(before: tuple[int, list[int]], after: tuple[int, list[int]]) -> SwapOut
     """Of two drafts, each with its draft tokens and the accepted ones of its sequences."""
     drafts, old = FakeDrafts(after[1]), DraftTarget("unix:/old", before[0])
     drafts.decode(OLD, before[1])
-    epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record))
+    epoch = cast("Epoch", SimpleNamespace(decodes=drafts.record, policy=DraftPolicy()))
     request = DraftSwap(address="unix:/new", terms=SwapTerms(judge_steps=NUM_STEPS, rollback_below=0.7))
     return Swap(drafts, epoch, request, held_draft(OLD, old)).run(old, DraftTarget("unix:/new", after[0]))
 
