@@ -20,11 +20,19 @@ import typer
 
 from slipstream.benchmarks.load_generator import closed_loop, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.models import NONE, STANDALONE, STANDALONE_AUTO, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import (
+    NONE,
+    NUM_DRAFT_TOKENS,
+    STANDALONE,
+    STANDALONE_AUTO,
+    JsonOption,
+    Models,
+    draft_of,
+)
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import TEMPERATURE, Lengths, Workload
-from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS
+from slipstream.scheduler.config import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +92,7 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
             await stack.models(models.with_drafts(draft or NONE))
             running = stack.scheduler(
                 draft,
-                num_draft_tokens=AUTO if algorithm == STANDALONE_AUTO else DEFAULT_DRAFT_TOKENS,
+                num_draft_tokens=AUTO if algorithm == STANDALONE_AUTO else NUM_DRAFT_TOKENS,
                 slots=plan.slots,
                 context_tokens=lengths.context_tokens,
                 kv_memory_mib=KV_MIB,

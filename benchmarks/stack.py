@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.benchmarks.models import NGRAM
+from slipstream.benchmarks.models import NGRAM, NUM_DRAFT_TOKENS
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
@@ -22,7 +22,6 @@ from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
 from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.home import gateway_name
-from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -140,7 +139,7 @@ class Stack:
         metrics_port: int | None = None,
         gateway_metrics_port: int | None = None,
         gateway_program: tuple[str, ...] = GATEWAY,
-        num_draft_tokens: int | str | None = DEFAULT_DRAFT_TOKENS,
+        num_draft_tokens: int | str | None = NUM_DRAFT_TOKENS,
         **options: Option,
     ) -> AsyncIterator[Served]:
         """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.stack import free_ports, until_serving, words
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.scrape import scrape
-from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -93,7 +93,7 @@ def bundled_options(device: str, slots: int, mps: str = "off") -> tuple[str, ...
     In bfloat16, a GPU's default, tokens depend on the batch.
     """
     on_gpu = {"dtype": "float32", "mps": mps} if device == "cuda" else {}
-    return words(device=device, slots=slots, num_draft_tokens=DEFAULT_DRAFT_TOKENS, **on_gpu)
+    return words(device=device, slots=slots, num_draft_tokens=NUM_DRAFT_TOKENS, **on_gpu)
 
 
 @asynccontextmanager
