@@ -23,6 +23,7 @@ import typer
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from slipstream.benchmarks import decode_report, overlap
+from slipstream.benchmarks.load_results import DRAFTS as LOAD_DRAFTS
 from slipstream.benchmarks.load_results import (
     PEER,
     PROMPT_WORKLOADS,
@@ -51,6 +52,7 @@ DRAFTS = {
     "standalone": ("standalone draft", LOST_COLOUR),
     "standalone_auto": ("standalone draft, auto", OTHER_COLOUR),
     "eagle3": ("EAGLE-3 head", OTHER_COLOUR),
+    "eagle3_auto": ("EAGLE-3 head, auto", "#8e63b0"),
 }
 LATENCIES = (
     ("ttft_ms", "to the first token, ms"),
@@ -256,13 +258,19 @@ def draw_load(results: Sequence[LoadResult], path: Path) -> None:
 
 def _draw_bars(panel: Axes, names: Sequence[str], quantity: str, *sides: Mapping[tuple[str, str], Any]) -> None:
     """`sides`: rows by draft and workload, ours and the peer's."""
-    groups = itertools.product(("eagle3", "none"), zip(sides, (1.0, 0.45), ("", f", {PEER}"), strict=True))
-    for shift, (draft, (rows, alpha, owner)) in zip((-0.3, -0.1, 0.1, 0.3), groups, strict=True):
-        mine = [(names.index(name) + shift, row) for (of, name), row in rows.items() if of == draft]
+    groups = [
+        (draft, {name: row for (of, name), row in rows.items() if of == draft}, alpha, owner)
+        for draft in LOAD_DRAFTS
+        for rows, alpha, owner in zip(sides, (1.0, 0.45), ("", f", {PEER}"), strict=True)
+        if any(of == draft for of, _ in rows)
+    ]
+    width = 0.8 / len(groups)
+    for number, (draft, rows, alpha, owner) in enumerate(groups):
+        mine = [(names.index(name) + (number + 0.5) * width - 0.4, row) for name, row in rows.items()]
         values = (throughput(row) if quantity == SPEED else row.get(quantity) for _, row in mine)
         places, heights = _known([(place, value) for (place, _), value in zip(mine, values, strict=True)])
         title, colour = DRAFTS[draft]
-        panel.bar(places, heights, 0.19, color=colour, alpha=alpha, label=title + owner if places else "_")
+        panel.bar(places, heights, 0.95 * width, color=colour, alpha=alpha, label=title + owner)
         if quantity != SPEED:
             panel.plot(*_known([(at, row.get(quantity.replace("p50", "p99"))) for at, row in mine]), "k.", markersize=4)
     panel.set_xticks(range(len(names)), names, fontsize=8)

@@ -18,10 +18,10 @@ that keeps limits of the latencies, which takes another 5 minutes with each draf
     python benchmarks/load.py --device cuda --model llama-3.1-8b --json benchmarks/results/load_h200.json
     python benchmarks/load.py --device cuda --model llama-3.1-8b --capacity --json benchmarks/results/capacity_h200.json
 
-With `--drafts yes` or `no`, and `--workloads`, a run is made in pieces: a file keeps what a run leaves out, and is
-drawn anew. Without options the bundled model serves on a CPU, and lengths, requests, clients and slots are an eighth: a
-minute or two. Status 1 if a request had not one end and the tokens that it asked for, a service died, or the clients
-were the limit, which the CPU time of the busiest of their processes shows.
+With `--drafts yes`, `auto` or `no`, and `--workloads`, a run is made in pieces: a file keeps what a run leaves out, and
+is drawn anew. Without options the bundled model serves on a CPU, and lengths, requests, clients and slots are an
+eighth: a minute or two. Status 1 if a request had not one end and the tokens that it asked for, a service died, or the
+clients were the limit, which the CPU time of the busiest of their processes shows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,16 @@ from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_lo
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.load_results import LIMITS, CapacityResult, LoadResult, TriedRate, merged
 from slipstream.benchmarks.load_workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
-from slipstream.benchmarks.models import BUNDLED, EAGLE3, NONE, DeviceOption, JsonOption, Setup, known_names
+from slipstream.benchmarks.models import (
+    BUNDLED,
+    EAGLE3,
+    EAGLE3_AUTO,
+    NONE,
+    DeviceOption,
+    JsonOption,
+    Setup,
+    known_names,
+)
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.up_server import up_server
@@ -59,7 +68,7 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.up_server import UpServer
 
 MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b")
-DRAFTS = {"yes": EAGLE3, "no": NONE}
+DRAFTS = {"yes": EAGLE3, "auto": EAGLE3_AUTO, "no": NONE}
 QUEUE = 1024
 DRAIN_S = 120.0
 """Requests that take longer after the last arrival are left, which is a fault."""
@@ -135,7 +144,7 @@ async def _server(plan: Plan, draft: str, sizes: Sizes) -> AsyncIterator[UpServe
         slots=sizes.slots,
         context_tokens=sizes.context_tokens,
         queue=QUEUE,
-        **setup.up_options(drafts=draft != NONE),
+        **setup.up_options(draft),
     )
     async with up_server(*options, *shlex.split(plan.options)) as server:
         await _run(plan, server, warm_up(plan.scale, sizes))
@@ -238,7 +247,7 @@ async def highest_rate(is_held: Callable[[float], Awaitable[bool]], first: float
 def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = Plan.model,
     names: Annotated[str, typer.Option("--workloads", help="By commas.")] = ",".join(NAMES),
-    drafts: Annotated[str, typer.Option(help="With a draft and without: yes,no.")] = ",".join(DRAFTS),
+    drafts: Annotated[str, typer.Option(help="4 tokens a step, auto, or none: yes,auto,no.")] = "yes,no",
     processes: Annotated[int, typer.Option(help="Of the clients.", min=1)] = Plan.num_processes,
     options: Annotated[str, typer.Option(help="Further ones of `slipstream up`, in one word.")] = Plan.options,
     capacity: Annotated[bool, typer.Option("--capacity", help="Search for the highest rate.")] = False,

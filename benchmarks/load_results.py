@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from slipstream.benchmarks.load_workloads import NAMES
+from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
 from slipstream.benchmarks.pages import RESULTS, WRITTEN, load, markdown_table, section, text
 from slipstream.benchmarks.result_files import read_rows
 
@@ -23,7 +24,7 @@ README_MODEL = "llama-3.1-8b"
 CAPACITY_MODELS = ("llama-3.2-1b", README_MODEL)
 LIMITS = (200.0, 10.0)
 """Of the first token and of the time per token, in milliseconds."""
-DRAFTS = {"eagle3": "EAGLE-3", "none": "none"}
+DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
 """Draft settings, in the order of the tables."""
 
 
@@ -155,9 +156,9 @@ def readme_rows() -> list[str]:
     found = {
         (r.draft, r.workload): r for r in read_rows(RESULTS / "load_h200.json", LoadResult) if r.model == README_MODEL
     }
-    if not {("eagle3", "chat"), ("none", "chat")} <= found.keys():
+    if not {(EAGLE3, "chat"), (NONE, "chat")} <= found.keys():
         return []
-    ours, plain = (found[draft, "chat"].tokens_per_second for draft in DRAFTS)
+    ours, plain = (found[draft, "chat"].tokens_per_second for draft in (EAGLE3, NONE))
     title = "chats, 64 at a time, 8B shape, EAGLE-3 head; baseline: without a draft"
     return [f"{title} | {ours:,.0f} tokens/s | {plain:,.0f} tokens/s | {ours / plain:.2f}"]
 
@@ -210,7 +211,8 @@ def capacity_page() -> str:
     for model in dict.fromkeys((*CAPACITY_MODELS, *(result.model for result in results))):
         for draft, title in DRAFTS.items():
             result = next((one for one in results if (one.model, one.draft) == (model, draft)), None)
-            rows.append(" | ".join((model, title, *_capacity_cells(result))))
+            if result is not None or draft != EAGLE3_AUTO:
+                rows.append(" | ".join((model, title, *_capacity_cells(result))))
     header = "model | draft | requests/s | output tokens/s | first token p99, ms | per token p99, ms"
     first_token_ms, per_token_ms = (results[0].first_token_ms, results[0].per_token_ms) if results else LIMITS
     words = (

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
-STANDALONE_AUTO = "standalone_auto"
-"""The standalone draft, which drafts as long as that is faster than plain decoding."""
+STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
+"""These drafts, which draft as long as that is faster than plain decoding."""
 NGRAM = "ngram"
 """The NumPy drafter of the examples, which has no model."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3)
@@ -106,18 +106,14 @@ class Setup:
         """Tokens of a request, prompt and output."""
         return self.prompt_tokens + self.max_new_tokens
 
-    def up_options(self, *, drafts: bool = True) -> dict[str, Path | str | int | float]:
-        """Options of `slipstream up` for these models, with the head or without; a shape accepts by chance."""
+    def up_options(self, draft: str = EAGLE3) -> dict[str, Path | str | int | float]:
+        """Options of `slipstream up` for these models, with EAGLE3, EAGLE3_AUTO or NONE; a shape accepts by chance."""
         options: dict[str, Path | str | int | float] = {"target": self.target, "load_format": self.load_format}
-        if not drafts:
+        if draft == NONE:
             return options | {"algorithm": NONE}
-        simulated = {} if self.name == BUNDLED else {"simulate_accept_length": ACCEPT_LENGTH}
-        return options | {
-            "draft": self.draft,
-            "algorithm": EAGLE3,
-            "num_draft_tokens": NUM_DRAFT_TOKENS,
-            **simulated,
-        }
+        options |= {"draft": self.draft, "algorithm": EAGLE3}
+        options["num_draft_tokens"] = "auto" if draft == EAGLE3_AUTO else NUM_DRAFT_TOKENS
+        return options if self.name == BUNDLED else options | {"simulate_accept_length": ACCEPT_LENGTH}
 
 
 def draft_of(algorithm: str) -> str | None:

@@ -16,7 +16,7 @@ from slipstream.benchmarks.load import InvalidRunError, Plan, Search, check, fin
 from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.benchmarks.load_report import report_of
 from slipstream.benchmarks.load_results import CapacityResult, LoadResult, TriedRate, merged, throughput
-from slipstream.benchmarks.models import EAGLE3, NONE
+from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
 from slipstream.benchmarks.result_files import read_rows, write_rows
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def test_capacities_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_pictures_of_results_with_and_without_those_of_a_peer(tmp_path: Path) -> None:
     models = ("bundled", "llama-3.1-8b")
-    draw_load([result(model=model, draft=draft) for model in models for draft in (EAGLE3, NONE)], tmp_path / "load.png")
+    drafts = (EAGLE3, EAGLE3_AUTO, NONE)
+    draw_load([result(model=model, draft=draft) for model in models for draft in drafts], tmp_path / "load.png")
     draw_capacity([CAPACITY, replace(CAPACITY, draft=EAGLE3)], tmp_path / "capacity.png")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 2
