@@ -77,6 +77,7 @@ class GenerateOptions(Settings):
     stop_token_id: list[int] | None = setting(None, unit="ID", help="A token that ends the output; may be repeated.")
     ignore_eos: bool = setting(False, help="Go on after the model's end of sequence.")
     no_speculation: bool = setting(False, help="Use no drafts.")
+    priority: int | None = setting(None, unit="P", help="Requests of a higher priority start first.", unset="0")
     logprobs: int | None = setting(
         None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
     )

@@ -200,7 +200,9 @@ def _add_server(table: Table, status: ServerStatus) -> None:
     waiting = f"{state.num_waiting} of {state.queue_capacity} waiting"
     table.add_row("requests", f"{state.num_running} of {state.num_slots} running, {waiting}")
     used = state.num_pages - state.num_free_pages
-    table.add_row("KV", f"{used} of {state.num_pages} pages" + (f", {used / state.num_pages:.1%}" if used else ""))
+    share = f", {used / state.num_pages:.1%}" if used else ""
+    preemptions = f"; {state.num_preemptions} preemptions" if state.num_preemptions else ""
+    table.add_row("KV", f"{used} of {state.num_pages} pages{share}{preemptions}")
     table.add_row("runs", Text(f"{state.model}; {status.describe()}; epoch {state.epoch}"))
     for service in state.services:
         health = status.health[service.name]

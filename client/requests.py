@@ -70,6 +70,8 @@ class RequestOptions(TypedDict, total=False):
     """False turns drafts off for the request."""
     max_draft_tokens: int | None
     """Most draft tokens that are accepted in a step."""
+    priority: int | None
+    """Requests of a higher one start first."""
 
 
 def channel_options(
@@ -96,7 +98,7 @@ def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: Requ
     if isinstance(sampling.get("stop"), str):
         # A string is a sequence of strings, too.
         sampling["stop"] = [sampling["stop"]]
-    fields = _prompt_field(prompt)
+    fields = _prompt_field(prompt) | {"priority": sampling.pop("priority", None)}
     if any(value is not None for value in speculation.values()):
         fields["speculation"] = build(generation_pb2.Speculation, **speculation)
     return build(kind, job_id=job_id, sampling_params=build(generation_pb2.SamplingParams, **sampling), **fields)

@@ -103,6 +103,7 @@ def parse_request(
         stop_token_ids=stop_token_ids,
         top_logprobs=top_logprobs,
         max_draft_tokens=max_draft_tokens,
+        priority=request.priority,
     )
     return CheckedRequest(
         job_id=job_id,

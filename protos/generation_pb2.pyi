@@ -33,7 +33,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation", "resume")
+    __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation", "resume", "priority")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     text: str
     input_ids: TokenIds
@@ -48,7 +49,8 @@ class GenerateRequest(_message.Message):
     sampling_params: SamplingParams
     speculation: Speculation
     resume: Resume
-    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("from_tokens", "attempt")
@@ -59,20 +61,22 @@ class Resume(_message.Message):
     def __init__(self, from_tokens: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
-    __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation")
+    __slots__ = ("job_id", "text", "input_ids", "messages", "sampling_params", "speculation", "priority")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     text: str
     input_ids: TokenIds
     messages: ChatMessages
     sampling_params: SamplingParams
     speculation: Speculation
-    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, job_id: _Optional[str] = ..., text: _Optional[str] = ..., input_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class CreateJobResponse(_message.Message):
     __slots__ = ("job",)
@@ -316,7 +320,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "vocab_size", "context_tokens", "algorithm", "num_draft_tokens", "run_ahead", "num_slots", "page_tokens", "num_pages", "num_free_pages", "queue_capacity", "num_waiting", "num_running", "epoch", "services", "fence", "under_mps", "draft_state", "draft_state_seconds", "draft_problem")
+    __slots__ = ("version", "model", "vocab_size", "context_tokens", "algorithm", "num_draft_tokens", "run_ahead", "num_slots", "page_tokens", "num_pages", "num_free_pages", "queue_capacity", "num_waiting", "num_running", "epoch", "services", "fence", "under_mps", "draft_state", "draft_state_seconds", "draft_problem", "num_preemptions")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +342,7 @@ class GetServerInfoResponse(_message.Message):
     DRAFT_STATE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_STATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     vocab_size: int
@@ -359,7 +364,8 @@ class GetServerInfoResponse(_message.Message):
     draft_state: str
     draft_state_seconds: float
     draft_problem: str
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., num_slots: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., epoch: _Optional[int] = ..., services: _Optional[_Iterable[_Union[ServiceInfo, _Mapping]]] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ..., draft_state: _Optional[str] = ..., draft_state_seconds: _Optional[float] = ..., draft_problem: _Optional[str] = ...) -> None: ...
+    num_preemptions: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., num_slots: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., epoch: _Optional[int] = ..., services: _Optional[_Iterable[_Union[ServiceInfo, _Mapping]]] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ..., draft_state: _Optional[str] = ..., draft_state_seconds: _Optional[float] = ..., draft_problem: _Optional[str] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("name", "address", "pid", "metrics_port", "model", "device")

@@ -196,6 +196,7 @@ class _Serving:
             draft_state=state,
             draft_state_seconds=time.monotonic() - drafts.status.since if drafts.status.state else 0.0,
             draft_problem=drafts.status.problem,
+            num_preemptions=epoch.batch.num_preempted,
         )
         return SchedulerDescription(
             server=server,

@@ -30,7 +30,7 @@ class SequenceSpec:
     max_draft_tokens: int | None = None
     """Draft tokens that may be accepted in a step; None: as many as are drafted, 0: no speculation."""
     priority: int = 0
-    """A higher one is admitted before a lower one."""
+    """A higher one is admitted before a lower one, and preempted after it."""
     arrived_ns: int = 0
     """When the client's job arrived, by `time.monotonic_ns`: of equal priority, the oldest is admitted first."""
     deadline_ns: int = 0

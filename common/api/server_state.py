@@ -64,6 +64,8 @@ class ServerState:
     """Since it began; while the draft rests, since it was attached."""
     draft_problem: str = ""
     """While it is missing: why the last one left or was refused."""
+    num_preemptions: int = 0
+    """Times in this epoch that a running request gave its pages back for want of pages."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)

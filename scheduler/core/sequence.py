@@ -88,7 +88,13 @@ class Sequence:
 
     def page_update(self, first: int) -> SlotUpdate:
         """Its pages from index `first` on, for a worker that has those before."""
-        return replace(self.slot_update(), first_page_index=first, pages=self.pages[first:], sampling=None)
+        return replace(
+            self.slot_update(),
+            first_page_index=first,
+            pages=self.pages[first:],
+            sampling=None,
+            prompt_tokens=len(self.spec.prompt),
+        )
 
     def next_chunk(self, max_tokens: int) -> PrefillChunk:
         """Takes the next of its tokens to prefill, `max_tokens` at most."""

@@ -196,7 +196,17 @@ def test_the_command_line_asks_for_all_that(server: str) -> None:
         "--n",
         "2",
     )
-    more = ("--no-speculation", "--min-new-tokens", "2", "--presence-penalty", "0.5", "--stop", "\n\n\n\n\n")
+    more = (
+        "--no-speculation",
+        "--priority",
+        "-1",
+        "--min-new-tokens",
+        "2",
+        "--presence-penalty",
+        "0.5",
+        "--stop",
+        "\n\n\n\n\n",
+    )
     found = slipstream(*options, *more, "--logprobs", "3", "--json", PROMPT)
     assert found.returncode == 0, found.stderr
     reports = [json.loads(line) for line in found.stdout.splitlines()]

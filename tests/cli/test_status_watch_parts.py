@@ -81,6 +81,7 @@ def server_status(*, pid: int = 7, gateway_pid: int = 6, health: str = "SERVING"
         page_tokens=16,
         num_pages=40,
         num_free_pages=30,
+        num_preemptions=2,
         queue_capacity=5,
         num_waiting=3,
         num_running=2,
@@ -204,7 +205,7 @@ def test_the_table_says_it_all() -> None:
     assert row(look, "accept") == "2.00 tokens a step"
     assert row(look, "tokens") == "21.0 per second"
     assert row(look, "requests") == "2 of 4 running, 3 of 5 waiting"
-    assert row(look, "KV") == "10 of 40 pages, 25.0%"
+    assert row(look, "KV") == "10 of 40 pages, 25.0%; 2 preemptions"
     assert row(look, "runs").startswith("[bold]target[/]; algorithm standalone, 2 draft tokens a step, host fences")
     assert row(look, "scheduler").split() == ["SERVING", "pid", "7", "unix:/run/scheduler.sock"]
     assert row(look, "gateway").split() == ["SERVING", "pid", "6", "127.0.0.1:1"]

@@ -116,7 +116,7 @@ async def test_everything_that_is_asked_for_is_sent() -> None:
     }
     conversation = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
     async with client_of(script) as client:
-        async for _ in client.generate(conversation, speculation=True, max_draft_tokens=2, **sampling):
+        async for _ in client.generate(conversation, speculation=True, max_draft_tokens=2, priority=3, **sampling):
             pass
         async for _ in client.generate("a", stop="xyz", speculation=False, max_draft_tokens=None):
             pass
@@ -126,6 +126,7 @@ async def test_everything_that_is_asked_for_is_sent() -> None:
         messages={"items": conversation},
         sampling_params={**sampling},
         speculation={"enabled": True, "max_draft_tokens": 2},
+        priority=3,
     )
     assert list(little.sampling_params.stop) == ["xyz"]
     assert little.speculation == generation_pb2.Speculation(enabled=False)

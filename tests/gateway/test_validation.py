@@ -219,6 +219,7 @@ def test_all_options_of_a_request_are_in_the_job() -> None:
         seed=1,
     )
     request.speculation.max_draft_tokens = 4
+    request.priority = -2
     checked = parse_all(request)
     assert (checked.stop, checked.min_new_tokens) == (("b", "\n\n"), 3)
     (spec,) = checked.samples
@@ -232,14 +233,14 @@ def test_all_options_of_a_request_are_in_the_job() -> None:
         masked_before=5,
         masked_token_ids=(1, 2, 9),
     )
-    assert (spec.top_logprobs, spec.max_draft_tokens) == (20, 4)
+    assert (spec.top_logprobs, spec.max_draft_tokens, spec.priority) == (20, 4, -2)
 
 
 def test_options_that_are_not_set_are_off() -> None:
     checked = parse_all(request_of())
     (spec,) = checked.samples
     assert (checked.stop, checked.min_new_tokens) == ((), 0)
-    assert (spec.top_logprobs, spec.max_draft_tokens) == (None, None)
+    assert (spec.top_logprobs, spec.max_draft_tokens, spec.priority) == (None, None, 0)
     assert not spec.sampling.adjusts_logits
     assert parse(request_of(logprobs=True)).top_logprobs == 0
     # Nothing ends the output, so there is nothing to mask.

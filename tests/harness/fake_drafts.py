@@ -118,6 +118,7 @@ class FakeDraft:
             return
         slot = self.slots[update.slot]
         assert slot.generation == update.generation
+        assert update.prompt_tokens is not None, "chunks that follow may have output"
         assert 0 < update.first_page_index <= len(slot.pages), "no page is left out"
         assert slot.pages[update.first_page_index :] == update.pages[: len(slot.pages) - update.first_page_index]
         slot.pages = slot.pages[: update.first_page_index] + update.pages

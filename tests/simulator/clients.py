@@ -47,6 +47,7 @@ class Plan:
     """Then; None is never."""
     cancels_after: int | None
     """Tokens after which it cancels the job by a call."""
+    priority: int = 0
 
     @classmethod
     def draw(cls, random: Random, *, context_tokens: int, num_draft_tokens: int) -> Plan:
@@ -125,6 +126,7 @@ class Client:
                 "stop_token_ids": list(plan.stops),
                 "n": plan.num_samples,
                 "max_draft_tokens": plan.max_draft_tokens,
+                "priority": plan.priority,
             },
         )
 

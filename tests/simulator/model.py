@@ -77,9 +77,11 @@ class PagedTokens:
             )
             return
         held = self.slots[update.slot]
-        assert update.first_page_index <= len(held.pages), "no page is left out"
+        num_missed = max(0, update.first_page_index - len(held.pages))
+        assert not num_missed or held.max_draft_tokens == 0, "a draft misses pages only where it has nothing to draft"
         assert (update.limit_tokens, update.max_draft_tokens) == (held.limit_tokens, held.max_draft_tokens)
-        held.pages = np.concatenate((held.pages[: update.first_page_index], pages))
+        missed = np.zeros(num_missed, np.int64)
+        held.pages = np.concatenate((held.pages[: update.first_page_index], missed, pages))
 
     def write(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Writes tokens at positions from `start` on, up to the slot's limit."""

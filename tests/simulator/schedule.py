@@ -105,7 +105,12 @@ class Schedule:
         self.num_contexts = random.choice((1.0, 1.2))
         self.config = replace(self.config, slots=random.choice((2, 4)))
         self.plans = [
-            replace(plan, max_new_tokens=CONTEXT_TOKENS - len(plan.prompt), stops=plan.stops[:1])
+            replace(
+                plan,
+                max_new_tokens=CONTEXT_TOKENS - len(plan.prompt),
+                stops=plan.stops[:1],
+                priority=random.choice((0, 0, 0, 1, -1)),
+            )
             if random.random() < 0.8
             else plan
             for plan in self.plans
