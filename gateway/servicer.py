@@ -16,6 +16,7 @@ from slipstream.common.errors import (
 from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.keys import client_of
+from slipstream.gateway.pending_writes import PendingWrites
 from slipstream.gateway.request_times import RequestTimes
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
 from slipstream.gateway.write_watch import watching_writes
@@ -70,6 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._peers = peers
         self._read_timeout_s = read_timeout_s
         self.request_times = RequestTimes()
+        self._pending = PendingWrites()
         self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
         """The chunk that was encoded last."""
 
@@ -212,11 +214,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
             async def write(chunk: OutputChunk | bytes) -> None:
                 for message in self._messages(chunk) if isinstance(chunk, bytes) or encode is None else encode(chunk):
+                    await self._pending.begin(watch)
                     watch.begin()
                     await write_message(message)
                     watch.end()
+                    self._pending.end(watch)
 
-            await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)
+            try:
+                await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)
+            finally:
+                self._pending.forget(watch)
 
     def _messages(self, chunk: OutputChunk | bytes) -> tuple[generation_pb2.GenerateResponse | bytes]:
         """Encodes a chunk once for readers of a job that are at the same place."""
