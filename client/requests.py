@@ -72,6 +72,8 @@ class RequestOptions(TypedDict, total=False):
     """Most draft tokens that are accepted in a step."""
     priority: int | None
     """Requests of a higher one start first."""
+    cache_salt: str | None
+    """Requests of different salts share nothing of the prefix cache."""
 
 
 def channel_options(
@@ -98,7 +100,7 @@ def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: Requ
     if isinstance(sampling.get("stop"), str):
         # A string is a sequence of strings, too.
         sampling["stop"] = [sampling["stop"]]
-    fields = _prompt_field(prompt) | {"priority": sampling.pop("priority", None)}
+    fields = _prompt_field(prompt) | {name: sampling.pop(name, None) for name in ("priority", "cache_salt")}
     if any(value is not None for value in speculation.values()):
         fields["speculation"] = build(generation_pb2.Speculation, **speculation)
     return build(kind, job_id=job_id, sampling_params=build(generation_pb2.SamplingParams, **sampling), **fields)

@@ -61,7 +61,8 @@ class JobJournal:
         if not self._is_on:
             then()
             return
-        ids = (*step.sequences, *step.admitted) if step.admitted else step.sequences
+        begun = {*step.admitted, *step.cached_tokens}
+        ids = (*step.sequences, *begun) if begun else step.sequences
         keys = {number: running[number].key for number in ids if number in running}
         self._journal.outputs(rows_of(step, keys), then)
 

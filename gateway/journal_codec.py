@@ -70,6 +70,7 @@ def rows_of(step: StepOutput, keys: Mapping[int, int]) -> bytes:
             admitted_ns=[at for _, at in admitted],
             published_ns=step.published_ns + _UNIX_EPOCH_NS,
             logprobs={keys[sequence]: row for sequence, row in step.logprobs.items() if sequence in keys},
+            cached_tokens={keys[sequence]: n for sequence, n in step.cached_tokens.items() if sequence in keys},
         )
         .to_pb()
         .SerializeToString()
@@ -121,6 +122,9 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
     for key, admitted_ns in zip(step.admitted, step.admitted_ns, strict=True):
         if (sample := _sample(jobs, key)) is not None and sample.stats.admitted_at is None:
             sample.stats.admitted_at = _from_unix(admitted_ns)
+    for key, num_tokens in step.cached_tokens.items():
+        if (sample := _sample(jobs, key)) is not None and not sample.output.num_tokens:
+            sample.stats.cached_tokens = num_tokens
     end = 0
     for key, num_tokens, num_accepted, reason in zip(
         step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons, strict=True
@@ -157,6 +161,7 @@ def _sample_to_pb(sample: Sample) -> journal_pb2.JournaledSample:
         error=_error_to_pb(sample.error),
         total_draft_tokens=stats.total_draft_tokens,
         drafts_by_accepted=stats.drafts_by_accepted,
+        cached_tokens=stats.cached_tokens,
         admitted_ns=_to_unix(stats.admitted_at),
         first_token_ns=_to_unix(stats.first_token_at),
         last_token_ns=_to_unix(stats.last_token_at),
@@ -182,6 +187,7 @@ def _stats_from_pb(message: journal_pb2.JournaledSample) -> SequenceStats:
     return SequenceStats(
         total_draft_tokens=message.total_draft_tokens,
         drafts_by_accepted=list(message.drafts_by_accepted),
+        cached_tokens=message.cached_tokens,
         admitted_at=_from_unix(message.admitted_ns),
         first_token_at=_from_unix(message.first_token_ns),
         last_token_at=_from_unix(message.last_token_ns),

@@ -170,4 +170,5 @@ class Sample:
             time_to_first_token_seconds=first_token_at - arrived_at,
             end_to_end_seconds=ended_at - arrived_at,
             mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
+            cached_tokens=stats.cached_tokens,
         )

@@ -344,6 +344,10 @@ class SchedulerLink:
             if sequence.stats.admitted_at is None:
                 sequence.stats.admitted_at = admitted_ns / 1e9
                 self.num_waiting -= 1
+        for number, num_tokens in step.cached_tokens.items():
+            sequence = self.running.get(number)
+            if sequence is not None and not sequence.output:
+                sequence.stats.cached_tokens = num_tokens
 
     def _watch_outage(self) -> None:
         """Sets a timer for the sequence that has been without a scheduler for longest, unless there is one."""

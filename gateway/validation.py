@@ -27,6 +27,7 @@ JOB_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MAX_SAMPLES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_SALT_CHARACTERS = 128
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: neighbouring seeds give samples whose seeds are far apart."""
@@ -89,6 +90,9 @@ def parse_request(
     max_draft_tokens = _max_draft_tokens(request.speculation, limits)
     job_id = request.job_id or home.new_job_id()
     check_job_id(job_id)
+    if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+        given = f"{len(request.cache_salt)} characters"
+        raise InvalidArgumentError("cache_salt", given, f"at most {MAX_SALT_CHARACTERS} characters")
     prompt = read_prompt(request, tokenizer, limits)
     max_new_tokens = _max_new_tokens(params, len(prompt), limits)
     min_new_tokens = _min_new_tokens(params, max_new_tokens, stop_token_ids, limits)
@@ -104,6 +108,7 @@ def parse_request(
         top_logprobs=top_logprobs,
         max_draft_tokens=max_draft_tokens,
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
     return CheckedRequest(
         job_id=job_id,

@@ -153,6 +153,7 @@ def _complete(kept: Sequence[OutputChunk], last: OutputChunk) -> vllm_engine_pb2
         finish_reason=str(last.finish_reason),
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
         output_logprobs=_logprobs(kept),
         index=last.sample_index,
         spec_accepted_tokens=usage.total_accepted_tokens,

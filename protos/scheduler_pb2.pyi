@@ -35,7 +35,7 @@ class RunRequest(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns")
+    __slots__ = ("id", "epoch", "job_id", "prompt", "output", "max_new_tokens", "sampling", "stop_token_ids", "top_logprobs", "max_draft_tokens", "priority", "arrived_ns", "deadline_ns", "cache_salt")
     ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class NewSequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_NS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_NS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     id: int
     epoch: int
     job_id: str
@@ -62,7 +63,8 @@ class NewSequence(_message.Message):
     priority: int
     arrived_ns: int
     deadline_ns: int
-    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, id: _Optional[int] = ..., epoch: _Optional[int] = ..., job_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_worker_pb2.SlotSampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., priority: _Optional[int] = ..., arrived_ns: _Optional[int] = ..., deadline_ns: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class RunResponse(_message.Message):
     __slots__ = ("state", "output", "refusals")
@@ -85,7 +87,14 @@ class SchedulerState(_message.Message):
     def __init__(self, serving: _Optional[_Union[SchedulerDescription, _Mapping]] = ..., paused: _Optional[str] = ..., is_final: _Optional[bool] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("sequences", "num_tokens", "num_accepted", "finish_reasons", "tokens", "num_draft_tokens", "published_ns", "admitted", "admitted_ns", "logprobs")
+    __slots__ = ("sequences", "num_tokens", "num_accepted", "finish_reasons", "tokens", "num_draft_tokens", "published_ns", "admitted", "admitted_ns", "logprobs", "cached_tokens")
+    class CachedTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +105,7 @@ class StepOutput(_message.Message):
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_NS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: _containers.RepeatedScalarFieldContainer[int]
@@ -106,7 +116,8 @@ class StepOutput(_message.Message):
     admitted: _containers.RepeatedScalarFieldContainer[int]
     admitted_ns: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
-    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[_Union[_generation_pb2.FinishReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., published_ns: _Optional[int] = ..., admitted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ...) -> None: ...
+    cached_tokens: _containers.ScalarMap[int, int]
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[_Union[_generation_pb2.FinishReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., published_ns: _Optional[int] = ..., admitted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class SequenceLogprobs(_message.Message):
     __slots__ = ("sequence", "tokens")

@@ -36,7 +36,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers", "memory", "under_mps", "pid_namespace", "shm_device", "has_scheduler")
+    __slots__ = ("role", "protocol_version", "device", "vocab_size", "tokenizer_sha256", "dtype", "max_context_tokens", "kv_bytes_per_token", "hidden_width", "algorithm", "eos_token_ids", "model", "tokenizer_path", "pid", "metrics_port", "last_epoch", "hidden_layers", "memory", "under_mps", "pid_namespace", "shm_device", "has_scheduler", "has_paged_kv")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class DescribeResponse(_message.Message):
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SHM_DEVICE_FIELD_NUMBER: _ClassVar[int]
     HAS_SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    HAS_PAGED_KV_FIELD_NUMBER: _ClassVar[int]
     role: str
     protocol_version: int
     device: str
@@ -81,7 +82,8 @@ class DescribeResponse(_message.Message):
     pid_namespace: str
     shm_device: int
     has_scheduler: bool
-    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ..., pid_namespace: _Optional[str] = ..., shm_device: _Optional[int] = ..., has_scheduler: _Optional[bool] = ...) -> None: ...
+    has_paged_kv: bool
+    def __init__(self, role: _Optional[str] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_sha256: _Optional[str] = ..., dtype: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., hidden_width: _Optional[int] = ..., algorithm: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., model: _Optional[str] = ..., tokenizer_path: _Optional[str] = ..., pid: _Optional[int] = ..., metrics_port: _Optional[int] = ..., last_epoch: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., under_mps: _Optional[bool] = ..., pid_namespace: _Optional[str] = ..., shm_device: _Optional[int] = ..., has_scheduler: _Optional[bool] = ..., has_paged_kv: _Optional[bool] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("total", "free", "weights", "work", "work_per_token", "work_per_choice")
@@ -278,7 +280,7 @@ class PromptChunk(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class SlotUpdate(_message.Message):
-    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens", "history_from")
+    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens", "history_from", "cached_tokens")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +290,7 @@ class SlotUpdate(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FROM_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     first_page_index: int
@@ -297,7 +300,8 @@ class SlotUpdate(_message.Message):
     max_draft_tokens: int
     prompt_tokens: int
     history_from: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., history_from: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., history_from: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SlotSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "masked_before", "masked_token_ids")

@@ -53,6 +53,9 @@ class ServingSettings(Settings):
     )
     page_tokens: int = setting(16, help="Tokens in a KV page.", unit="N", low=1, high=4096)
     chunk_tokens: int = setting(512, help="Prompt tokens in one prefill step at most.", unit="N", low=1, high=2**16)
+    no_prefix_cache: bool = setting(
+        False, help="Compute every prompt whole: share no KV pages of requests that begin with the same tokens."
+    )
     device: str = setting("auto", help="What computes; the same for all services.", choices=DEVICES)
     fence: str = setting(
         "auto",

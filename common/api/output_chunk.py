@@ -111,6 +111,8 @@ class Usage:
     end_to_end_seconds: float
     mean_inter_token_latency_seconds: float = 0.0
     """From a token to the next; 0 when there are fewer than two."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the prefix cache had, of the sample or of the first one."""
 
     @classmethod
     def together(cls, samples: Sequence[Usage]) -> Usage:
@@ -136,6 +138,7 @@ class Usage:
             time_to_first_token_seconds=min(first_tokens, default=0.0),
             end_to_end_seconds=max(usage.end_to_end_seconds for usage in samples),
             mean_inter_token_latency_seconds=waited / max(1, sum(gaps)),
+            cached_tokens=samples[0].cached_tokens,
         )
 
     def to_pb(self) -> generation_pb2.Usage:

@@ -35,6 +35,8 @@ class SequenceSpec:
     """When the client's job arrived, by `time.monotonic_ns`: of equal priority, the oldest is admitted first."""
     deadline_ns: int = 0
     """By the same clock; a sequence that still waits then is refused. 0 is never."""
+    cache_salt: str = ""
+    """Sequences of different salts share no KV pages."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgumentError."""

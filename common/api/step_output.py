@@ -43,6 +43,8 @@ class StepOutput:
     """When, by the same clock."""
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """By sequence id, for each new token, of the sequences that asked for logprobs."""
+    cached_tokens: Mapping[int, int] = field(default_factory=dict)
+    """By sequence id, of those that have begun since: tokens of the prompt that the prefix cache had."""
 
     def to_pb(self) -> scheduler_pb2.StepOutput:
         return scheduler_pb2.StepOutput(
@@ -56,6 +58,7 @@ class StepOutput:
             admitted=self.admitted,
             admitted_ns=self.admitted_ns,
             logprobs=_logprobs_to_pb(self.logprobs),
+            cached_tokens=self.cached_tokens,
         )
 
     @classmethod
@@ -74,6 +77,7 @@ class StepOutput:
             logprobs={
                 item.sequence: tuple(TokenLogprobs.from_pb(token) for token in item.tokens) for item in message.logprobs
             },
+            cached_tokens=dict(message.cached_tokens),
         )
 
 
@@ -96,6 +100,7 @@ class PackedStep(NamedTuple):
     admitted: Sequence[int] = ()
     admitted_ns: Sequence[int] = ()
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
+    cached_tokens: Mapping[int, int] = MappingProxyType({})
 
     def to_pb(self) -> scheduler_pb2.StepOutput:
         parts: list[bytes] = []
@@ -109,6 +114,8 @@ class PackedStep(NamedTuple):
             message.admitted_ns.extend(self.admitted_ns)
         if self.logprobs:
             message.logprobs.extend(_logprobs_to_pb(self.logprobs))
+        if self.cached_tokens:
+            message.cached_tokens.update(self.cached_tokens)
         return message
 
 

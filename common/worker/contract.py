@@ -69,6 +69,8 @@ class WorkerDescription:
     """The target of `/proc/self/ns/pid`; empty if unknown."""
     shm_device: int = 0
     """Number of the device at /dev/shm; 0 if unknown."""
+    has_paged_kv: bool = False
+    """True if all that it knows of a sequence lies in its KV pages, so that it may begin with pages of another one."""
     has_scheduler: bool = False
     """True if a scheduler has its stream of commands."""
 

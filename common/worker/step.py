@@ -92,6 +92,9 @@ class SlotUpdate:
     history_from: int = 0
     """Counts where `sampling` is set: position from which on the draft has the slot's history (keys and values, or a
     head's entries, each of the state at its position and the token behind it); its attention masks the rest."""
+    cached_tokens: int = 0
+    """Counts where `sampling` is set: tokens whose keys and values another sequence has left in `pages`. Chunks begin
+    behind them, and nothing is written before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,17 @@ import numpy as np
 from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import SlotAccounts
-from slipstream.scheduler.core.allocators import NO_SLOT, PageAllocator, SlotAllocator
+from slipstream.scheduler.core.allocators import NO_SLOT, SlotAllocator
 from slipstream.scheduler.core.committed import CommittedTokens
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
+from slipstream.scheduler.core.prefix_cache import NO_DRAFT, Prefix, PrefixCache
 from slipstream.scheduler.core.results import Step, StepSlots
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.accounts import Bools, Ints, TakenIn
     from slipstream.scheduler.core.batch_sizes import BatchSizes
+    from slipstream.scheduler.core.prefix_cache import DraftKV
     from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
     from slipstream.scheduler.core.waiting_queue import WaitingQueue
@@ -46,7 +48,7 @@ class Batch:
 
     def __init__(self, sizes: BatchSizes) -> None:
         self.sizes = sizes
-        self.pages = PageAllocator(sizes.num_pages)
+        self.pages = PrefixCache(sizes.num_pages, sizes.page_tokens, is_enabled=sizes.has_prefix_cache)
         self._page_lists = PageLists(sizes, self.pages)
         self.slots = SlotAllocator(sizes.num_slots)
         self.accounts = SlotAccounts(sizes.num_slots, sizes.num_draft_tokens)
@@ -77,6 +79,8 @@ class Batch:
         self.num_not_finite = 0
         """Sequences that ended because the model's logits were NaN or infinite."""
         self._was_prefill = False
+        self._draft = NO_DRAFT
+        """Takes part in the steps."""
 
     @property
     def num_running(self) -> int:
@@ -99,17 +103,24 @@ class Batch:
             self._page_lists.begin(sequence)
             self.accounts.admit(sequence)
             self.committed.begin(sequence.lease.slot, sequence.tokens, sequence.num_tokens_at_most)
+            sequence.prefix = Prefix(sequence.spec.cache_salt, self.sizes.page_tokens)
             self._running[sequence.lease.slot] = sequence
             self._prefilling.append(sequence)
             if not sequence.was_preempted:
                 self.outbox.add_admitted(sequence)
 
-    def next_step(self, num_draft_tokens: int, *, decodes_first: bool = False) -> Step | None:
+    def next_step(
+        self, num_draft_tokens: int, *, decodes_first: bool = False, draft: DraftKV = NO_DRAFT
+    ) -> Step | None:
         """The next step, or None if there is nothing to do: prompts and decoding take turns.
 
         `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode has the
-        turn in any case.
+        turn in any case. `draft`: takes part, and drafts.
         """
+        if draft != self._draft:
+            self._draft = draft
+            for sequence in self._running.values():
+                sequence.prefix.draft = NO_DRAFT
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prefilling and not decoding.members.slots:
             return None
@@ -167,13 +178,14 @@ class Batch:
         if self.slots.generations[slot] == slots.generations[at]:
             self.outbox.add_refused(self._running[slot], InternalError(_NOT_FINITE))
             self.num_not_finite += 1
-            self._end(self._running[slot])
+            self.pages.drop(self._running[slot].pages)
+            self._end(self._running[slot], is_sound=False)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         sequence.is_over = True
         self._over.append(sequence)
         if self._running.get(sequence.lease.slot) is sequence:
-            self._free(sequence)
+            self._free(sequence, is_sound=is_sound)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Has a running sequence wait again with the output that it has. Results of its steps under way are dropped."""
@@ -184,9 +196,11 @@ class Batch:
         self._preempted.append(sequence)
         self.num_preempted += 1
 
-    def _free(self, sequence: Sequence) -> None:
-        """Gives back what a running sequence has."""
+    def _free(self, sequence: Sequence, *, is_sound: bool = True) -> None:
+        """Gives back what a running sequence has. Its full pages stay in the prefix cache if they are sound."""
         slot = sequence.lease.slot
+        if is_sound and not sequence.is_prefilling:
+            self._keep_pages(sequence, self._num_settled(sequence))
         del self._running[slot]
         self._decoding = None
         self._is_prefilled[slot] = False
@@ -243,6 +257,9 @@ class Batch:
         members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
         most = self.accounts.most_accepted(rows, num_draft_tokens)
         is_drafted = bool(most.any())
+        if not is_drafted:
+            for slot in rows.tolist():
+                self._running[slot].prefix.draft = NO_DRAFT
         self._room = self._num_covered = 0
         return _Decoding(members, most + 1, num_draft_tokens, is_drafted, self._top_logprobs(rows))
 
@@ -251,34 +268,73 @@ class Batch:
         return {at: int(asked[at]) for at in (asked >= 0).nonzero()[0].tolist()}
 
     def _prefill_step(self) -> Step:
-        chunks, members, ending, updates = [], [], [], []
+        chunks, updates = [], []
+        members: list[Sequence] = []
         room = self.sizes.chunk_tokens
+        filling = {key for sequence in self._prefilling if sequence.num_prefilled for key in sequence.prefix.filling}
         for sequence in self._prefilling:
             if room == 0:
                 break
-            chunk = sequence.next_chunk(room)
-            room -= len(chunk.tokens)
-            chunks.append(chunk)
-            members.append(sequence.lease)
-            if chunk.start == 0:
+            if not sequence.num_prefilled:
+                if not self._begin(sequence, filling):
+                    continue
                 updates.append(sequence.slot_update())
-            if chunk.is_last:
-                ending.append(sequence.lease)
+            chunks.append(sequence.next_chunk(room))
+            room -= len(chunks[-1].tokens)
+            members.append(sequence)
+        # After this step they are filled, as every later one is behind it on all streams.
+        for sequence in members:
+            self._keep_pages(sequence, sequence.num_prefilled - 1)
+        ending = [sequence.lease for sequence in members if not sequence.is_prefilling]
         yielding = StepSlots.of(ending)
         if ending:
-            self._prefilling = self._prefilling[len(ending) :]
+            self._prefilling = [sequence for sequence in self._prefilling if sequence.is_prefilling]
             self._is_prefilled[yielding.rows] = True
             self.accounts.lengths.begin(yielding.rows, 1)
             self._decoding = None
         return Step(
             number=self.last_step,
             kind=StepKind.PREFILL,
-            members=StepSlots.of(members),
+            members=StepSlots.of(sequence.lease for sequence in members),
             yielding=yielding,
             top_logprobs=self._top_logprobs(yielding.rows),
             chunks=tuple(chunks),
             updates=(*self._page_lists.take_updates(), *updates),
         )
+
+    def _begin(self, sequence: Sequence, filling: set[bytes]) -> bool:
+        """Begins to prefill a sequence, behind the pages that the cache has. False if it waits for pages of `filling`.
+
+        `filling`: the keys of pages that other sequences are filling; those that this one fills are added.
+        """
+        cache, prefix, num_tokens = self.pages, sequence.prefix, len(sequence.tokens)
+        tokens = self.committed.row(sequence.lease.slot)
+        # Penalties count the tokens of the prompt, so all of them are sent.
+        draft = self._draft if not sequence.spec.sampling.has_penalty else self._draft._replace(is_paged=False)
+        found = cache.begin(prefix, tokens, num_tokens, draft, filling)
+        if found is None:
+            return False
+        filling.update(prefix.filling)
+        own, sequence.pages = sequence.pages, (*found, *sequence.pages[len(found) :])
+        cache.release(own[: len(found)])
+        sequence.num_cached = sequence.num_prefilled = len(found) * self.sizes.page_tokens
+        if cache.is_enabled and not sequence.was_looked_up:
+            sequence.was_looked_up = True
+            num_hit = min(sequence.num_cached, len(sequence.spec.prompt))
+            cache.looked_up(len(sequence.spec.prompt), num_hit)
+            if num_hit:
+                self.outbox.add_cached(sequence, num_hit)
+        return True
+
+    def _keep_pages(self, sequence: Sequence, num_settled: int) -> None:
+        tokens = self.committed.row(sequence.lease.slot)
+        self.pages.keep(sequence.prefix, sequence.pages, tokens, num_settled)
+
+    def _num_settled(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that decodes whose KV no step writes again, those under way included."""
+        num_known = self.committed.num_tokens(sequence.lease.slot)
+        # The newest token has none yet. A draft's next step writes again what belongs to the last step's tokens.
+        return num_known - 1 - (self.sizes.num_draft_tokens + 1 if sequence.prefix.draft.attachment else 0)
 
     def _decode_step(self, decoding: _Decoding) -> Step:
         self.accounts.lengths.begin(decoding.members.rows, decoding.most_more)

@@ -19,6 +19,7 @@ class BatchSizes:
     num_draft_tokens: int
     """The largest K that a draft may have."""
     run_ahead: int
+    has_prefix_cache: bool = True
 
     @property
     def most_step_tokens(self) -> int:

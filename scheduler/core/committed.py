@@ -44,6 +44,11 @@ class CommittedTokens:
         """How many tokens of the slot's sequence are known."""
         return int(self._lengths[slot])
 
+    def row(self, slot: int) -> NDArray[np.int32]:
+        """The tokens of the slot's sequence, with more behind them that mean nothing."""
+        row: NDArray[np.int32] = self._tokens[slot]
+        return row
+
     def read(self, slot: int, start: int, end: int) -> tuple[int, ...]:
         """The tokens at positions `start` to `end - 1`."""
         return tuple(self._tokens[slot, start:end].tolist())

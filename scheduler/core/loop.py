@@ -12,6 +12,7 @@ from slipstream.common.fail_points import failing_after, failing_before
 from slipstream.common.worker.recorder import Site
 from slipstream.common.worker.step import FenceName, FenceOps, Role, StepCommand, StepKind
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.core.prefix_cache import NO_DRAFT
 from slipstream.scheduler.telemetry.step_metrics import DRAFT_BACKLOG, DRAFTED, PLAIN, RESTING, RESULT
 
 if TYPE_CHECKING:
@@ -149,7 +150,9 @@ class StepLoop:
             return None, None
         if part.is_empty:
             return self._batch.empty_step(), part.attachment
-        return self._batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first), part.attachment
+        draft = part.attachment.kv if part.attachment is not None and part.num_draft_tokens else NO_DRAFT
+        step = self._batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first, draft=draft)
+        return step, part.attachment
 
     def _hand_out(self) -> None:
         """Hands out the output of the last result, and what begins or ends otherwise."""
@@ -162,6 +165,8 @@ class StepLoop:
         if self._batch.num_preempted > self._num_preempted:
             self._metrics.preempted(self._batch.num_preempted - self._num_preempted)
             self._num_preempted = self._batch.num_preempted
+        if looked_up := self._batch.pages.take_looked_up():
+            self._metrics.looked_up(*looked_up)
         self._timings.report()
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:

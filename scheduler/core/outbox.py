@@ -41,19 +41,20 @@ class Outgoing:
         self.taken_in: tuple[TakenIn, int, int] | None = None
         """The outcome of a step, with what was drafted for each sequence and the time of its publication."""
         self.admitted: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self.cached_tokens: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self.aborted: defaultdict[int, list[int]] = defaultdict(list)
         self.refused: defaultdict[int, list[Refusal]] = defaultdict(list)
         self.taken_ns = 0
         """When it was taken out of the outbox."""
 
     def __bool__(self) -> bool:
-        return bool(self.taken_in or self.admitted or self.aborted or self.refused)
+        return bool(self.taken_in or self.admitted or self.cached_tokens or self.aborted or self.refused)
 
     def deliveries(self) -> list[Delivery]:
         """Returns the messages of all streams, in order. Called once."""
         deliveries = list(self._of_step())
-        for stream in tuple(self.admitted):
-            output = StepOutput(published_ns=self.taken_ns, **self._admissions(stream))
+        for stream in {**self.admitted, **self.cached_tokens}:
+            output = StepOutput(published_ns=self.taken_ns, **self._beginnings(stream))
             deliveries.append(Delivery(stream, output))
         deliveries += [Delivery(stream, self._aborted(ids)) for stream, ids in self.aborted.items()]
         return deliveries + [Delivery(stream, None, tuple(refusals)) for stream, refusals in self.refused.items()]
@@ -64,13 +65,17 @@ class Outgoing:
         taken_in, num_draft_tokens, published_ns = self.taken_in
         for stream, part in _by_stream(taken_in):
             packed = _packed(part, num_draft_tokens, published_ns)
-            if stream in self.admitted:
-                packed = packed._replace(**self._admissions(stream))
+            if stream in self.admitted or stream in self.cached_tokens:
+                packed = packed._replace(**self._beginnings(stream))
             yield Delivery(stream, packed)
 
-    def _admissions(self, stream: int) -> dict[str, Any]:
-        admitted = self.admitted.pop(stream)
-        return {"admitted": [number for number, _ in admitted], "admitted_ns": [when for _, when in admitted]}
+    def _beginnings(self, stream: int) -> dict[str, Any]:
+        admitted = self.admitted.pop(stream, [])
+        return {
+            "admitted": [number for number, _ in admitted],
+            "admitted_ns": [when for _, when in admitted],
+            "cached_tokens": self.cached_tokens.pop(stream, {}),
+        }
 
     def _aborted(self, ids: list[int]) -> StepOutput:
         nothing = [0] * len(ids)
@@ -98,6 +103,10 @@ class Outbox:
     def add_admitted(self, sequence: Sequence) -> None:
         """Adds the admission of a sequence, now."""
         self._outgoing.admitted[sequence.stream].append((sequence.id, time.monotonic_ns()))
+
+    def add_cached(self, sequence: Sequence, num_tokens: int) -> None:
+        """Adds the tokens of a sequence's prompt that the prefix cache had."""
+        self._outgoing.cached_tokens[sequence.stream][sequence.id] = num_tokens
 
     def add_aborted(self, sequence: Sequence) -> None:
         """Adds the end of a cancelled sequence, behind all output that it has."""

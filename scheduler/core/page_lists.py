@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from slipstream.common.worker.step import SlotUpdate
     from slipstream.scheduler.core.accounts import Ints
-    from slipstream.scheduler.core.allocators import PageAllocator
     from slipstream.scheduler.core.batch_sizes import BatchSizes
+    from slipstream.scheduler.core.prefix_cache import PrefixCache
     from slipstream.scheduler.core.sequence import Sequence
 
 _KEPT_SHARE = 32
@@ -27,7 +27,7 @@ _WHOLE = 1 << 62
 class PageLists:
     """Belongs to the loop's thread. Lengths are those of outputs."""
 
-    def __init__(self, sizes: BatchSizes, pages: PageAllocator) -> None:
+    def __init__(self, sizes: BatchSizes, pages: PrefixCache) -> None:
         self._sizes = sizes
         self._pages = pages
         self._num_kept = -(-pages.num_pages // _KEPT_SHARE)

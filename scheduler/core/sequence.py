@@ -11,6 +11,7 @@ from slipstream.scheduler.core.allocators import NO_SLOT
 if TYPE_CHECKING:
     from slipstream.common.api.sequence import SequenceSpec
     from slipstream.scheduler.core.allocators import SlotLease
+    from slipstream.scheduler.core.prefix_cache import Prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -35,8 +36,14 @@ class Sequence:
     lease: SlotLease = NO_SLOT
     """Its slot, from its admission on."""
     pages: tuple[int, ...] = ()
+    num_cached: int = 0
+    """Of `tokens`, how many the prefix cache had when it began."""
     num_prefilled: int = 0
-    """Of `tokens`, how many were sent to the workers."""
+    """Of `tokens`, how many were sent to the workers, or the prefix cache had."""
+    was_looked_up: bool = False
+    """True once what the prefix cache had was counted."""
+    prefix: Prefix = field(init=False)
+    """Its pages as the prefix cache knows them."""
     tokens: tuple[int, ...] = field(init=False)
     """The tokens to prefill: the prompt, and the output that it came with."""
 
@@ -80,11 +87,13 @@ class Sequence:
             sampling=spec.sampling,
             max_draft_tokens=spec.max_draft_tokens,
             prompt_tokens=len(spec.prompt) if spec.output else None,
+            cached_tokens=self.num_cached,
         )
 
     def update_of_running(self, *, history_from: int) -> SlotUpdate:
         """The same for a draft that comes while it runs. `history_from`: see `SlotUpdate`."""
-        return replace(self.slot_update(), prompt_tokens=len(self.spec.prompt), history_from=history_from)
+        prompt_tokens = len(self.spec.prompt)
+        return replace(self.slot_update(), prompt_tokens=prompt_tokens, history_from=history_from, cached_tokens=0)
 
     def page_update(self, first: int) -> SlotUpdate:
         """Its pages from index `first` on, for a worker that has those before."""

@@ -96,10 +96,18 @@ PREEMPTIONS = counter(
     "slipstream_preemptions_total",
     "Times that a running sequence gave its slot and KV pages back for want of pages, to go on later.",
 )
+PREFIX_QUERY_TOKENS = counter(
+    "slipstream_prefix_cache_query_tokens_total", "Prompt tokens that were looked for in the prefix cache."
+)
+PREFIX_HIT_TOKENS = counter(
+    "slipstream_prefix_cache_hit_tokens_total",
+    "Prompt tokens that the prefix cache had and were not computed.",
+)
 SPECS = (
     *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
     *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, DECODE_STEPS, RESTS),
     *(NOT_FINITE, PREEMPTIONS),
+    *(PREFIX_QUERY_TOKENS, PREFIX_HIT_TOKENS),
 )
 
 
@@ -125,6 +133,8 @@ class StepMetricFamilies(Collector):
         self.rests = {cause: rests.labels(cause.value) for cause in RestCause}
         self.not_finite = NOT_FINITE.counter(families)
         self.preemptions = PREEMPTIONS.counter(families)
+        self.prefix_query_tokens = PREFIX_QUERY_TOKENS.counter(families)
+        self.prefix_hit_tokens = PREFIX_HIT_TOKENS.counter(families)
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -229,6 +239,12 @@ class StepMetrics:
         """Counts sequences that were preempted."""
         with self._lock:
             self._families.preemptions.inc(num_sequences)
+
+    def looked_up(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        """Counts prompt tokens that were looked for in the prefix cache, and those that it had."""
+        with self._lock:
+            self._families.prefix_query_tokens.inc(num_query_tokens)
+            self._families.prefix_hit_tokens.inc(num_hit_tokens)
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         """Counts the drafts of a step: the accepted tokens of each, and K."""

@@ -61,6 +61,7 @@ class EpochSizes:
             chunk_tokens=min(config.chunk_tokens, context),
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
+            has_prefix_cache=not config.no_prefix_cache,
         )
         needed = sizes.pages_for(context) + 1
         choices = config.slots * (sizes.num_draft_tokens + 1)

@@ -5,7 +5,8 @@ entry p pairs the target's state at position p with the token at p + 1, and its 
 of position p. A chunk [s, e) of a prompt has the states s .. e-1 and the tokens s .. e-1, so the entries s-1 .. e-2 are
 made of it: the state at s-1 is kept here from the chunk before. The entry at the prompt's end pairs with the first
 sampled token, which comes with the stash of the first decode step like every other. A head that attached beside a
-running request has no entries before the slot's `history_from`: nothing is kept there, and attention masks it.
+running request has no entries before the slot's `history_from`: nothing is kept there, and attention masks it. Behind
+pages of the prefix cache the first chunk has no state before it; its first entry is in those pages already.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Eagle3Drafter:
         last = states.gather(1, _columns(chunks.lengths - 1, states))[:, 0]
         self._last_states.index_copy_(0, chunks.rows, last)
         positions, slots = chunks.positions - 1, self._slots.take(chunks.rows)
-        is_valid = chunks.is_valid & (positions >= slots.history_from[:, None])
+        is_valid = chunks.is_valid & (positions >= slots.written_from[:, None])
         self._forward(slots, chunks.tokens, positions.clamp(min=0), before, is_valid)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:

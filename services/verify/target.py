@@ -192,7 +192,7 @@ class Target:
         return results[0] if results else None
 
     def _forget(self, command: StepCommand, region: Region | None) -> None:
-        new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
+        new = [update.slot for update in command.updates if update.sampling is not None]
         if self._state.attachment.is_debug:
             self._state.future_map.forget(new)
             if region is not None:

@@ -126,6 +126,7 @@ def _describe(
         dtype=DTYPE_NAMES[dtype],
         max_context_tokens=model.max_position_embeddings,
         kv_bytes_per_token=model.kv_bytes_per_token(dtype),
+        has_paged_kv=True,
         model=_name(config),
         memory=needed_for_work(model, dtype),
         pid=os.getpid(),

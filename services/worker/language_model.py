@@ -51,6 +51,11 @@ class SlotRows:
         """[B] int64."""
         return self._table.history_from.index_select(0, self.rows)
 
+    @cached_property
+    def written_from(self) -> torch.Tensor:
+        """[B] int64."""
+        return self._table.written_from.index_select(0, self.rows)
+
     def sampling(self, width: int) -> SamplingRows:
         """Sampling parameters, each slot's repeated for `width` tokens: [B * width]."""
         if width not in self._sampling:

@@ -60,6 +60,8 @@ class SlotTable:
         """[slots] int64, 0 to K: draft tokens that are accepted in a step at most."""
         self.history_from = torch.zeros(slots, dtype=torch.int64, device=device)
         """[slots] int64: positions before it have no keys and values in a draft that attached late."""
+        self.written_from = torch.zeros(slots, dtype=torch.int64, device=device)
+        """[slots] int64: a head's prefill writes nothing before it, which the prefix cache has or attention masks."""
         self.sampling = SamplingRows.greedy(slots, device=device)
         """One row a slot."""
         self.adjustments = AdjustmentRows.off(slots, device=device)
@@ -105,6 +107,8 @@ class SlotTable:
             places += range(first, first + len(update.pages))
         params = {update.slot: update.sampling for update in updates if update.sampling is not None}
         history_from = {update.slot: update.history_from for update in updates if update.sampling is not None}
+        cached_tokens = [update.cached_tokens for update in updates if update.sampling is not None]
+        written_from = [max(both) for both in zip(history_from.values(), cached_tokens, strict=True)]
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
         return SlotChanges(
@@ -119,6 +123,7 @@ class SlotTable:
             late={slot for slot, position in history_from.items() if position},
             taken=put_integers(staging, list(params)) if params else None,
             history_from=put_integers(staging, list(history_from.values())) if params else None,
+            written_from=put_integers(staging, written_from) if params else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
         )
@@ -130,10 +135,13 @@ class SlotTable:
         self.limits.index_copy_(0, changes.slots, changes.limits)
         self.prompt_tokens.index_copy_(0, changes.slots, changes.prompt_tokens)
         self.max_draft_tokens.index_copy_(0, changes.slots, changes.max_draft_tokens)
-        if changes.taken is None or changes.sampling is None or changes.history_from is None:
+        if changes.taken is None or changes.sampling is None:
             return
+        assert changes.history_from is not None, "it comes with what is taken"
+        assert changes.written_from is not None, "it comes with what is taken"
         self.sampling.put(changes.taken, changes.sampling)
         self.history_from.index_copy_(0, changes.taken, changes.history_from)
+        self.written_from.index_copy_(0, changes.taken, changes.written_from)
         self._late = self._late.difference(changes.params) | changes.late
         self.has_late_history = bool(self._late)
         others = {slot: params for slot, params in self._params.items() if slot not in changes.params}
@@ -169,6 +177,7 @@ class SlotTable:
         _check("updates.first_page_index", update.first_page_index, 0, self._max_pages - len(update.pages))
         _check("updates.limit_tokens", update.limit_tokens, 0, self._max_limit)
         _check("updates.history_from", update.history_from, 0, self._max_limit)
+        _check("updates.cached_tokens", update.cached_tokens, 0, self._max_limit)
         _check("updates.prompt_tokens", self._end_of_prompt(update.prompt_tokens), 0, self._max_limit)
         for page in update.pages:
             _check("updates.pages", page, 1, self._num_pages - 1)
@@ -206,6 +215,8 @@ class SlotChanges:
     taken: torch.Tensor | None
     """[T] int64: their slots; None where T is 0."""
     history_from: torch.Tensor | None
+    """[T] int64."""
+    written_from: torch.Tensor | None
     """[T] int64."""
     sampling: SamplingRows | None
     adjustments: AdjustmentRows | None

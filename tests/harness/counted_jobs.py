@@ -29,6 +29,7 @@ class JobStats:
     total_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     admitted_ns: int | None = None
+    cached_tokens: int = 0
 
     def add_draft(self, num_proposed: int, num_accepted: int) -> None:
         """Counts a checked draft."""
@@ -112,6 +113,8 @@ class JobBook:
             stats = self._by_key[stream, number].stats
             assert stats.admitted_ns is None, "an admission is told once"
             stats.admitted_ns = when
+        for number, num_tokens in output.cached_tokens.items():
+            self._by_key[stream, number].stats.cached_tokens = num_tokens
         for row in rows_of(output):
             job = self._by_key[stream, row.sequence]
             assert job not in self.ends, "nothing comes after the end"

@@ -200,6 +200,7 @@ class Way:
     page_tokens: int = 4
     num_pages: int | None = None
     debug: bool = True
+    no_prefix_cache: bool = False
 
     def config(self, log_dir: Path | None) -> SchedulerConfig:
         """The scheduler's settings."""
@@ -213,6 +214,7 @@ class Way:
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
             debug=self.debug,
+            no_prefix_cache=self.no_prefix_cache,
             access_log_dir=log_dir,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,13 @@ class Slot:
     prompt: tuple[int, ...] = ()
     num_output: int = 0
 
+    def take_in(self, tokens: tuple[int, ...]) -> None:
+        """Adds the next tokens of its prompt, or of the output that it came with."""
+        start = len(self.prompt) + self.num_output
+        end = len(tokens) if self.prompt_tokens is None else max(0, self.prompt_tokens - start)
+        self.prompt += tokens[:end]
+        self.num_output += len(tokens[end:])
+
 
 @dataclass
 class Device:
@@ -90,6 +97,8 @@ class Device:
     random: Random
     slots: dict[int, Slot] = field(default_factory=dict)
     last_step: int = 0
+    memory: dict[int, list[int | None]] = field(default_factory=dict)
+    """By page: the tokens whose KV it has."""
 
     def run(self, step: Step) -> StepResult:
         """Runs a step and returns its result."""
@@ -107,7 +116,11 @@ class Device:
             bounds = [self._most_accepted(slot, most) for slot in step.yielding.slots]
             assert any(bounds) == (step.kind is StepKind.DECODE), "a step drafts for somebody, or it is plain"
             accepted = [self.random.randint(0, min(most, bound)) for bound in bounds]
-        outputs = [self._output(slot, a + 1) for slot, a in zip(step.yielding.slots, accepted, strict=True)]
+        is_decode = step.kind is not StepKind.PREFILL
+        outputs = [
+            self._output(slot, a + 1, is_decode=is_decode)
+            for slot, a in zip(step.yielding.slots, accepted, strict=True)
+        ]
         return result_of(outputs, self.sizes.num_draft_tokens + 1)
 
     def _update(self, update: SlotUpdate) -> None:
@@ -116,6 +129,7 @@ class Device:
             self.slots[update.slot] = Slot(
                 update.pages, update.limit_tokens, update.max_draft_tokens, update.prompt_tokens
             )
+            self.slots[update.slot].take_in(self._read(update.pages, update.cached_tokens))
             return
         slot = self.slots[update.slot]
         assert update.pages, "an update of a running request brings pages"
@@ -130,17 +144,34 @@ class Device:
             slot = self.slots[chunk.slot]
             assert chunk.start == len(slot.prompt) + slot.num_output, "chunks follow each other"
             assert chunk.tokens, "no chunk is empty"
-            end = len(chunk.tokens) if slot.prompt_tokens is None else max(0, slot.prompt_tokens - chunk.start)
-            slot.prompt += chunk.tokens[:end]
-            slot.num_output += len(chunk.tokens[end:])
+            slot.take_in(chunk.tokens)
             assert len(slot.prompt) + slot.num_output <= len(slot.pages) * self.sizes.page_tokens
+            self._write(slot, chunk.start, chunk.tokens)
         assert list(step.yielding.slots) == [chunk.slot for chunk in step.chunks if chunk.is_last]
 
-    def _output(self, slot_number: int, count: int) -> list[int]:
+    def _output(self, slot_number: int, count: int, *, is_decode: bool) -> list[int]:
         slot = self.slots[slot_number]
         tokens = [token_of(slot.prompt, slot.num_output + number) for number in range(count)]
+        if is_decode:
+            # The step has taken in the last token and those of the draft that were right.
+            inputs = token_of(slot.prompt, slot.num_output - 1), *tokens[:-1]
+            self._write(slot, len(slot.prompt) + slot.num_output - 1, inputs)
         slot.num_output += count
         return tokens
+
+    def _write(self, slot: Slot, start: int, tokens: tuple[int, ...]) -> None:
+        page_tokens = self.sizes.page_tokens
+        for position, token in enumerate(tokens, start):
+            if position < slot.limit_tokens:
+                page = self.memory.setdefault(slot.pages[position // page_tokens], [None] * page_tokens)
+                page[position % page_tokens] = token
+
+    def _read(self, pages: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """The tokens that the first pages of a sequence have from another one."""
+        found = [token for page in pages[: num_tokens // self.sizes.page_tokens] for token in self.memory[page]]
+        assert len(found) == num_tokens, "whole pages are shared"
+        assert None not in found, "a shared page is full"
+        return tuple(token for token in found if token is not None)
 
     def _most_accepted(self, slot_number: int, num_draft_tokens: int) -> int:
         most = self.slots[slot_number].max_draft_tokens
@@ -199,6 +230,6 @@ class Run:
         self.jobs.take(self.batch.outbox.take().deliveries())
 
     def _check_pages(self) -> None:
-        held = [page for request in self.batch._running.values() for page in request.pages]
-        assert len(set(held)) == len(held)
+        held = Counter(page for request in self.batch._running.values() for page in request.pages)
+        assert held == self.batch.pages._references
         assert len(held) + self.batch.pages.num_free == self.batch.pages.num_pages

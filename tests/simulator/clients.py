@@ -24,6 +24,7 @@ PAUSE_S = 0.05
 """Between two tries of a client."""
 MOST_TOKENS_AFTER_CANCEL = 30
 """Those of the steps under way, and of the messages on their way."""
+_COMMON = tuple(LEAST_TOKEN + number * number % NUM_TOKENS for number in range(20))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class Plan:
     def draw(cls, random: Random, *, context_tokens: int, num_draft_tokens: int) -> Plan:
         """Draws one."""
         prompt = tuple(random.randrange(LEAST_TOKEN, LEAST_TOKEN + NUM_TOKENS) for _ in range(random.randint(1, 20)))
+        # Many begin alike, and share pages then.
+        prompt = _COMMON[: prompt[0] % 20] + prompt[prompt[0] % 20 :] if prompt[-1] % 3 else prompt
         most = random.randint(1, 16 if random.random() < 0.9 else context_tokens - len(prompt))
         stops = random.sample(range(LEAST_TOKEN, LEAST_TOKEN + NUM_TOKENS), random.choice((0, 0, 0, 1, 4, 10)))
         what = random.random()

@@ -93,6 +93,7 @@ class Schedule:
             reads_hidden=random.random() < 0.4,
             quality=1.0 if self.skill.is_watched else random.choice((0.0, 0.5, 1.0)),
             is_watched=self.skill.is_watched,
+            is_paged=seed % 4 > 0,
         )
         if random.random() < 0.4:
             # Drafts rest and come back at random, see `substitutes`.
@@ -157,7 +158,13 @@ class Schedule:
         def worker(name: str, role: Role, skill: DraftSkill) -> SimulatedWorker:
             width = HIDDEN_WIDTH if role is Role.VERIFY or skill.reads_hidden else 0
             pid = len(world.processes) + 1
-            description = describe(role, kv_bytes_per_token=bytes_per_token, hidden_width=width, pid=pid)
+            description = describe(
+                role,
+                kv_bytes_per_token=bytes_per_token,
+                hidden_width=width,
+                pid=pid,
+                has_paged_kv=role is Role.VERIFY or skill.is_paged,
+            )
             return SimulatedWorker(world, name, host, description, skill, self.fence_kind)
 
         def find(address: str) -> SimulatedWorker | None:

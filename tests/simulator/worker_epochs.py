@@ -28,6 +28,8 @@ class DraftSkill:
     reads_hidden: bool = False
     quality: float = 0.8
     """Share of the guesses that are right."""
+    is_paged: bool = True
+    """False if sequences come to it whole, though others have computed their beginnings."""
     is_watched: bool = False
     """True if a wrong guess of a draft of quality 1 is a finding: no fault excuses it."""
 

@@ -254,7 +254,7 @@ class SimulatedWorker(Process):
     def _prefill(
         self, epoch: Epoch, command: StepCommand, piece: Piece | None
     ) -> tuple[torch.Tensor, VerifyResult | None]:
-        new = [chunk.slot for chunk in command.chunks if chunk.start == 0]
+        new = [update.slot for update in command.updates if update.sampling is not None]
         if epoch.attachment.is_debug:
             epoch.map.forget(new)
             if piece is not None:

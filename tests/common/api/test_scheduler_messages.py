@@ -32,6 +32,7 @@ SPEC = SequenceSpec(
     priority=-3,
     arrived_ns=12,
     deadline_ns=2**63,
+    cache_salt="a tenant",
 )
 SERVER = ServerState(
     version="1",
@@ -95,6 +96,7 @@ def test_an_output_comes_out_the_same() -> None:
         admitted=[3],
         admitted_ns=[100],
         logprobs={3: (TokenLogprobs(-1.5, ((7, -1.5), (1, -2.0))), TokenLogprobs(-0.25, ()))},
+        cached_tokens={3: 16},
     )
     assert StepOutput.from_pb(scheduler_pb2.StepOutput.FromString(output.to_pb().SerializeToString())) == output
     packed = PackedStep(
@@ -108,6 +110,7 @@ def test_an_output_comes_out_the_same() -> None:
         output.admitted,
         output.admitted_ns,
         output.logprobs,
+        output.cached_tokens,
     )
     assert packed.to_pb() == output.to_pb()
 

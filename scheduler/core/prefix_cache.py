@@ -1,0 +1,216 @@
+"""The prefix cache: full KV pages that sequences which begin with the same tokens share.
+
+A page is found by its key, a chained hash of a salt and all tokens up to the page's end. Pages are counted by their
+references. One without a reference stays in the cache until its memory is needed, the least recently used first.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from slipstream.common.errors import ResourceExhaustedError
+from slipstream.scheduler.core.allocators import PageAllocator
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+_KEY_BYTES = 16
+
+
+class DraftKV(NamedTuple):
+    """The draft whose keys and values a page has to have beside the target's."""
+
+    attachment: int = 0
+    """Its number; 0 if none drafts."""
+    is_paged: bool = True
+    """False if it knows sequences by slot, not by page: then it has to be sent all of their tokens."""
+    reads_hidden: bool = False
+    """True for a head, whose entry at a position also depends on the token behind it."""
+
+
+NO_DRAFT = DraftKV()
+
+
+class Prefix:
+    """The pages of one sequence as the cache knows them."""
+
+    __slots__ = ("_keys", "_page_tokens", "_salt", "draft", "num_kept")
+
+    def __init__(self, salt: str, page_tokens: int) -> None:
+        self.draft = NO_DRAFT
+        """Has taken part in all steps of the sequence."""
+        self.num_kept = 0
+        """Pages that the sequence has put into the cache, or has from there."""
+        self._salt = blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
+        self._page_tokens = page_tokens
+        self._keys: list[bytes] = []
+
+    def keys(self, tokens: NDArray[np.int32], num_pages: int) -> list[bytes]:
+        """Returns the keys of the first `num_pages` pages. `tokens`: the sequence's, at least as many as they hold."""
+        page_tokens, keys = self._page_tokens, self._keys
+        content = tokens[len(keys) * page_tokens : num_pages * page_tokens].tobytes()
+        size, before = tokens.itemsize * page_tokens, keys[-1] if keys else self._salt
+        for start in range(0, len(content), size):
+            before = blake2b(before + content[start : start + size], digest_size=_KEY_BYTES).digest()
+            keys.append(before)
+        return keys[:num_pages]
+
+    @property
+    def filling(self) -> list[bytes]:
+        """Keys of the pages that others wait for while the sequence takes in its prompt."""
+        return self._keys[self.num_kept :]
+
+
+class _Entry(NamedTuple):
+    """A page in the cache."""
+
+    page: int
+    attachment: int
+    """The draft whose keys and values it has; 0 for none."""
+    next_token: int | None
+    """For a head: the token behind the page. None if its content does not depend on that."""
+
+    def serves(self, draft: DraftKV, next_token: int) -> bool:
+        """True if a sequence may use the page that has `next_token` behind it, while `draft` drafts."""
+        if not draft.attachment:
+            return True
+        return draft.is_paged and self.attachment == draft.attachment and self.next_token in (None, next_token)
+
+
+class PrefixCache:
+    """Hands out the KV pages of draft and verify alike, and keeps their content. Belongs to the loop's thread."""
+
+    def __init__(self, num_pages: int, page_tokens: int, *, is_enabled: bool = True) -> None:
+        """`num_pages`: page 0 included. If it is not enabled, it finds and keeps nothing."""
+        self.is_enabled = is_enabled
+        self._looked_up: tuple[int, int] | None = None
+        """Prompt tokens that were looked for, and those that were found, since they were last taken."""
+        self._page_tokens = page_tokens
+        self._pages = PageAllocator(num_pages)
+        self._references: dict[int, int] = {}
+        """By page; none for those in `_unused`."""
+        self._entries: dict[bytes, _Entry] = {}
+        self._keys: dict[int, bytes] = {}
+        """By page, of those in the cache."""
+        self._unused: dict[int, None] = {}
+        """Pages in the cache without a reference, the least recently used first."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return self._pages.num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be taken: those without content, and those in the cache without a reference."""
+        return self._pages.num_free + len(self._unused)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages in the cache, with and without references."""
+        return len(self._entries)
+
+    def looked_up(self, num_query_tokens: int, num_hit_tokens: int) -> None:
+        """Counts the tokens of a prompt, and those of them that were found."""
+        query, hit = self._looked_up or (0, 0)
+        self._looked_up = query + num_query_tokens, hit + num_hit_tokens
+
+    def take_looked_up(self) -> tuple[int, int] | None:
+        """Returns what was counted since the last call; None if nothing was."""
+        counted, self._looked_up = self._looked_up, None
+        return counted
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Takes `count` pages for new content. Raises ResourceExhaustedError if there are fewer; then none is taken."""
+        if count > self.num_free:
+            raise ResourceExhaustedError(f"{count} KV pages wanted, {self.num_free} free", retry_after_ms=100)
+        while self._pages.num_free < count:
+            page = next(iter(self._unused))
+            del self._unused[page]
+            self._forget(page)
+            self._pages.release((page,))
+        taken = self._pages.allocate(count)
+        self._references.update(dict.fromkeys(taken, 1))
+        return taken
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Gives back one reference to each of a sequence's pages, in their order."""
+        # The last pages of a sequence are of use to the fewest others, so they are the first to go.
+        for page in reversed(pages):
+            assert page in self._references, f"page {page} is given back but was not taken"
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            del self._references[page]
+            if page in self._keys:
+                self._unused[page] = None
+            else:
+                self._pages.release((page,))
+
+    def begin(
+        self, prefix: Prefix, tokens: NDArray[np.int32], num_tokens: int, draft: DraftKV, filling: Container[bytes]
+    ) -> list[int] | None:
+        """Takes references to the pages that a sequence can begin with, and returns them.
+
+        None if the next page is among those that other sequences are `filling`: a step later it may be there. `tokens`:
+        the sequence's, of which the first `num_tokens` are to be taken in; `draft`: takes part.
+        """
+        # The last token is computed in any case: the first one of the output comes from it.
+        num_pages = (num_tokens - 1) // self._page_tokens
+        keys = prefix.keys(tokens, num_pages) if self.is_enabled else []
+        found: list[int] = []
+        if draft.is_paged:
+            for number, key in enumerate(keys, start=1):
+                entry = self._entries.get(key)
+                if entry is None or not entry.serves(draft, int(tokens[number * self._page_tokens])):
+                    break
+                found.append(entry.page)
+            if len(found) < len(keys) and keys[len(found)] in filling:
+                return None
+        for page in found:
+            self._unused.pop(page, None)
+            self._references[page] = self._references.get(page, 0) + 1
+        prefix.draft, prefix.num_kept = draft, len(found)
+        return found
+
+    def keep(self, prefix: Prefix, pages: Sequence[int], tokens: NDArray[np.int32], num_settled: int) -> None:
+        """Puts the full pages of a sequence into the cache, as far as their content does not change any more.
+
+        `pages`: the sequence's; `tokens`: one more at least than `num_settled`, those whose content is settled.
+        """
+        num_pages = num_settled // self._page_tokens
+        if not self.is_enabled or num_pages <= prefix.num_kept:
+            return
+        keys = prefix.keys(tokens, num_pages)
+        for number in range(prefix.num_kept, num_pages):
+            self._keep(keys[number], pages[number], prefix.draft, int(tokens[(number + 1) * self._page_tokens]))
+        prefix.num_kept = num_pages
+
+    def _keep(self, key: bytes, page: int, draft: DraftKV, next_token: int) -> None:
+        """A page that the cache has under this key stays, unless it serves this draft less well."""
+        if page in self._keys:
+            return
+        has_draft = draft.attachment > 0 and draft.is_paged
+        entry = _Entry(page, draft.attachment if has_draft else 0, next_token if draft.reads_hidden else None)
+        before = self._entries.get(key)
+        if before is not None:
+            if not has_draft or before.serves(draft, next_token):
+                return
+            self._forget(before.page)
+            if before.page in self._unused:
+                del self._unused[before.page]
+                self._pages.release((before.page,))
+        self._entries[key], self._keys[page] = entry, key
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Takes pages that are in use out of the cache, as their content is not to be trusted."""
+        for page in pages:
+            if page in self._keys:
+                self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        del self._entries[self._keys.pop(page)]
