@@ -25,7 +25,12 @@ from slipstream.gateway.request_metrics import (
     WAITING,
 )
 from slipstream.scheduler.telemetry.server_metrics import KV_PAGE_BYTES, KV_PAGES, KV_PAGES_USED, SLOTS
-from slipstream.scheduler.telemetry.step_metrics import NOT_FINITE, PREEMPTIONS
+from slipstream.scheduler.telemetry.step_metrics import (
+    NOT_FINITE,
+    PREEMPTIONS,
+    PREFIX_HIT_TOKENS,
+    PREFIX_QUERY_TOKENS,
+)
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -116,8 +121,10 @@ def _traffic() -> list[Panel]:
         ),
         graph(
             "Tokens",
-            "Tokens per second of prompts that began, and of output.",
+            "Tokens per second of prompts that began, those of them that the prefix cache had, and of output.",
             Query(total(rate(PROMPT_TOKENS)), "prompt"),
+            Query(total(rate(PREFIX_QUERY_TOKENS)), "looked for in the prefix cache"),
+            Query(total(rate(PREFIX_HIT_TOKENS)), "found in the prefix cache"),
             Query(total(rate(GENERATION_TOKENS)), "output"),
             unit="cps",
         ),
