@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
+from slipstream.scheduler.core.prefix_cache import DraftKV
 from slipstream.scheduler.core.speculation import Speculation
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
@@ -81,10 +82,12 @@ class DraftedRun(Run):
         step, attachment = None, None
         if part is not None:
             attachment = part.attachment
+            # The drafts of these runs are to be told every token.
+            kv = DraftKV(attachment.number, is_paged=False) if attachment and part.num_draft_tokens else DraftKV()
             step = (
                 self.batch.empty_step()
                 if part.is_empty
-                else self.batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first)
+                else self.batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first, draft=kv)
             )
         if step is not None:
             self._send(step, attachment)
