@@ -73,10 +73,10 @@ QUEUE = 1024
 DRAIN_S = 120.0
 """Requests that take longer after the last arrival are left, which is a fault."""
 MOST_CLIENT_SHARE = 0.8
-"""Of a core, in the busiest process of the clients: above it they may be what is measured."""
+"""The largest share of a core for the busiest client process: above it, the clients may be what is measured."""
 MOST_PROCESSES = 8
 SEARCH_WARM_UP_SHARE = 0.25
-"""Of the seconds of a rate, in which a server fills up: these requests do not count."""
+"""The first part of the seconds of a rate, in which a server fills up: its requests do not count."""
 SEARCH_DRAIN_S = 15.0
 SEARCH_PRECISION = 0.05
 LEAST_RATE = 0.1
@@ -95,13 +95,13 @@ class Plan:
     drafts: tuple[str, ...] = (EAGLE3, NONE)
     names: tuple[str, ...] = NAMES
     options: str = ""
-    """Further ones of `slipstream up`."""
+    """Further options of `slipstream up`."""
     num_processes: int = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2))
-    """Of the clients."""
+    """Processes of the clients."""
 
     @property
     def scale(self) -> Scale:
-        """Of the workloads."""
+        """The scale of the workloads."""
         return CPU_SCALE if self.model == BUNDLED else GPU_SCALE
 
 
@@ -112,7 +112,7 @@ class Search:
     first_token_ms: float = LIMITS[0]
     per_token_ms: float = LIMITS[1]
     seconds: float = 20.0
-    """Of each rate."""
+    """Length of each rate."""
     first_rate: float = 16.0
     """Requests per second."""
 
@@ -248,13 +248,13 @@ def main(
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = Plan.model,
     names: Annotated[str, typer.Option("--workloads", help="By commas.")] = ",".join(NAMES),
     drafts: Annotated[str, typer.Option(help="4 tokens a step, auto, or none: yes,auto,no.")] = "yes,no",
-    processes: Annotated[int, typer.Option(help="Of the clients.", min=1)] = Plan.num_processes,
-    options: Annotated[str, typer.Option(help="Further ones of `slipstream up`, in one word.")] = Plan.options,
+    processes: Annotated[int, typer.Option(help="Processes of the clients.", min=1)] = Plan.num_processes,
+    options: Annotated[str, typer.Option(help="Further options of `slipstream up`, in one word.")] = Plan.options,
     capacity: Annotated[bool, typer.Option("--capacity", help="Search for the highest rate.")] = False,
     first_token_ms: Annotated[float, typer.Option(help="Limit of the search, at p99.")] = Search.first_token_ms,
     per_token_ms: Annotated[float, typer.Option(help="Limit of the search, at p99.")] = Search.per_token_ms,
-    seconds: Annotated[float, typer.Option(help="Of each rate of the search.", min=1)] = Search.seconds,
-    first_rate: Annotated[float, typer.Option(help="First one of the search.", min=LEAST_RATE)] = Search.first_rate,
+    seconds: Annotated[float, typer.Option(help="Length of each rate of the search.", min=1)] = Search.seconds,
+    first_rate: Annotated[float, typer.Option(help="First rate of the search.", min=LEAST_RATE)] = Search.first_rate,
     device: DeviceOption = Plan.device,
     json_file: JsonOption = None,
 ) -> None:

@@ -23,7 +23,7 @@ CAPACITY = "capacity_h200"
 README_MODEL = "llama-3.1-8b"
 CAPACITY_MODELS = ("llama-3.2-1b", README_MODEL)
 LIMITS = (200.0, 10.0)
-"""Of the first token and of the time per token, in milliseconds."""
+"""Limits of the time to the first token and of the time per token, in milliseconds."""
 DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
 """Draft settings, in the order of the tables."""
 
@@ -36,13 +36,13 @@ class LoadResult:
     draft: str
     workload: str
     options: str
-    """Further ones of `slipstream up`."""
+    """Further options of `slipstream up`."""
     num_requests: int
     seconds: float
     tokens_per_second: float
-    """Of the output, until the last request has ended."""
+    """Output tokens per second, until the last request has ended."""
     all_tokens_per_second: float
-    """Prompts and output."""
+    """The same with the tokens of the prompts."""
     first_token_p50_ms: float
     first_token_p99_ms: float
     per_token_p50_ms: float
@@ -51,16 +51,16 @@ class LoadResult:
     message_gap_p50_ms: float
     mean_accept_length: float
     lateness_p99_ms: float
-    """From the time when a request had to be made until it was; a part of its latencies."""
+    """Time from when a request was due until it was made; a part of its latencies."""
     num_processes: int
-    """Of the clients."""
+    """Processes of the clients."""
     client_cpu_share: float
     """CPU time of the busiest of them, as a share of one core."""
     host: str
 
     @classmethod
     def of(cls, report: LoadReport, **about: Any) -> Self:
-        """From the report of the whole run. `about`: the fields that are not in it."""
+        """Makes the result from the report of the whole run. `about`: the fields that are not in it."""
         return cls(
             num_requests=report.num_requests,
             seconds=round(report.seconds, 2),
@@ -102,7 +102,7 @@ class CapacityResult:
     draft: str
     options: str
     seconds: float
-    """Of each rate."""
+    """Length of each rate."""
     first_token_ms: float
     """Limit of the 99th percentile."""
     per_token_ms: float

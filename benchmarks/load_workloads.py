@@ -26,10 +26,11 @@ class Scale:
     """The size of workloads, which are defined for a GPU."""
 
     divisor: int
-    """Of lengths, numbers of requests, clients and slots, and the context."""
+    """Divides lengths, numbers of requests, clients and slots, and the context."""
     rate_divisor: int
+    """Divides the rates of open workloads."""
     token_ids: range
-    """Of prompts."""
+    """The ids that prompts are made of."""
     longest_context: int
     """Tokens that the model allows."""
 
