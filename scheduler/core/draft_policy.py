@@ -135,7 +135,7 @@ class DraftPolicy:
         """Takes in a decode step of `num_rows` sequences that brought `num_tokens`, `seconds` after the step before."""
         if self._num_disturbed is not None:
             self._num_disturbed += 1
-        self._prompt_tokens.add(self._num_prompt_tokens / num_tokens, num_tokens)
+        self._prompt_tokens.add(self._num_prompt_tokens / max(1, num_tokens), num_tokens)
         self._num_prompt_tokens = 0
         if is_drafted is not self.drafts:
             self._num_back += self.drafts

@@ -266,11 +266,11 @@ class Speculation:
         if self._active is not None and not (policy.drafts or policy.is_held):
             self._resting, self._active = self._active, None
         elif resting is not None and policy.drafts:
-            if resting.pending:
-                resting.look()
-            # Numbers of its commands grow; with nothing to catch up there are none.
-            is_behind = last_step > max(resting.last_step, resting.last_command)
-            if not resting.pending and (is_behind or not self._batch.num_running):
+            resting.look()
+            is_behind = last_step > max(resting.last_step, resting.last_command)  # for its commands' numbers
+            if resting.pending and time.monotonic() - resting.moved_at > CATCH_UP_TIMEOUT_S:
+                self._lose(resting, LossCause.TIMEOUT, "the draft service did not come to an end of its work")
+            elif not resting.pending and (is_behind or not self._batch.num_running):
                 self._joining, self._resting = Joining(self._batch, resting, is_back=True), None
 
     def _advance(self, joining: Joining, last_step: int, num_in_flight: int) -> Part | None:

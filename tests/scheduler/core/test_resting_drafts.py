@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.speculation import CATCH_UP_TIMEOUT_S
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, check, make_jobs
 from tests.harness.fake_drafts import FakeDraft
@@ -129,6 +130,21 @@ def test_a_draft_that_rests_is_lost_withdrawn_and_swapped_as_another() -> None:
         assert ("let go", 2) in run.listener.events
         check(run, [job])
         assert run.speculation.resting is None
+
+
+def test_a_draft_that_hangs_while_it_rests_is_lost_when_it_is_to_come_back() -> None:
+    run, _, job, policy = resting_run()
+    resting = run.speculation._resting
+    assert resting is not None
+    resting.add(10**6, brings_tokens=True)
+    policy.drafts = True
+    run.turn()
+    assert run.listener.causes == []
+    resting.moved_at -= CATCH_UP_TIMEOUT_S
+    run.turn()
+    assert run.listener.causes == [LossCause.TIMEOUT]
+    run.finish()
+    check(run, [job])
 
 
 def test_a_draft_on_its_way_back_rests_on_if_another_comes_and_is_lost() -> None:
