@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from slipstream.cli.up import heartbeat
 from slipstream.cli.up.restarts import RestartSettings
 from tests.harness.supervised import Kills, States, supervisor_of, workers_of
 from tests.harness.waiting import until
@@ -44,12 +45,25 @@ async def test_a_service_that_hangs_is_killed_and_started_again_alone(
         watching.cancel()
 
 
+async def test_an_answer_between_those_that_are_missed_counts_from_the_start() -> None:
+    script = [False, False, False, True, False, True, False, False, False, False]
+    asked: list[float] = []
+
+    async def answers(part_s: float) -> bool:
+        asked.append(part_s)
+        return script[len(asked) - 1]
+
+    await heartbeat._until_missed(answers, 0.004)
+    assert asked == [0.001] * len(script)
+
+
+@pytest.mark.slow
 async def test_a_pause_shorter_than_the_bound_costs_nothing(fake_service: MakeCommand) -> None:
-    async with supervisor_of(restarts=RestartSettings(hang_timeout_s=2.0)) as supervisor:
+    async with supervisor_of(restarts=RestartSettings(hang_timeout_s=4.0)) as supervisor:
         supervisor.start(replace(fake_service("gateway"), restarts=True))
         await supervisor.wait_ready()
         pid = supervisor.pid("gateway")
         os.kill(pid, signal.SIGSTOP)
         asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGCONT)
-        assert await supervisor.while_alive(asyncio.sleep(3.0, "served on")) == "served on"
+        assert await supervisor.while_alive(asyncio.sleep(5.0, "served on")) == "served on"
         assert supervisor.pid("gateway") == pid
