@@ -199,7 +199,7 @@ async def test_a_stopped_worker_is_noticed_and_taken_back_when_it_goes_on(proces
         stopped_at = time.monotonic()
         with pytest.raises(UnavailableError, match="verify"):
             await running
-        assert time.monotonic() - stopped_at < 6.0, "heartbeats, not the time that a step may take"
+        assert time.monotonic() - stopped_at < 30.0, "heartbeats, not the time that a step may take"
         processes.send_signal(Role.VERIFY, signal.SIGCONT)
         await client.attached.wait()
         assert len(await client.run(*make_jobs(2))) == 2
