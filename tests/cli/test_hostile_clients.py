@@ -156,6 +156,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_up(folder / "state", *models, *itertools.chain(*sizes.items())) as up:
         address = (folder / "state" / "server").read_text()
         made = Server(address, folder / "state", up, [])
+        # What is open is counted from here on.
+        with Client(address) as client:
+            until(lambda: client.server_info().draft_state == "attached", up)
         made.expected.extend(made.tokens())
         assert len(set(made.expected)) > 8
         yield made

@@ -65,7 +65,12 @@ class LocalEpoch:
         device: Device | None = None,
         num_pages: int | None = None,
     ) -> None:
-        """`device`: the workers'; None is the CPU. `num_pages`: in place of those that the configuration brings."""
+        """`device`: the workers'; None is the CPU. `num_pages`: in place of those that the configuration brings.
+
+        A configuration that does not bound a draft's time gets PATIENCE_MS.
+        """
+        if config.draft_timeout_ms is None:
+            config = replace(config, draft_timeout_ms=PATIENCE_MS)
         self._links = {worker.role: cast("Link", worker) for worker in workers}
         draft = self._links.get(Role.DRAFT)
         verify = self._links[Role.VERIFY].describe()

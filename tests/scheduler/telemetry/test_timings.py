@@ -28,7 +28,7 @@ from slipstream.scheduler.telemetry.timings import StepRecorder, StepTimings
 from slipstream.scheduler.workers.attachment import DraftAttachment
 from tests.harness.counted_jobs import Job
 from tests.harness.counted_time import CountedDevice
-from tests.harness.local_epoch import PATIENCE_MS, LocalEpoch
+from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, describe
 
 if TYPE_CHECKING:
@@ -233,7 +233,6 @@ def measured(late_role: Role, *, run_ahead: int = 0, has_draft: bool = True) -> 
         slots=1,
         context_tokens=512,
         page_tokens=16,
-        draft_timeout_ms=PATIENCE_MS,
     )
     epoch = LocalEpoch(1, config, workers, device=device)
     spec = SequenceSpec(

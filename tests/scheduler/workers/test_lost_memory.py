@@ -20,6 +20,7 @@ from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.workers.link import failure_of
 from slipstream.scheduler.workers.session import WorkerSession
+from tests.harness.local_epoch import PATIENCE_MS
 from tests.harness.waiting import until
 from tests.harness.worker_processes import Client
 from tests.harness.workers import LocalWorker, describe
@@ -61,7 +62,8 @@ class Cut:
         self.connections: dict[Role, Connection] = {}
         dummies = (DummyVerify(describe(Role.VERIFY), 0.0), DummyDraft(describe(Role.DRAFT), 0.0))
         self._workers = {one.description.role: LocalWorker(one) for one in dummies}
-        config = SchedulerConfig(verify="unix:/v", draft="unix:/d", context_tokens=256, slots=2, num_draft_tokens=2)
+        sizes = {"context_tokens": 256, "slots": 2, "num_draft_tokens": 2}
+        config = SchedulerConfig(verify="unix:/v", draft="unix:/d", draft_timeout_ms=PATIENCE_MS, **sizes)  # type: ignore[arg-type]
         self._session = WorkerSession(
             config,
             HostDevice(),
