@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-MAX_PENDING = 32
+MAX_PENDING = 64
 LONGEST_S = 0.02
 """A write that takes longer waits for its client, and leaves its place to another stream."""
 
