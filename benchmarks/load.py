@@ -287,7 +287,8 @@ def _keep(path: Path | None, result: LoadResult) -> None:
         f"{result.all_tokens_per_second:,.0f} of all; first token {result.first_token_p50_ms:.0f} ms "
         f"(p99 {result.first_token_p99_ms:.0f}), per token {result.per_token_p50_ms:.2f} ms "
         f"(p99 {result.per_token_p99_ms:.2f}), messages {result.message_gap_p50_ms:.1f} ms; accept length "
-        f"{result.mean_accept_length:.2f}; clients' CPU {result.client_cpu_share:.2f}; {result.seconds:.1f} s",
+        f"{result.mean_accept_length:.2f}; cached {100 * result.cached_share:.0f} %; clients' CPU "
+        f"{result.client_cpu_share:.2f}; {result.seconds:.1f} s",
         flush=True,
     )
 

@@ -75,6 +75,8 @@ class LoadReport:
     """From a request's due time to the time at which it was made: the generator's own delay, part of the latencies."""
     generator_cpu_share: float
     """CPU time of the generator's busiest process, as a share of one core; near 1 it measures itself."""
+    cached_share: float
+    """The part of the prompts' tokens that was in the prefix cache, of completed requests."""
     mean_accept_length: float
     """Tokens of a step that checked a draft; 1 without drafts."""
 
@@ -110,6 +112,7 @@ def report_of(run: LoadRun, warm_up_s: float) -> LoadReport:
         rejection_ms=Percentiles.of_seconds(r.ended_s - r.intended_s for r in records if r.outcome == REJECTED),
         lateness_ms=Percentiles.of_seconds(record.sent_s - record.intended_s for record in records),
         generator_cpu_share=run.cpu_s / run.wall_s,
+        cached_share=sum(u.cached_tokens for u in usages) / max(1, sum(u.prompt_tokens for u in usages)),
         mean_accept_length=mean_accept_length(
             sum(usage.total_accepted_tokens for usage in usages), sum(usage.num_verify_steps for usage in usages)
         ),

@@ -49,6 +49,8 @@ class LoadResult:
     """The mean of each request behind its first token."""
     per_token_p99_ms: float
     message_gap_p50_ms: float
+    cached_share: float
+    """The part of the prompts' tokens that was in the prefix cache."""
     mean_accept_length: float
     lateness_p99_ms: float
     """Time from when a request was due until it was made; a part of its latencies."""
@@ -71,6 +73,7 @@ class LoadResult:
             per_token_p50_ms=report.time_per_token_ms.p50,
             per_token_p99_ms=report.time_per_token_ms.p99,
             message_gap_p50_ms=report.message_gap_ms.p50,
+            cached_share=round(report.cached_share, 4),
             mean_accept_length=round(report.mean_accept_length, 3),
             lateness_p99_ms=report.lateness_ms.p99,
             client_cpu_share=round(report.generator_cpu_share, 3),
@@ -174,7 +177,8 @@ def load_sections(name: str) -> list[str]:
         "Whole requests through `slipstream up` and its Python client, greedy; `load.py` says what each workload is. "
         "Tokens/s are those of the output, and of prompts and output in "
         f"{' and '.join(PROMPT_WORKLOADS)}. Latencies count from the time at which a request had to be made; the time "
-        f"per token is a request's mean behind its first one. The busiest client took {share:.2f} of a core."
+        "per token is a request's mean behind its first one; cached is the part of the prompts' tokens that was in the "
+        f"prefix cache. The busiest client took {share:.2f} of a core."
     )
     parts = section("Whole requests", "load", name, hosts, words)
     for model in dict.fromkeys(result.model for result in results):
@@ -188,14 +192,16 @@ def load_sections(name: str) -> list[str]:
 
 
 def _load_table(results: Sequence[LoadResult], peer: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
-    header = "workload | draft | tokens/s | first token p50, ms | p99 | per token p50, ms | p99 | messages p50, ms"
+    header = (
+        "workload | draft | tokens/s | first token p50, ms | p99 | per token p50, ms | p99 | message gap, ms | cached"
+    )
     times = ("first_token_p50_ms", "first_token_p99_ms", "per_token_p50_ms", "per_token_p99_ms", "message_gap_p50_ms")
     rows = []
     for result in results:
         ours, theirs = asdict(result), peer.get((result.draft, result.workload), {"workload": result.workload})
         cells = [_cell(throughput(ours), throughput(theirs), 0)]
         cells += [_cell(ours[name], theirs.get(name), 1) for name in times]
-        rows.append(" | ".join((result.workload, DRAFTS[result.draft], *cells)))
+        rows.append(" | ".join((result.workload, DRAFTS[result.draft], *cells, f"{100 * result.cached_share:.0f} %")))
     return markdown_table(header, rows)
 
 

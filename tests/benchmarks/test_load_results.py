@@ -40,9 +40,9 @@ def test_figures_stand_beside_those_of_the_peer(results: Path) -> None:
     rows = [result(model=MODEL, draft=draft, workload=name) for draft in (EAGLE3, NONE) for name in ("chat", "prefill")]
     write_rows([*rows, result()], results / "load_h200.json")
     page = "\n\n".join(load_sections("load_h200"))
-    assert "| chat | EAGLE-3 | 1 (5,986) | 250.0 (78.0) | 250.0 (405.0) | 750.0 (6.0) | 750.0 | 750.0 |" in page
-    assert "| prefill | none | 1 (41,070) | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 |" in page
-    assert "| chat | none | 1 | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 |" in page
+    assert "| chat | EAGLE-3 | 1 (5,986) | 250.0 (78.0) | 250.0 (405.0) | 750.0 (6.0) | 750.0 | 750.0 | 0 % |" in page
+    assert "| prefill | none | 1 (41,070) | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in page
+    assert "| chat | none | 1 | 250.0 | 250.0 | 750.0 | 750.0 | 750.0 | 0 % |" in page
     assert readme_rows()[0].endswith("| 1 tokens/s | 1 tokens/s | 1.00")
 
 
