@@ -19,8 +19,9 @@ _KEPT_SHARE = 32
 """The watermark: one page in so many is kept for the sequences that run."""
 _STEPS_AHEAD = 16
 """Steps that a sequence gets pages for at a time, while more than the kept ones are free."""
-_LOW_STEPS = 8
-"""Whoever has pages for fewer steps gets more as well when one needs them now: one step then carries all updates."""
+_LOW_STEPS = 4
+"""When one sequence needs pages, those that have pages for fewer steps than this get some, too: not every step then has
+updates."""
 _WHOLE = 1 << 62
 
 

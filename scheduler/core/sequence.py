@@ -97,11 +97,13 @@ class Sequence:
 
     def page_update(self, first: int) -> SlotUpdate:
         """Its pages from index `first` on, for a worker that has those before."""
-        return replace(
-            self.slot_update(),
+        return SlotUpdate(
+            slot=self.lease.slot,
+            generation=self.lease.generation,
             first_page_index=first,
             pages=self.pages[first:],
-            sampling=None,
+            limit_tokens=self.num_tokens_at_most,
+            max_draft_tokens=self.spec.max_draft_tokens,
             prompt_tokens=len(self.spec.prompt),
         )
 
