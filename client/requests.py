@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RECONNECT_S = 30.0
-"""Default time for which a client tries to get a lost connection back."""
+RECONNECT_S = 75.0
+"""Default time for which a client tries to get a lost connection back, or a server that ends and comes back to take a
+job: it gives the jobs that run 30 s before it ends, and starts in some seconds."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 
