@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.common.worker.step import Role
+from slipstream.scheduler.telemetry.step_metrics import OVERLAP_EFFICIENCY
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 from tests.harness.hostile_draft import HOLD, hostile_program
@@ -55,6 +56,10 @@ async def test_no_token_changes(tmp_path: Path, algorithm: str) -> None:
         assert num_accepted < num_acceptable / 2, "what was written was used"
         samples = [sample for family in client.registry.collect() for sample in family.samples]
         wrong = [sample for sample in samples if not (math.isfinite(sample.value) and sample.value >= 0)]
+        # NaN by design where the last steps are long ago, as those without a draft are on a slow machine.
+        wrong = [
+            sample for sample in wrong if not (sample.name == OVERLAP_EFFICIENCY.name and math.isnan(sample.value))
+        ]
         assert not wrong
 
 
