@@ -74,7 +74,7 @@ def comparable(chunks: list[OutputChunk]) -> list[object]:
         own = [chunk for chunk in chunks if chunk.sample_index == index]
         usage = own[-1].usage
         assert usage is not None
-        counts = usage.prompt_tokens, usage.completion_tokens, usage.seed
+        counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.seed
         if not isinstance(own[-1].matched_stop, str):
             # A few drafts behind a stop string may be counted or not.
             counts += usage.total_draft_tokens, *usage.accepted_per_position

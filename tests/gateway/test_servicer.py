@@ -63,6 +63,7 @@ async def test_a_text_is_continued(kind: str) -> None:
         usage = chunks[-1].usage
         assert usage is not None
         assert (usage.prompt_tokens, usage.completion_tokens, usage.seed) == (len(prompt), 100, 5)
+        assert usage.cached_tokens == len(prompt) // 2
         assert (usage.num_verify_steps, usage.total_draft_tokens, usage.total_accepted_tokens) == (34, 68, 68)
         assert usage.mean_accept_length == 3.0
         assert 0 <= usage.queue_seconds <= usage.time_to_first_token_seconds <= usage.end_to_end_seconds < 30

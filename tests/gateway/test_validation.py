@@ -345,6 +345,16 @@ def test_a_server_without_a_draft_has_nothing_to_bound() -> None:
     assert refusal(request, limits) == "speculation.max_draft_tokens"
 
 
+def test_a_salt_is_the_same_for_all_samples_and_part_of_the_request() -> None:
+    request, salted = request_of(n=3, seed=1), request_of(n=3, seed=1)
+    salted.cache_salt = "t" * 128
+    assert [spec.cache_salt for spec in parse_all(salted).samples] == ["t" * 128] * 3
+    assert parse_all(request).digest != parse_all(salted).digest
+    assert parse(request).cache_salt == ""
+    salted.cache_salt += "t"
+    assert refusal(salted) == "cache_salt"
+
+
 def conversation(*messages: tuple[str, str]) -> generation_pb2.GenerateRequest:
     """A request with messages: roles, and what was said."""
     items = [{"role": role, "content": content} for role, content in messages]

@@ -85,6 +85,7 @@ async def test_a_stream_has_the_tokens_as_they_come_and_an_end(stub: Any) -> Non
     end = last.complete
     assert (end.finish_reason, end.prompt_tokens, end.completion_tokens) == ("length", len(PROMPT), 70)
     assert end.spec_draft_tokens >= end.spec_accepted_tokens > 0
+    assert end.cached_tokens == len(PROMPT) // 2
     assert not end.output_ids  # they were in the chunks
 
 

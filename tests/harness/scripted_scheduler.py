@@ -258,6 +258,8 @@ def _step_output(
         published_ns=now_ns,
         admitted=[sequence.id for sequence in admitted],
         admitted_ns=[now_ns for _ in admitted],
+        # A sequence that goes on elsewhere may find more in that cache.
+        cached_tokens={one.id: len(one.spec.prompt) // 2 + len(one.spec.output) for one in admitted},
         logprobs={
             sequence.id: tuple(logprobs_of(token, sequence.spec.top_logprobs) for token in tokens)
             for sequence, tokens, _ in rows

@@ -24,6 +24,7 @@ USAGE = Usage(
     time_to_first_token_seconds=0.5,
     end_to_end_seconds=2.5,
     mean_inter_token_latency_seconds=0.5,
+    cached_tokens=2,
 )
 LOGPROBS = (TokenLogprobs(-0.5, ((7, -0.25), (2**32 - 1, -8.0))), TokenLogprobs(-1.5))
 
@@ -72,6 +73,7 @@ def test_the_usage_of_samples_together() -> None:
         time_to_first_token_seconds=0.75,
         end_to_end_seconds=1.5,
         mean_inter_token_latency_seconds=0.125,
+        cached_tokens=1,
     )
     assert Usage.together([USAGE, other]) == Usage(
         prompt_tokens=3,
@@ -86,6 +88,7 @@ def test_the_usage_of_samples_together() -> None:
         time_to_first_token_seconds=0.5,
         end_to_end_seconds=2.5,
         mean_inter_token_latency_seconds=(4 * 0.5 + 2 * 0.125) / 6,
+        cached_tokens=2,
     )
     assert Usage.together([other]) == other
 
@@ -103,7 +106,7 @@ def test_samples_that_never_began_have_no_first_token() -> None:
         time_to_first_token_seconds=0.0,
         end_to_end_seconds=1.0,
     )
-    assert Usage.together([never_began, USAGE]) == replace(USAGE, seed=8)
+    assert Usage.together([never_began, USAGE]) == replace(USAGE, seed=8, cached_tokens=0)
     assert Usage.together([never_began, never_began]) == never_began
 
 
