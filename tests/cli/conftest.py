@@ -18,7 +18,9 @@ import pytest
 from slipstream.cli.up import mps
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.protos import generation_pb2_grpc
-from tests.harness.running import running_up
+from slipstream.scheduler.config import DEFAULT_DRAFT_TOKENS
+from tests.harness.local_epoch import PATIENCE_MS
+from tests.harness.running import running_up, status, until
 from tests.harness.supervised import fake_command
 
 if TYPE_CHECKING:
@@ -51,14 +53,19 @@ def metrics_port() -> int:
 
 @pytest.fixture(scope="session")
 def up(state_dir: Path, metrics_port: int) -> Iterator[Running]:
-    """The bundled pair, ready, started with a proxy that does not answer. Ends well after all that was asked of it."""
+    """The bundled pair, ready, started with a proxy that does not answer. Ends well after all that was asked of it.
+
+    It drafts from the beginning on, on a busy machine, too.
+    """
     options = ("--slots", "8", "--metrics-port", str(metrics_port), "--log-format", "json")
+    drafts = ("--num-draft-tokens", str(DEFAULT_DRAFT_TOKENS), "--draft-timeout-ms", str(PATIENCE_MS))
     with ExitStack() as held:
         with pytest.MonkeyPatch.context() as environment:
             for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
                 environment.delenv(name, raising=False)
             environment.setenv("http_proxy", "http://127.0.0.1:9")
-            up = held.enter_context(running_up(state_dir, *options))
+            up = held.enter_context(running_up(state_dir, *options, *drafts))
+        until(lambda: status(state_dir)["draft_state"] == "attached", up)
         yield up
         up.signal(signal.SIGINT)
         assert up.end() == 0

@@ -36,6 +36,8 @@ class Outputs:
 def serve(state_dir: Path, device: str, algorithm: str) -> Outputs:
     """Runs the jobs in float32, several at a time, with a draft ("eagle3") or without ("none")."""
     options = ("--device", device, "--dtype", "float32", "--algorithm", algorithm, "--metrics-port", "0")
+    if algorithm != "none":
+        options = (*options, "--num-draft-tokens", "4")
     with running_up(state_dir, *options), Client((state_dir / "server").read_text()) as client:
 
         def run(number: int) -> tuple[tuple[int, ...], float]:
