@@ -97,6 +97,20 @@ def test_samples_of_one_prompt_share_it_and_take_it_in_once(models: Models) -> N
         assert_all_is_given_back(served)
 
 
+def test_a_draft_that_is_the_target_is_always_right_behind_a_hit(models: Models) -> None:
+    def jobs() -> list[Job]:
+        made = jobs_that_begin_alike(5)
+        plain = [job for job in made if not job.spec.sampling.has_penalty]
+        return [Job(replace(job.spec, max_new_tokens=21, max_draft_tokens=None, cache_salt="")) for job in plain]
+
+    together, again = jobs(), jobs()
+    served = Served(replace(models, draft=models.twin), Way(num_draft_tokens=4, slots=3))
+    served.run(together, again)
+    assert sum(job.stats.cached_tokens for job in (*together, *again)) > 100
+    # One token comes with the prompt, and the others in fours and the one behind them.
+    assert {(job.stats.num_verify_steps, job.stats.total_accepted_tokens) for job in (*together, *again)} == {(4, 16)}
+
+
 def test_the_next_turn_of_a_conversation_finds_the_last_answer(models: Models) -> None:
     def job(prompt: tuple[int, ...]) -> Job:
         return Job(
