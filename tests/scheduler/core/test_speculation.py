@@ -45,7 +45,7 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
         for _ in range(20_000):
             if not run.turn() and not to_submit and not len(run.queue):
                 break
-            if to_submit and rng.random() < 0.1:
+            if to_submit and rng.random() < (0.8 if number % 2 else 0.1):
                 run.jobs.add(to_submit.popleft())
             if rng.random() < 0.04:
                 drafts.append(FakeDraft(len(drafts) + 10, rng.randrange(1, 4), reads_hidden=reads_hidden))
