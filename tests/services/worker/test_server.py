@@ -157,6 +157,7 @@ def test_model_that_cannot_be_served_is_one_line_and_status_2(tmp_path: Path) ->
     assert (found.returncode, found.stderr) == (2, expected)
 
 
+@pytest.mark.slow
 def test_error_of_the_operating_system_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     options = ("--model", str(tmp_path), "--listen", f"unix:{tmp_path}/verify.sock", "--device", "cpu")
