@@ -77,9 +77,10 @@ async def test_a_draft_that_holds_its_fence_at_zero_costs_the_watchdogs_time(tmp
         expected = await client.run(*make_jobs(NUM_JOBS))
         processes.start(Role.DRAFT)
         # It takes part at once while nothing runs; else it would have to take in tokens, and never seems to.
-        await client.served()
-        assert await client.run(*make_jobs(NUM_JOBS)) == expected
-        assert client.metric("slipstream_draft_losses_total", cause="timeout") == 1
+        # Now and then it is too late, and drafts: on a busy machine its threads take turns.
+        while not client.metric("slipstream_draft_losses_total", cause="timeout"):
+            await client.served()
+            assert await client.run(*make_jobs(NUM_JOBS)) == expected
         assert writes.exists()
         assert client.num_epochs == 1
         assert client.errors == client.reasons == []
