@@ -9,7 +9,7 @@ from slipstream.benchmarks.pages import is_measured, load, markdown_table, secti
 from slipstream.benchmarks.probes import MOST_STALL_MS, PROBES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 _MARKED = re.compile(r"(<!-- figure: (\w+)_(cpu|h200)(?: ([\w ,.-]+))? -->)(.*?)(<!-- end -->)")
 SOAK_PICTURE = "![Memory, threads, descriptors and pages over the run](../benchmarks/results/soak_cpu.png)"
@@ -49,24 +49,26 @@ def _outages(name: str) -> list[str]:
         f"paused for 2 s, in turns. {num_jobs:,} jobs ended with the tokens of a run without faults, {num_errors} did "
         "not. Gaps are between two tokens of a stream: the longest around the fault, the longest that began more than "
         "half a second later until the service was back, and half a second without a fault. Back is when all services "
-        "are there and drafts are made."
+        "are there and drafts are made. Numbers without a fault that differ widely come from other work on the machine."
     )
     parts = section("Services that die, hang and end", "outages", name, runs[0]["host"], words)
     setups = dict.fromkeys((run["plan"]["model"], run["plan"]["mps"]) for run in runs)
     header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
     for model, mps in setups:
         mine = [run for run in runs if (run["plan"]["model"], run["plan"]["mps"]) == (model, mps)]
-        calm, plan = mine[-1]["undisturbed"], mine[-1]["plan"]
-        rows = [f"none |  |  | {calm['gap_p50_ms']:.0f} | {calm['gap_worst_ms']:.0f} |  |  | "]
+        calm, plan = [run["undisturbed"] for run in mine], mine[-1]["plan"]
+        gaps = " | ".join(_span(run[key] for run in calm) for key in ("gap_p50_ms", "gap_worst_ms"))
+        rows = [f"none |  |  | {gaps} |  |  | "]
         for row in (row for run in mine for row in run["outages"]):
             gaps = " | ".join(f"{row[key]:.0f}" for key in ("gap_p50_ms", "gap_worst_ms", "later_gap_worst_ms"))
             back = " | ".join(f"{row[key]:.1f}" for key in ("back_p50_s", "back_worst_s"))
             rows.append(f"{row['service']} | {row['fault']} | {row['times']} | {gaps} | {back}")
         where = f", MPS {mps}" if plan["device"] == "cuda" else ""
+        rates, steps = (_span(run[key] for run in calm) for key in ("tokens_per_second", "step_ms"))
+        watchdog = _span(run["watchdog_ms"] for run in mine)
         setup = (
             f"{'Bundled models' if model == 'bundled' else model}{where}, {plan['clients']} clients: undisturbed "
-            f"{calm['tokens_per_second']:,.0f} tokens/s and {calm['step_ms']:.1f} ms a step, which waits for the draft "
-            f"{mine[-1]['watchdog_ms']:.0f} ms at most."
+            f"{rates} tokens/s and {steps} ms a step, which waits for the draft {watchdog} ms at most."
         )
         parts += [text(setup), markdown_table(header, rows)]
     return parts
@@ -126,6 +128,13 @@ def _probes(name: str) -> list[str]:
     )
     table = markdown_table("load | answers | loop held, ms | health p50, ms | p99, ms", rows)
     return section("Hostile, large and many requests", "probes", name, found["host"], words, table)
+
+
+def _span(values: Iterable[float]) -> str:
+    """The least and the greatest of some values."""
+    found = sorted(values)
+    ends = [f"{value:,.0f}" for value in (found[0], found[-1])]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _number(tokens: int | None) -> str:
