@@ -211,6 +211,7 @@ class DecodeBenchmark:
             "context_tokens": self._setup.context_tokens,
             "chunk_tokens": min(2048, self._setup.context_tokens),
             "kv_memory_mib": self._setup.kv_memory_mib,
+            "no_prefix_cache": True,  # the same prompts come in each window
         }
 
     async def _measure(self, served: Served, mode: str, batch: int, repeat: int) -> Measurement:

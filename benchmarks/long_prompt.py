@@ -98,7 +98,11 @@ async def _measure_all() -> list[ChunkSize]:
             await stack.models(Models(target=target, drafts={STANDALONE: draft}))
             for chunk_tokens in CHUNK_SIZES:
                 scheduler = stack.scheduler(
-                    STANDALONE, chunk_tokens=chunk_tokens, slots=4, context_tokens=CONTEXT_TOKENS
+                    STANDALONE,
+                    chunk_tokens=chunk_tokens,
+                    slots=4,
+                    context_tokens=CONTEXT_TOKENS,
+                    no_prefix_cache=True,  # the same prompt comes each time
                 )
                 async with scheduler as served, AsyncClient(served.address) as client:
                     results.append(await _measure(client, chunk_tokens, range(SEED, SEED + REPEATS)))

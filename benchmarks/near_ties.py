@@ -251,6 +251,7 @@ async def _serving(stack: Stack, draft: str, context_tokens: int, *, is_determin
         context_tokens=context_tokens,
         kv_memory_mib=KV_MIB,
         queue=4096,
+        no_prefix_cache=True,  # the same prompts come each time, and pages of others round otherwise
     ) as served:
         yield served
 

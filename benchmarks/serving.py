@@ -96,6 +96,7 @@ async def measure(plan: Plan) -> tuple[dict[str, LoadReport], list[ServingRun]]:
                 slots=plan.slots,
                 context_tokens=lengths.context_tokens,
                 kv_memory_mib=KV_MIB,
+                no_prefix_cache=True,  # the same prompts come at each rate
             )
             addresses[algorithm] = (await held.enter_async_context(running)).address
         capacity = {}

@@ -64,7 +64,9 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
     mps: str = setting(
         MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
     )
-    deterministic: bool = setting(False, help="On a GPU: the same tokens in any batch, with a draft and without.")
+    deterministic: bool = setting(
+        False, help="On a GPU: the same tokens in any batch, with a draft and without. There is no prefix cache then."
+    )
     listen: str = setting(
         DEFAULT_SERVER, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS"
     )
@@ -143,6 +145,8 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
             verify=self.socket("verify"),
             draft=None if self.models.draft is None else self.socket(self.draft_instance),
             num_draft_tokens=self.models.num_draft_tokens,
+            # A page that decode steps have filled may be rounded otherwise than by the chunk of a prompt.
+            no_prefix_cache=self.no_prefix_cache or self.deterministic,
         )
 
     def gateway(self, index: int) -> GatewayConfig:

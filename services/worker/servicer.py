@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
 STUCK_AFTER_S = 120.0
 """The thread that owns the device hangs if it takes longer for a piece of work: twice the longest wait in one."""
+ATTACH_STUCK_AFTER_S = 300.0
+"""The same for Attach, which warms up and captures graphs: the scheduler waits as long."""
 DETACH_INTERVAL_S = 0.005
 """Between two looks at whether the stream has come past the last use of a draft's memory."""
 T = TypeVar("T")
@@ -91,12 +93,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         self._has_stream = self._is_attaching = False
 
     def find_fault(self) -> str:
-        """Says so if the device's thread hangs; else it is empty.
-
-        Attach, which warms up and captures graphs, has the time that its caller gives it.
-        """
+        """Says so if the device's thread hangs; else it is empty."""
         busy_s = self._device_thread.busy_s
-        if self._is_attaching or busy_s <= self._stuck_after_s:
+        if busy_s <= (ATTACH_STUCK_AFTER_S if self._is_attaching else self._stuck_after_s):
             return ""
         return f"the thread that owns the device has been at the same work for {busy_s:.0f} s"
 
@@ -107,11 +106,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
-        self._is_attaching = True
-        try:
-            await self._on_device_thread(self._attach, attachment)
-        finally:
-            self._is_attaching = False
+        await self._on_device_thread(self._attach, attachment)
         return pb.AttachResponse()
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
@@ -161,9 +156,14 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         return pb.DrainResponse()
 
     def _attach(self, attachment: Attachment) -> None:
-        # An epoch that is open and has no stream lost its scheduler between Attach and Execute.
-        self._engine.abandon(self._engine.epoch)
-        self._engine.attach(attachment)
+        # Set here, as a caller may wait behind other work, or be gone before this is done.
+        self._is_attaching = True
+        try:
+            # An epoch that is open and has no stream lost its scheduler between Attach and Execute.
+            self._engine.abandon(self._engine.epoch)
+            self._engine.attach(attachment)
+        finally:
+            self._is_attaching = False
 
     async def _by_pieces(self, work: Generator[None, None, None], interval_s: float = 0.0) -> None:
         """Has the device thread do work piece by piece, so that steps are enqueued in between."""

@@ -67,7 +67,7 @@ async def test_no_token_changes(tmp_path: Path, device: CudaDevice, algorithm: s
     options = ("--device", "cuda", "--dtype", "float32")
     with (
         WorkerProcesses(tmp_path, models, *options, programs=programs) as processes,
-        running_session(processes, device=device, **SIZES) as client,
+        running_session(processes, device=device, no_prefix_cache=True, **SIZES) as client,
     ):
         processes.start(Role.VERIFY)
         await client.served(with_draft=False)

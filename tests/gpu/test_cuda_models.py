@@ -93,7 +93,7 @@ def serve_ways(
     draft: str,
     dtype: str,
     *,
-    at_once: abc.Job[int],
+    at_once: abc.Sequence[int],
     slots: int = SLOTS,
     log_dir: Path | None = None,
     is_deterministic: bool = False,
@@ -114,6 +114,7 @@ def serve_ways(
         context_tokens=256,
         chunk_tokens=64,
         kv_memory_mib=64,
+        no_prefix_cache=is_deterministic,  # as `slipstream up --deterministic` has it
         access_log_dir=log_dir,
     )
     ways = [make_jobs() for _ in at_once]

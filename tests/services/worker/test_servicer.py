@@ -219,6 +219,35 @@ async def test_a_worker_whose_device_thread_hangs_counts_as_one_that_does_not_an
     assert await check(served.address) == "SERVING"
 
 
+async def test_an_attach_that_waits_behind_work_that_hangs_does_not_hide_it(served: Served) -> None:
+    """A scheduler whose stream has ended tries to attach again and again."""
+    go_on = threading.Event()
+    served.device_thread.submit(go_on.wait)
+    async with served.scheduler() as stub:
+        attaching = stub.Attach(served.attach_request(1))
+        try:
+            await until_hung(served.address, 0.5)
+        finally:
+            go_on.set()
+        await attaching
+
+
+async def test_a_worker_goes_on_to_attach_when_its_scheduler_is_gone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach, go_on = served.worker.engine.attach, threading.Event()
+    monkeypatch.setattr(served.worker.engine, "attach", lambda attachment: (go_on.wait(), attach(attachment)))
+    try:
+        async with served.scheduler() as stub:
+            attaching = stub.Attach(served.attach_request(1))
+            await until(lambda: served.device_thread.busy_s > 0)
+            attaching.cancel()
+        await until(lambda: served.device_thread.busy_s > 1.2 * STUCK_AFTER_S)
+        assert await check(served.address) == "SERVING"
+    finally:
+        go_on.set()
+
+
 async def test_a_worker_may_take_its_time_to_attach(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken, and graphs are captured."""
     attach, go_on = served.worker.engine.attach, threading.Event()
