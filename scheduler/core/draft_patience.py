@@ -18,25 +18,26 @@ class DraftPatience:
         """`timeout_s`: see `Speculation`."""
         self._timeout_s = timeout_s
         self._least_timeout_s = LEAST_TIMEOUT_GPU_S if is_on_gpu else LEAST_TIMEOUT_CPU_S
-        self._step_s = 0.0
-        """Time of a decode step, smoothed."""
+        self._step_s = {False: 0.0, True: 0.0}
+        """Time of a plain and of a drafted decode step, smoothed. While a draft rests, steps say nothing of it."""
         self._tokens_s = 0.0
         """Time of a command that brings tokens: of a prefill, or of one to catch up; the longest of late."""
 
     @property
     def timeout_s(self) -> float:
         """The time that a step may wait for its draft now."""
-        return max(2 * self._step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
+        return max(2 * self._longest_step_s, self._least_timeout_s) if self._timeout_s is None else self._timeout_s
 
     @property
     def tokens_timeout_s(self) -> float:
         """The time that draft may take beyond that while it takes in tokens."""
         return min(2 * self._tokens_s, MOST_TOKENS_TIMEOUT_S)
 
-    def decoded(self, seconds: float) -> None:
-        """Takes in the time of a decode step."""
-        seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self._step_s))
-        self._step_s += (seconds - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
+    def decoded(self, seconds: float, *, is_drafted: bool) -> None:
+        """Takes in the time of a decode step. `is_drafted`: verify waited for a draft in it."""
+        seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self._longest_step_s))
+        known = self._step_s[is_drafted]
+        self._step_s[is_drafted] += (seconds - known) * (_SMOOTHING if known else 1.0)
 
     def prefilled(self, seconds: float) -> None:
         """Takes in the time of a prefill step."""
@@ -45,3 +46,7 @@ class DraftPatience:
     def brought(self, seconds: float) -> None:
         """Takes in the time of a command to catch up."""
         self._tokens_s = max(self._tokens_s, seconds)
+
+    @property
+    def _longest_step_s(self) -> float:
+        return max(self._step_s.values())

@@ -192,7 +192,7 @@ class Speculation:
         if waited_for and self._active is not None and self._active.attachment is attachment:
             self._active.did(waited_for)
         if is_clean and is_decode:
-            self._patience.decoded(seconds)
+            self._patience.decoded(seconds, is_drafted=waited_for > 0)
         elif is_clean:
             self._patience.prefilled(seconds)
         if self._leaving:

@@ -330,3 +330,15 @@ def test_an_offer_waits_until_the_draft_that_is_stashed_for_has_joined() -> None
     run.finish()
     assert [number for event, number in run.listener.events if event == "joined"] == [2, 3, 4]
     check(run, [job])
+
+
+def test_a_draft_that_comes_back_may_take_as_long_as_before_its_rest() -> None:
+    run, draft, _ = lost_run()
+    for step in range(20):
+        run.speculation.consumed(
+            step, 1.0, is_decode=True, attachment=cast("DraftAttachment", draft), waited_for=step + 1
+        )
+    assert run.speculation.timeout_s > 1.5
+    for step in range(100):
+        run.speculation.consumed(step, 0.1, is_decode=True)
+    assert run.speculation.timeout_s > 1.5, "plain steps say nothing of how long a draft takes"
