@@ -100,10 +100,12 @@ class Batch:
             self.outbox.add_refused(expired, DeadlineExceededError("the deadline passed before a slot was free"))
         while self.slots.num_free and (sequence := queue.take_next(self._has_room_for)) is not None:
             sequence.lease = self.slots.allocate()
-            self._page_lists.begin(sequence)
             self.accounts.admit(sequence)
             self.committed.begin(sequence.lease.slot, sequence.tokens, sequence.num_tokens_at_most)
             sequence.prefix = Prefix(sequence.spec.cache_salt, self.sizes.page_tokens)
+            # Its new pages are not to take the place of those that it begins with.
+            self.pages.touch(sequence.prefix, self.committed.row(sequence.lease.slot), len(sequence.tokens))
+            self._page_lists.begin(sequence)
             self._running[sequence.lease.slot] = sequence
             self._prefilling.append(sequence)
             if not sequence.was_preempted:

@@ -124,6 +124,19 @@ class PrefixCache:
         counted, self._looked_up = self._looked_up, None
         return counted
 
+    def touch(self, prefix: Prefix, tokens: NDArray[np.int32], num_tokens: int) -> None:
+        """Has the pages that a sequence may begin with be evicted last. Arguments as for `begin`, which follows."""
+        found: list[int] = []
+        for key in prefix.keys(tokens, (num_tokens - 1) // self._page_tokens) if self.is_enabled else ():
+            if (entry := self._entries.get(key)) is None:
+                break
+            found.append(entry.page)
+        # As in `release`: the last one is the first of them to go.
+        for page in reversed(found):
+            if page in self._unused:
+                del self._unused[page]
+                self._unused[page] = None
+
     def allocate(self, count: int) -> tuple[int, ...]:
         """Takes `count` pages for new content. Raises ResourceExhaustedError if there are fewer; then none is taken."""
         if count > self.num_free:

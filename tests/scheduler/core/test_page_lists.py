@@ -166,3 +166,16 @@ def test_no_step_costs_anything_for_pages_while_there_are_enough() -> None:
     for _ in range(200):
         run.turn()
     assert 0 < len(set(calls)) < 80
+
+
+def test_a_preempted_sequence_goes_on_behind_the_pages_that_it_had() -> None:
+    run = make_run()
+    first, second = make_job("first", (1,) * 30, 60), make_job("second", (2,) * 30, 20)
+    run.jobs.add(first, second)
+    while not second.was_preempted:
+        run.turn()
+    while second not in run.jobs.ends:
+        run.turn()
+    assert first in run.jobs.ends
+    assert second.num_cached >= 28, "its new pages did not take the place of its own in the cache"
+    finish(run, first, second)
