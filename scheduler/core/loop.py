@@ -303,7 +303,7 @@ class StepLoop:
                 self._check_verify()
                 self._speculation.watch(attachment, oldest, started)
             self._metrics.host_stalled(DRAFT_BACKLOG, time.monotonic() - started)
-        self._timings.collect(bound)
+        self._timings.collect(bound, is_last_chance=True)
 
     def _patience_s(self) -> float:
         return WATCH_S if self._speculation.has_attachment else LIVENESS_S

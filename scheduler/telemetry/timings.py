@@ -144,13 +144,18 @@ class StepTimings:
         while self._unreported:
             self._observe(self._unreported.popleft())
 
-    def collect(self, up_to_step: int) -> None:
-        """Reads the stamps of steps up to this one that are there by now."""
+    def collect(self, up_to_step: int, *, is_last_chance: bool = False) -> None:
+        """Reads the stamps of steps up to this one that are there by now.
+
+        `is_last_chance`: the next step overwrites verify's. Then draft's are left out where they are not there.
+        """
         while self._unread and self._unread[0].step.number <= min(up_to_step, self._came - 1):
-            unread = self._unread[0]
-            if unread.draft is not None and not self._is_done(unread.step, unread.draft):
-                return
-            self._take(*self._read(unread.step, unread.draft))
+            step, draft = self._unread[0].step, self._unread[0].draft
+            if draft is not None and not self._is_done(step, draft):
+                if not is_last_chance:
+                    return
+                draft = None  # it rests, and nothing waits for it
+            self._take(*self._read(step, draft))
 
     def _take(self, verify: Interval, draft: Interval | None) -> None:
         """Takes in the stamps of the first unread step."""

@@ -134,6 +134,22 @@ class TestStepTimings:
         assert [(timing.kind, timing.wall_ns) for timing in stamps.timings] == [(PREFILL, None), (PLAIN, 20)]
         assert stamps.timings[1].bubbles_ns == {VERIFY_TO_VERIFY: 3}
 
+    def test_a_draft_that_rests_while_it_is_behind_holds_no_stamps_of_verify_up(self, stamps: Stamps) -> None:
+        stamps.send(1, PREFILL)
+        for number in range(2, SHAPE.ring + 1):
+            stamps.send(number, PLAIN)
+        for number in range(1, SHAPE.ring):
+            stamps.work(Role.VERIFY, number, 20 * number, 20 * number + 10)
+        stamps.come(SHAPE.ring, (20 * SHAPE.ring - 20, 20 * SHAPE.ring - 10), (0, 0), kind=PLAIN)
+        stamps.collector.collect(1)
+        assert stamps.timings == []
+        stamps.collector.collect(1, is_last_chance=True)
+        assert [(timing.draft_ns, timing.verify_ns) for timing in stamps.timings] == [(0, 10)]
+        stamps.work(Role.VERIFY, SHAPE.ring, 500, 510)
+        stamps.send(SHAPE.ring + 1, PLAIN)
+        stamps.come(SHAPE.ring + 1, (500, 510), (0, 0), kind=PLAIN)
+        assert [timing.verify_ns for timing in stamps.timings] == [10] * SHAPE.ring
+
     def test_verifys_stamps_are_not_read_before_the_next_result(self, stamps: Stamps) -> None:
         stamps.send(1, PLAIN)
         stamps.come(1, kind=PLAIN)
