@@ -239,12 +239,13 @@ async def _serving(stack: Stack, draft: str, context_tokens: int, *, is_determin
     """Workers of one mode with a scheduler over them."""
     models, suffix = Models(), "-deterministic" if is_deterministic else ""
     width = NUM_DRAFT_TOKENS + 1 if is_deterministic else None
-    verify, name = f"verify{suffix}", draft_of(draft) and f"{draft}{suffix}"
+    verify, drafting = f"verify{suffix}", draft_of(draft) and f"{draft}{suffix}"
     await stack.worker("verify", name=verify, model=models.target, deterministic_width=width)
-    if name is not None:
-        await stack.worker("draft", name=name, model=models.drafts[draft], target=models.target, algorithm=draft)
+    if drafting is not None:
+        await stack.worker("draft", name=drafting, model=models.drafts[draft], target=models.target, algorithm=draft)
     async with stack.scheduler(
-        name,
+        drafting,
+        name=f"scheduler{suffix}",
         verify=verify,
         num_draft_tokens=NUM_DRAFT_TOKENS,
         slots=TOGETHER,

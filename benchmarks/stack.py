@@ -135,6 +135,7 @@ class Stack:
         self,
         draft: str | None = None,
         *,
+        name: str = "scheduler",
         verify: str = "verify",
         metrics_port: int | None = None,
         gateway_metrics_port: int | None = None,
@@ -144,9 +145,10 @@ class Stack:
     ) -> AsyncIterator[Served]:
         """Runs a scheduler over the workers with these names, and a gateway; without a draft it decodes plainly.
 
-        `num_draft_tokens`: as on the command line; None is its default, "auto". `options` are those of either.
+        `name`: schedulers at the same time have different ones. `num_draft_tokens`: as on the command line; None is its
+        default, "auto". `options` are those of either.
         """
-        address, port = self.socket("scheduler"), metrics_port or free_ports(1)[0]
+        address, port = self.socket(name), metrics_port or free_ports(1)[0]
         of_gateway = {name: options.pop(name) for name in _GATEWAY_OPTIONS & options.keys()}
         command = (
             *(sys.executable, "-m", "slipstream.scheduler.main"),
@@ -159,7 +161,7 @@ class Stack:
             address, port, gateway_metrics_port=gateway_metrics_port, program=gateway_program, **of_gateway
         )
         async with (
-            self._service("scheduler", address, *command, environment=self._scheduler_environment),
+            self._service(name, address, *command, environment=self._scheduler_environment),
             gateway as served,
         ):
             yield served
