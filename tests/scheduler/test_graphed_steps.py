@@ -103,8 +103,9 @@ def serve(
     log_dir: Path | None = None,
     run_ahead: int = 1,
     width: int | None = None,
+    repeats: int = 1,
 ) -> list[list[int]]:
-    """The tokens of each job, four at a time."""
+    """The tokens of each job, four at a time, all of them `repeats` times, one after the other."""
     config = SchedulerConfig(
         verify="unix:/none",
         num_draft_tokens=3,
@@ -116,7 +117,10 @@ def serve(
         access_log_dir=log_dir,
     )
     with local_workers(*roles(checkpoints, draft, device, width), log_dir=log_dir, device=device) as workers:
-        outputs = LocalEpoch(1, config, workers).run(jobs := make_jobs())
+        waves = [make_jobs() for _ in range(repeats)]
+        outputs = LocalEpoch(1, config, workers).run(*waves)
+    jobs = [job for wave in waves for job in wave]
+    assert any(job.stats.cached_tokens for job in jobs) is (repeats > 1)
     if draft != "none":
         assert sum(job.stats.total_accepted_tokens for job in jobs) > 0
     return [outputs[job] for job in jobs]
@@ -136,6 +140,14 @@ def test_replayed_steps_give_the_same_tokens(
 ) -> None:
     with nothing_left():
         assert serve(checkpoints, draft, InlineDevice(), run_ahead=run_ahead) == reference
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_prompts_behind_pages_of_others_give_the_same_tokens(
+    checkpoints: Checkpoints, reference: list[list[int]], draft: str
+) -> None:
+    assert serve(checkpoints, draft, InlineDevice(), repeats=2) == 2 * reference
 
 
 @pytest.mark.sampled(1)
