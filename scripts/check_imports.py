@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"bundled", "common", "services"},
     "examples/numpy_drafter": {"protos"},
     "examples": {"bundled", "client", "training"},
-    "scripts": {"bundled", "client"},
+    "scripts": {"bundled", "client", "common"},
 }
 """The folders that each folder may import beside itself; of two that hold a file, the inner one counts."""
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -26,9 +26,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from slipstream.client import Client
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("gateway", "scheduler", "services", "common")
 """The product's folders that count. The stubs in protos do not."""
+ALGORITHM = "eagle3"
 PROMPT = "def main():\n"
 MAX_NEW_TOKENS = 64
 READY_TIMEOUT_S = 90.0
@@ -65,9 +68,9 @@ def measure() -> JobPath:
         folder.chmod(0o700)
         (folder / "switch").write_bytes(b"\0")
         with _services(folder) as processes, (folder / "switch").open("r+b") as file:
-            _await_ready(folder, processes)
             switch = mmap.mmap(file.fileno(), 1)
             with Client(f"unix:{folder}/gateway.sock") as client:
+                _await_ready(client, processes)
                 switch[0] = 1
                 options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8, "seed": 1}
                 chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
@@ -84,10 +87,11 @@ def measure() -> JobPath:
 def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     from slipstream import bundled
 
-    target, address = str(bundled.target_dir()), {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
+    target, head = str(bundled.target_dir()), str(bundled.eagle3_dir())
+    address = {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
     options = {
         "verify": ("--model", target, "--device", "cpu"),
-        "draft": ("--model", str(bundled.eagle3_dir()), "--algorithm", "eagle3", "--target", target, "--device", "cpu"),
+        "draft": ("--model", head, "--algorithm", ALGORITHM, "--target", target, "--device", "cpu"),
         "scheduler": ("--verify", address["verify"], "--draft", address["draft"], "--device", "cpu"),
         "gateway": ("--scheduler", address["scheduler"]),
     }
@@ -114,23 +118,19 @@ _MODULES = {
 }
 
 
-def _await_ready(folder: Path, processes: dict[str, subprocess.Popen[bytes]]) -> None:
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+def _await_ready(client: Client, processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Waits until all services are there and the draft takes part."""
+    from slipstream.common.errors import SlipstreamError
 
     deadline = time.monotonic() + READY_TIMEOUT_S
-    with grpc.insecure_channel(f"unix:{folder}/gateway.sock") as channel:
-        check: Any = health_pb2_grpc.HealthStub(channel).Check
-        while True:
-            try:
-                if check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-            except grpc.RpcError:
-                pass  # it does not listen yet
-            ended = [name for name, process in processes.items() if process.poll() is not None]
-            if ended or time.monotonic() > deadline:
-                raise RuntimeError(f"ended: {', '.join(ended)}" if ended else "the gateway does not become ready")
-            time.sleep(0.1)
+    while True:
+        with suppress(SlipstreamError):  # the gateway does not listen yet
+            if client.server_info().algorithm == ALGORITHM:
+                return
+        ended = [name for name, process in processes.items() if process.poll() is not None]
+        if ended or time.monotonic() > deadline:
+            raise RuntimeError(f"ended: {', '.join(ended)}" if ended else "the services do not become ready")
+        time.sleep(0.1)
 
 
 def run_traced(folder: Path, service: str, module: str, arguments: list[str]) -> None:

@@ -91,7 +91,7 @@ def test_drafts_that_rest_and_come_back(
     policy, epoch = RandomPolicy(random.Random(seed), changes=0.3), served.epoch.epoch
     epoch.policy = epoch.speculation._policy = policy
     assert served.run(make_jobs()) == reference
-    assert policy.num_rests > 3
+    assert policy.num_rests > 0
     report = Replay(tmp_path).report()
     assert not report.races
     assert not report.stuck

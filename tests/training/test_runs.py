@@ -91,9 +91,9 @@ def test_a_draft_comes_closer_to_the_target(trained: dict[str, Any], name: str) 
 
 def test_a_trained_model_can_be_served(trained: dict[str, Any], folder: Path) -> None:
     assert set(trained) == {"target", "standalone", "eagle3"}
-    verify = make_verify(WorkerConfig(model=folder / "target"), HostDevice(), 0).describe()
+    verify = make_verify(WorkerConfig(model=folder / "target"), HostDevice(), 0).description
     for name in ("standalone", "eagle3"):
         config = WorkerConfig(model=folder / name, algorithm=name, target=folder / "target")
-        draft = make_draft(config, HostDevice(), 0).describe()
+        draft = make_draft(config, HostDevice(), 0).description
         draft.check_fits(verify)
         assert draft.algorithm == name
