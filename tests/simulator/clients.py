@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 PAUSE_S = 0.05
 """Between two tries of a client."""
 MOST_TOKENS_AFTER_CANCEL = 30
-"""Those of the steps under way, and of the messages on their way."""
+"""Those of the steps under way, and of the cancel's way to the scheduler.
+
+They count from what schedulers have sent: a client whose connection broke, or a gateway that was stopped, has the rest
+of that still to read.
+"""
 _COMMON = tuple(LEAST_TOKEN + number * number % NUM_TOKENS for number in range(20))
 
 
@@ -214,7 +218,11 @@ class Client:
 
         def ended(error: SlipstreamError | None) -> None:
             if error is None:
-                self._most_tokens = self._count() + MOST_TOKENS_AFTER_CANCEL * plan.num_samples
+                generated = sum(
+                    self._world.num_generated.get((self._job_id, sample_seed(plan.seed, index)), 0)
+                    for index in range(plan.num_samples)
+                )
+                self._most_tokens = generated + MOST_TOKENS_AFTER_CANCEL * plan.num_samples
             elif can_go_on_after(error):
                 self._world.at(PAUSE_S, self._cancel)
             elif not self.is_over:

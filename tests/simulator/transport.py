@@ -92,6 +92,8 @@ class SimulatedRunStream:
         self._requests: deque[scheduler_pb2.RunRequest | None] = deque()
         self._requested: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
+        self._outputs: dict[int, tuple[tuple[str, int], int]] = {}
+        """The sequences by their ids: job and seed, and the tokens of output."""
         self._is_broken = False
         self._down = Pipe(gateway.world, gateway)
         self._up = Pipe(gateway.world, scheduler)
@@ -139,6 +141,8 @@ class SimulatedRunStream:
 
     def _take(self, request: scheduler_pb2.RunRequest | None) -> None:
         self._requests.append(request)
+        for sequence in () if request is None else request.sequences:
+            self._outputs[sequence.id] = (sequence.job_id, sequence.sampling.seed), len(sequence.output)
         if self._requested is not None and self._scheduler is not None:
             self._scheduler.loop.run_call(self._requested.set)
 
@@ -148,7 +152,16 @@ class SimulatedRunStream:
 
     async def write(self, response: scheduler_pb2.RunResponse) -> None:
         """See `grpc.aio.ServicerContext.write`, as the servicer's context."""
+        self._count(response.output)
         self._down.send(self._put, response)
+
+    def _count(self, step: scheduler_pb2.StepOutput) -> None:
+        """Notes for the oracle how much output there is, whether or not a gateway ever reads it."""
+        generated = self._gateway.world.num_generated
+        for number, num_new in zip(step.sequences, step.num_tokens, strict=True):
+            key, num_tokens = self._outputs[number]
+            self._outputs[number] = key, num_tokens + num_new
+            generated[key] = max(generated.get(key, 0), num_tokens + num_new)
 
     async def _iterate(self) -> AsyncIterator[scheduler_pb2.RunRequest]:
         assert self._requested is not None

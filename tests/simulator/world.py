@@ -117,6 +117,8 @@ class World:
         """What happened, in words."""
         self.failures: list[str] = []
         """What the oracle found so far."""
+        self.num_generated: dict[tuple[str, int], int] = {}
+        """Output tokens that a scheduler has sent to a gateway, by the job's id and the sample's seed."""
         self._events: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._num_scheduled = 0
         self._faults: list[tuple[int, Callable[[], None]]] = []
