@@ -96,6 +96,9 @@ class CatchUp:
 
         `held_back`: tokens at the end of each decoding sequence that come with a stash. Raises the link's failure.
         """
+        if self.is_too_slow:
+            # Verify's steps are empty then, and bring no pages: the newest tokens would have to wait for theirs.
+            self._batch.is_decoding()
         chunks: list[PrefillChunk] = []
         updates: list[SlotUpdate] = []
         room = self._batch.sizes.chunk_tokens
@@ -113,7 +116,7 @@ class CatchUp:
                 # A head's first entry pairs the state before the bonus token with it; of a prompt, what comes next.
                 first = end if sequence.is_prefilling else max(0, end - 1)
                 updates.append(sequence.update_of_running(history_from=0 if self._reads_tokens else first))
-            num_new = min(end - num_given, room) if self._reads_tokens else 0
+            num_new = min(self._num_placed(sequence, end) - num_given, room) if self._reads_tokens else 0
             if num_new > 0:
                 tokens = self._batch.committed.read(slot, num_given, num_given + num_new)
                 chunks.append(PrefillChunk(slot=slot, start=num_given, tokens=tokens, is_last=False))
@@ -135,6 +138,10 @@ class CatchUp:
             )
         )
         return True
+
+    def _num_placed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Of a sequence's first `num_tokens`, those that have a page: the newest may get one with the next step."""
+        return min(num_tokens, len(sequence.pages) * self._batch.sizes.page_tokens)
 
     def _find(self, sequence: Sequence) -> _Given | None:
         """What draft was sent of a running sequence; None if it does not know the sequence."""

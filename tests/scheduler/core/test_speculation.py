@@ -325,6 +325,37 @@ def test_a_draft_that_was_near_once_and_lacks_less_each_time_gains() -> None:
     assert not found.is_too_slow
 
 
+def begun_run(seed: int) -> DraftedRun:
+    """A run of one sequence: its first drafted step fills its two pages, and brings one token more, if all is right."""
+    run = DraftedRun(replace(SIZES, run_ahead=0), random.Random(seed))
+    run.offer(FakeDraft(2, 3))
+    run.jobs.add(make_job("job", (1, 2, 3, 4), 60))
+    while not run.kinds or run.kinds[-1] is not StepKind.DECODE:
+        run.turn()
+    return run
+
+
+@pytest.mark.parametrize("is_too_slow", [False, True])
+def test_a_token_that_has_no_page_yet_is_brought_with_its_page(is_too_slow: bool) -> None:
+    runs = (begun_run(seed) for seed in range(200))
+    run = next(run for run in runs if run.batch.begun()[0][1] == 2 * SIZES.page_tokens + 1)
+    [(sequence, num_known)] = run.batch.begun()
+    assert len(sequence.pages) == 2
+    draft = FakeDraft(3, 3)
+    found = CatchUp(run.batch, cast("DraftAttachment", draft))
+    # Verify's steps are empty then, and bring no pages.
+    found.is_too_slow = is_too_slow
+    found.bring(10)
+    draft.work()
+    slot = draft.slots[sequence.lease.slot]
+    assert len(slot.tokens) == num_known - (not is_too_slow)
+    assert run.batch.is_decoding(), "and what decodes gets its pages"
+    assert found.bring(11) is not is_too_slow
+    draft.work()
+    assert slot.pages == sequence.pages
+    assert tuple(slot.tokens) == run.batch.committed.read(sequence.lease.slot, 0, num_known)
+
+
 def test_an_offer_waits_until_the_draft_that_is_stashed_for_has_joined() -> None:
     run, _, job = lost_run()
     run.offer(FakeDraft(3, 2))
