@@ -40,7 +40,7 @@ class SharedMemory:
         self.is_freed = False
         """True once its owner gave it back: whoever touches it then may touch what another one has by now."""
         self.is_released = False
-        """True once a wait was released: what is behind it may read anything."""
+        """True once a wait was released, or is left out where it cannot be: what is behind it may read anything."""
 
     def check(self, process: Process) -> None:
         """Called with each access."""
@@ -170,8 +170,11 @@ class SimulatedFence:
 
     def release(self, value: int) -> None:
         """See `Fence.release`."""
-        if self.is_releasable and self._process.is_alive and max(self.poll(), self._released) < value:
+        if self._process.is_alive and max(self.poll(), self._released) < value:
+            # An event cannot be released: the scheduler leaves the wait out of the commands that it still sends.
             self._shared.is_released = True
+            if not self.is_releasable:
+                return
             if self._read_only:
                 self._released = value
                 self._shared.changed.changed()
