@@ -47,7 +47,7 @@ def test_a_claim_keeps_others_out_until_it_ends(address: str) -> None:
         assert caught.value.field == "listen"
     with Listener.claim(listener.address):
         pass
-    assert open_descriptors() == before
+    assert set(open_descriptors()) <= set(before), "some of earlier tests may end meanwhile"
 
 
 def test_a_directory_in_which_no_socket_can_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
