@@ -107,8 +107,8 @@ class SlotTable:
             places += range(first, first + len(update.pages))
         params = {update.slot: update.sampling for update in updates if update.sampling is not None}
         history_from = {update.slot: update.history_from for update in updates if update.sampling is not None}
-        cached_tokens = [update.cached_tokens for update in updates if update.sampling is not None]
-        written_from = [max(both) for both in zip(history_from.values(), cached_tokens, strict=True)]
+        cached_tokens = {update.slot: update.cached_tokens for update in updates if update.sampling is not None}
+        written_from = {slot: max(start, cached_tokens[slot]) for slot, start in history_from.items()}
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
         return SlotChanges(
@@ -123,7 +123,7 @@ class SlotTable:
             late={slot for slot, position in history_from.items() if position},
             taken=put_integers(staging, list(params)) if params else None,
             history_from=put_integers(staging, list(history_from.values())) if params else None,
-            written_from=put_integers(staging, written_from) if params else None,
+            written_from=put_integers(staging, list(written_from.values())) if params else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
         )

@@ -69,6 +69,13 @@ def test_more_pages_leave_the_first_ones_and_the_sampling() -> None:
     assert int(table.sampling.top_k[1]) == 7
 
 
+def test_of_two_requests_that_take_a_slot_in_one_command_the_last_one_counts() -> None:
+    table = _table()
+    first = SlotUpdate(slot=1, generation=1, pages=(1,), limit_tokens=9, sampling=SamplingParams(), cached_tokens=8)
+    apply(table, (first, replace(first, generation=2, history_from=3, cached_tokens=2)))
+    assert (int(table.history_from[1]), int(table.written_from[1])) == (3, 3)
+
+
 def test_two_updates_of_a_command_are_taken_in_turn() -> None:
     table = _table()
     apply(
