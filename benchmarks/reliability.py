@@ -171,10 +171,13 @@ def _soak_cell(where: str) -> str:
     if not is_measured(f"soak_{where}"):
         return ""
     found = load(f"soak_{where}")
-    growth = ", no growth" if found["growths"] else ""
-    outcome = (
-        f"{len(found['problems'])} problems" if found["problems"] else f"one end each, nothing left in use{growth}"
-    )
+    num_growing = sum(row["gained"] > row["bound"] for row in found["growths"])
+    num_others = len(found["problems"]) - num_growing
+    outcome = f"{num_others} problems" if num_others else "one end each, nothing left in use"
+    if num_growing:
+        outcome += f"; {num_growing} of {len(found['growths'])} lines rise by more than their bounds"
+    elif found["growths"]:
+        outcome += ", no growth"
     return f"{sum(found['outcomes'].values()):,} jobs in {60 * found['plan']['minutes']:.0f} s: {outcome}"
 
 
