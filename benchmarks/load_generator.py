@@ -61,7 +61,7 @@ class RequestRecord:
     ended_s: float = 0.0
     outcome: str = LEFT
     usage: Usage | None = None
-    """What the server counted; None without an end."""
+    """The server's counts; None without an end."""
     retry_after_ms: int | None = None
     """The delay that a rejection asks for; None if it does not."""
     error: str = ""

@@ -30,7 +30,7 @@ MAX_SHARED_TOKENS = 64
 
 
 class OutputColumns(NamedTuple):
-    """All that must be kept of an output; its tokens become text anew."""
+    """The parts of an output from which the rest is made again, as its text from its tokens."""
 
     token_ids: Sequence[int]
     is_draft: bytes

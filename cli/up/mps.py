@@ -33,7 +33,7 @@ START_TIMEOUT_S = 15.0
 COMMAND_TIMEOUT_S = 10.0
 POLL_S = 0.05
 _LONGEST_SOCKET = "control_privileged"
-"""Of the Unix sockets in the daemon's pipe directory."""
+"""The longest name of the Unix sockets in the daemon's pipe directory."""
 
 
 class MpsMode(enum.StrEnum):

@@ -12,7 +12,7 @@ MAX_UNIX_PATH_BYTES = 107
 """The kernel's limit, without the closing zero."""
 
 _SCHEMES = ("dns", "ipv4", "ipv6")
-"""What may stand before HOST:PORT in the address that a client dials."""
+"""Schemes of gRPC that the address that a client dials may begin with, before HOST:PORT."""
 
 ACCEPTED = "HOST:PORT with a port of 0 to 65535, [IPV6]:PORT, or unix:PATH"
 

@@ -24,10 +24,10 @@ _NEAR = 2
 
 
 class _Given(NamedTuple):
-    """What draft was sent of a sequence."""
+    """The part of a sequence that draft was sent."""
 
     generation: int
-    """Of its lease."""
+    """The generation of its lease."""
     num_tokens: int
     num_pages: int
 
@@ -140,11 +140,11 @@ class CatchUp:
         return True
 
     def _num_placed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Of a sequence's first `num_tokens`, those that have a page: the newest may get one with the next step."""
+        """Counts a sequence's first `num_tokens` that have a page: the newest may get one with the next step."""
         return min(num_tokens, len(sequence.pages) * self._batch.sizes.page_tokens)
 
     def _find(self, sequence: Sequence) -> _Given | None:
-        """What draft was sent of a running sequence; None if it does not know the sequence."""
+        """Finds the part of a running sequence that draft was sent; None if it does not know the sequence."""
         given = self._given.get(sequence.lease.slot)
         return given if given is not None and given.generation == sequence.lease.generation else None
 
