@@ -196,7 +196,7 @@ class _Serving:
             draft_state=state,
             draft_state_seconds=time.monotonic() - drafts.status.since if drafts.status.state else 0.0,
             draft_problem=drafts.status.problem,
-            num_preemptions=epoch.batch.num_preempted,
+            num_preemptions=epoch.batch.counts.preemptions,
         )
         return SchedulerDescription(
             server=server,

@@ -43,6 +43,18 @@ class _Decoding(NamedTuple):
     top_logprobs: dict[int, int]
 
 
+class BatchCounts(NamedTuple):
+    """What happened in a batch since it was made; the numbers only grow."""
+
+    not_finite: int = 0
+    """Sequences that ended because the model's logits were NaN or infinite."""
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked for in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Those of them that it had."""
+
+
 class Batch:
     """The running sequences of an epoch. Every method returns at once; none looks at the device."""
 
@@ -56,6 +68,8 @@ class Batch:
         """The tokens of the running sequences."""
         self.outbox = Outbox()
         """Gets all output."""
+        self.counts = BatchCounts()
+        """Replaced as a whole, so that any thread may read it."""
         self._running: dict[int, Sequence] = {}
         """By slot, in the order of their start."""
         self._prefilling: list[Sequence] = []
@@ -70,14 +84,10 @@ class Batch:
         """The pages of all sequences of `_decoding` last for so many steps more."""
         self._preempted: list[Sequence] = []
         """Sequences that are to wait in the queue again."""
-        self.num_preempted = 0
-        """Times that a sequence was preempted."""
         self._over: list[Sequence] = []
         """Sequences that the queue still counts."""
         self.last_step = 0
         """Number of the last step that was made."""
-        self.num_not_finite = 0
-        """Sequences that ended because the model's logits were NaN or infinite."""
         self._was_prefill = False
         self._draft = NO_DRAFT
         """Takes part in the steps."""
@@ -179,7 +189,7 @@ class Batch:
         slot = slots.slots[at]
         if self.slots.generations[slot] == slots.generations[at]:
             self.outbox.add_refused(self._running[slot], InternalError(_NOT_FINITE))
-            self.num_not_finite += 1
+            self.counts = self.counts._replace(not_finite=self.counts.not_finite + 1)
             self.pages.drop(self._running[slot].pages)
             self._end(self._running[slot], is_sound=False)
 
@@ -196,7 +206,7 @@ class Batch:
         self._free(sequence)
         sequence.preempt(output)
         self._preempted.append(sequence)
-        self.num_preempted += 1
+        self.counts = self.counts._replace(preemptions=self.counts.preemptions + 1)
 
     def _free(self, sequence: Sequence, *, is_sound: bool = True) -> None:
         """Gives back what a running sequence has. Its full pages stay in the prefix cache if they are sound."""
@@ -322,8 +332,12 @@ class Batch:
         sequence.num_cached = sequence.num_prefilled = len(found) * self.sizes.page_tokens
         if cache.is_enabled and not sequence.was_looked_up:
             sequence.was_looked_up = True
-            num_hit = min(sequence.num_cached, len(sequence.spec.prompt))
-            cache.looked_up(len(sequence.spec.prompt), num_hit)
+            num_query, counts = len(sequence.spec.prompt), self.counts
+            num_hit = min(sequence.num_cached, num_query)
+            self.counts = counts._replace(
+                prefix_query_tokens=counts.prefix_query_tokens + num_query,
+                prefix_hit_tokens=counts.prefix_hit_tokens + num_hit,
+            )
             if num_hit:
                 self.outbox.add_cached(sequence, num_hit)
         return True

@@ -110,8 +110,6 @@ class StepLoop:
         """When the last result came."""
         self._taken_in: tuple[Step, TakenIn] | None = None
         """The outcome of the last result, not handed out yet."""
-        self._num_preempted = 0
-        """Preemptions that were counted."""
 
     def run(self) -> None:
         """Runs until the queue is stopped. Raises UnavailableError or DeadlineExceededError when verify is lost."""
@@ -162,11 +160,6 @@ class StepLoop:
         if self._taken_in is not None:
             (step, taken_in), self._taken_in = self._taken_in, None
             self._metrics.drafted(taken_in.num_accepted[taken_in.is_speculating], step.num_draft_tokens)
-        if self._batch.num_preempted > self._num_preempted:
-            self._metrics.preempted(self._batch.num_preempted - self._num_preempted)
-            self._num_preempted = self._batch.num_preempted
-        if looked_up := self._batch.pages.take_looked_up():
-            self._metrics.looked_up(*looked_up)
         self._timings.report()
 
     def _send(self, step: Step, attachment: DraftAttachment | None) -> None:
@@ -253,10 +246,7 @@ class StepLoop:
             waited_for=sent.waits_for,
         )
         self._timings.came(step, result.stamps_before)
-        num_failed = self._batch.num_not_finite
         taken_in = self._apply(step, result, landed_ns)
-        if result.not_finite:
-            self._metrics.ended_not_finite(self._batch.num_not_finite - num_failed)
         self._taken_in = step, taken_in
         self._note(sent, self._decodes.add(step, taken_in, sent.attachment, landed_ns), gap_s)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())

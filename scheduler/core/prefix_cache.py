@@ -87,8 +87,6 @@ class PrefixCache:
     def __init__(self, num_pages: int, page_tokens: int, *, is_enabled: bool = True) -> None:
         """`num_pages`: page 0 included. If it is not enabled, it finds and keeps nothing."""
         self.is_enabled = is_enabled
-        self._looked_up: tuple[int, int] | None = None
-        """Prompt tokens that were looked for, and those that were found, since they were last taken."""
         self._page_tokens = page_tokens
         self._pages = PageAllocator(num_pages)
         self._references: dict[int, int] = {}
@@ -113,16 +111,6 @@ class PrefixCache:
     def num_cached(self) -> int:
         """Pages in the cache, with and without references."""
         return len(self._entries)
-
-    def looked_up(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        """Counts the tokens of a prompt, and those of them that were found."""
-        query, hit = self._looked_up or (0, 0)
-        self._looked_up = query + num_query_tokens, hit + num_hit_tokens
-
-    def take_looked_up(self) -> tuple[int, int] | None:
-        """Returns what was counted since the last call; None if nothing was."""
-        counted, self._looked_up = self._looked_up, None
-        return counted
 
     def touch(self, prefix: Prefix, tokens: NDArray[np.int32], num_tokens: int) -> None:
         """Has the pages that a sequence may begin with be evicted last. Arguments as for `begin`, which follows."""

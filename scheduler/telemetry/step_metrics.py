@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.batch import BatchCounts
 from slipstream.scheduler.core.draft_policy import RestCause
 from slipstream.scheduler.telemetry.step_timing import EDGES
 
@@ -103,11 +104,12 @@ PREFIX_HIT_TOKENS = counter(
     "slipstream_prefix_cache_hit_tokens_total",
     "Prompt tokens that the prefix cache had and were not computed.",
 )
+BATCH_COUNTS = (NOT_FINITE, PREEMPTIONS, PREFIX_QUERY_TOKENS, PREFIX_HIT_TOKENS)
+"""In the order of the fields of `BatchCounts`."""
 SPECS = (
     *(STEP_SECONDS, BUBBLE_SECONDS, BUSY_SECONDS, OVERLAP_EFFICIENCY),
     *(DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, ACCEPTED_PER_POSITION, DECODE_STEPS, RESTS),
-    *(NOT_FINITE, PREEMPTIONS),
-    *(PREFIX_QUERY_TOKENS, PREFIX_HIT_TOKENS),
+    *BATCH_COUNTS,
 )
 
 
@@ -131,10 +133,7 @@ class StepMetricFamilies(Collector):
         decode_steps, rests = DECODE_STEPS.counter(families), RESTS.counter(families)
         self.decode_steps = {mode: decode_steps.labels(mode) for mode in MODES}
         self.rests = {cause: rests.labels(cause.value) for cause in RestCause}
-        self.not_finite = NOT_FINITE.counter(families)
-        self.preemptions = PREEMPTIONS.counter(families)
-        self.prefix_query_tokens = PREFIX_QUERY_TOKENS.counter(families)
-        self.prefix_hit_tokens = PREFIX_HIT_TOKENS.counter(families)
+        self.batch_counts = [spec.counter(families) for spec in BATCH_COUNTS]
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
@@ -169,6 +168,8 @@ class StepMetrics:
         self._timings: list[StepTiming] = []
         self._num_accepted: list[NDArray[np.int64]] = []
         self._num_draft_tokens = 0
+        self._batch_counts: Callable[[], BatchCounts] = BatchCounts
+        self._batch_counted = BatchCounts()
         self._label(mps, algorithm)
         families.before_collecting(self._count)
 
@@ -230,21 +231,10 @@ class StepMetrics:
         with self._lock:
             self._families.rests[cause].inc()
 
-    def ended_not_finite(self, num_sequences: int) -> None:
-        """Counts sequences that ended because of logits that are NaN or infinite."""
+    def count_batch(self, counts: Callable[[], BatchCounts]) -> None:
+        """Counts what happens in a batch from its beginning on; `counts` is called on any thread."""
         with self._lock:
-            self._families.not_finite.inc(num_sequences)
-
-    def preempted(self, num_sequences: int) -> None:
-        """Counts sequences that were preempted."""
-        with self._lock:
-            self._families.preemptions.inc(num_sequences)
-
-    def looked_up(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        """Counts prompt tokens that were looked for in the prefix cache, and those that it had."""
-        with self._lock:
-            self._families.prefix_query_tokens.inc(num_query_tokens)
-            self._families.prefix_hit_tokens.inc(num_hit_tokens)
+            self._batch_counts = counts
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         """Counts the drafts of a step: the accepted tokens of each, and K."""
@@ -272,6 +262,10 @@ class StepMetrics:
         for site, seconds in self._stalled_s.items():
             self._stall[site].inc(seconds)
             self._stalled_s[site] = 0.0
+        counts, before = self._batch_counts(), self._batch_counted
+        self._batch_counted = counts
+        for counter_of, now, then in zip(self._families.batch_counts, counts, before, strict=True):
+            counter_of.inc(now - then)
 
     def _count_times(self, timing: StepTiming) -> None:
         phase = _PHASES[timing.kind]

@@ -65,8 +65,8 @@ def test_preempted_for_want_of_pages_the_rest_is_the_same(
     expected = [Job(job.spec) for job in jobs]
     assert served.run(jobs) == rich.run(expected) == [whole for _, whole in undisturbed]
     batch, jobs_before = served.epoch.epoch.batch, rich.epoch.jobs
-    assert batch.num_preempted > 0
-    assert served.epoch.registry.get_sample_value("slipstream_preemptions_total") == batch.num_preempted
+    assert batch.counts.preemptions > 0
+    assert served.epoch.registry.get_sample_value("slipstream_preemptions_total") == batch.counts.preemptions
     assert batch.pages.num_free == batch.pages.num_pages
     for job, before in zip(jobs, expected, strict=True):
         assert served.epoch.finish_reason(job) is rich.epoch.finish_reason(before)

@@ -93,7 +93,7 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_its_tokens_go_on()
                 had = run.jobs.outputs[job]
                 assert job.tokens == job.spec.prompt + tuple(had), "it waits with all output that its gateway has"
     assert preempted == [low, youngest]
-    assert run.batch.num_preempted >= 2
+    assert run.batch.counts.preemptions >= 2
     assert list(run.jobs.ends) == [oldest, youngest, low]
     finish(run, low, oldest, youngest)
 
@@ -102,7 +102,7 @@ def test_what_is_under_way_for_a_preempted_sequence_is_dropped() -> None:
     run = make_run()
     jobs = [make_job(str(number), (number,) * 30, 50) for number in range(2)]
     run.jobs.add(*jobs)
-    while not run.batch.num_preempted:
+    while not run.batch.counts.preemptions:
         under_way, before = [step.yielding.slots for step, _ in run.in_flight], list(run.jobs.outputs[jobs[1]])
         run.turn()
     assert [len(slots) for slots in under_way] == [2], "a step of both"
@@ -126,7 +126,7 @@ def test_one_alone_has_all_pages() -> None:
     job = make_job("job", (1,) * 4, WHOLE * SIZES.page_tokens - 4)
     run.jobs.add(job)
     finish(run, job)
-    assert run.batch.num_preempted == 0
+    assert run.batch.counts.preemptions == 0
 
 
 def test_some_pages_are_kept_for_what_runs() -> None:

@@ -59,7 +59,7 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
             if drafts and rng.random() < 0.02:
                 rng.choice(drafts[-2:]).fail()
         check(run, jobs)
-        num_preempted += run.batch.num_preempted
+        num_preempted += run.batch.counts.preemptions
         joined = [number for event, number in run.listener.events if event == "joined"]
         num_joined += len(joined)
         for event in ("joined", "left", "let go"):

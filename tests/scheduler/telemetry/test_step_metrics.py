@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.common.worker.step import StepKind
+from slipstream.scheduler.core.batch import BatchCounts
 from slipstream.scheduler.telemetry.step_metrics import COUNTED_STEPS, RESULT, StepMetricFamilies, StepMetrics
 from slipstream.scheduler.telemetry.step_timing import DRAFT_TO_VERIFY, VERIFY_TO_DRAFT, VERIFY_TO_VERIFY, StepTiming
 
@@ -147,3 +148,17 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
         counts = {key: scraped[key] / value for key, value in per_step.items()}
         assert counts == pytest.approx(dict.fromkeys(per_step, num_steps))
         counting.join()
+
+
+def test_what_happens_in_a_batch_is_counted_across_epochs(measured: Measured) -> None:
+    batch = BatchCounts(not_finite=1, preemptions=2, prefix_query_tokens=30, prefix_hit_tokens=20)
+    measured.metrics.count_batch(lambda: batch)
+    assert measured.registry.get_sample_value("slipstream_preemptions_total") == 2
+    batch = batch._replace(preemptions=3)
+    following = StepMetrics(measured.families, **LABELS)
+    following.count_batch(lambda: BatchCounts(preemptions=1))
+    found = [
+        measured.registry.get_sample_value(f"slipstream_{name}_total")
+        for name in ("sequences_not_finite", "preemptions", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
+    ]
+    assert found == [1, 4, 30, 20]
