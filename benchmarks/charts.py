@@ -323,7 +323,7 @@ def main(
             case "long_prompt":
                 draw_long_prompt(json.loads(path.read_text(encoding="utf-8")), picture)
             case "load":
-                draw_load(read_rows(path, LoadResult), picture)
+                draw_load(read_rows(path, LoadResult.from_json), picture)
             case "capacity":
                 draw_capacity(read_rows(path, CapacityResult.from_json), picture)
             case "soak":

@@ -26,7 +26,7 @@ import typer
 
 from slipstream.benchmarks.decode_report import ONE, THREE, Measurement
 from slipstream.benchmarks.in_process import InProcessSettings, in_process_command
-from slipstream.benchmarks.models import ACCEPT_LENGTH, EAGLE3, NUM_DRAFT_TOKENS, Setup
+from slipstream.benchmarks.models import ACCEPT_LENGTH, EAGLE3, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Setup
 from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Served, Stack, free_ports
 from slipstream.benchmarks.stream_window import stream_window
@@ -116,13 +116,11 @@ def _weights(model: nn.Module, *, is_tied: bool) -> int:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cuda, or cpu as a test of the script.")] = "cuda",
+    device: DeviceOption = "cuda",
     shapes: Annotated[str, typer.Option(help="Names, separated by commas.")] = "llama-3.1-8b,llama-3.2-1b",
     batches: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,8,16,32,64",
     repeats: Annotated[int, typer.Option(help="How often the modes take turns.")] = 10,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="The file for measurements; other shapes in it are kept.")
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Measures decode steps."""
     names, sizes = shapes.split(","), [int(batch) for batch in batches.split(",")]

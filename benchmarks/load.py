@@ -20,8 +20,9 @@ that keeps limits of the latencies, which takes another 5 minutes with each draf
 
 With `--drafts yes`, `auto` or `no`, and `--workloads`, a run is made in pieces: a file keeps what a run leaves out, and
 is drawn anew. Without options the bundled model serves on a CPU, and lengths, requests, clients and slots are an
-eighth: a minute or two. Status 1 if a request had not one end and the tokens that it asked for, a service died, or the
-clients were the limit, which the CPU time of the busiest of their processes shows.
+eighth: a minute or two. Status 1 if a request had not one end and the tokens that it asked for, a service died, a draft
+was lost or did not take part, or the clients were the limit, which the CPU time of the busiest of their processes
+shows. The environment variable SLIPSTREAM_BENCHMARK_LOG_DIR names a folder for the logs of the services.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import typer
 from slipstream.benchmarks.charts import draw_capacity, draw_load
 from slipstream.benchmarks.load_generator import COMPLETED, closed_loop, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
-from slipstream.benchmarks.load_results import LIMITS, CapacityResult, LoadResult, TriedRate, merged
+from slipstream.benchmarks.load_results import LIMITS, CapacityResult, DraftFaults, LoadResult, TriedRate, merged
 from slipstream.benchmarks.load_workloads import CPU_SCALE, GPU_SCALE, NAMES, poisson, warm_up, workloads
 from slipstream.benchmarks.models import (
     BUNDLED,
@@ -66,12 +67,16 @@ if TYPE_CHECKING:
     from slipstream.benchmarks.load_report import LoadReport
     from slipstream.benchmarks.load_workloads import LoadWorkload, Scale, Sizes
     from slipstream.benchmarks.up_server import UpServer
+    from slipstream.common.rpc.scrape import Scrape
 
 MODELS = (BUNDLED, "llama-3.2-1b", "llama-3.1-8b")
 DRAFTS = {"yes": EAGLE3, "auto": EAGLE3_AUTO, "no": NONE}
 QUEUE = 1024
 DRAIN_S = 120.0
 """Requests that take longer after the last arrival are left, which is a fault."""
+DRAFT_ATTACHED = "slipstream_draft_attached"
+DRAFT_TIMEOUT_S = 60.0
+"""The longest wait for a draft before a workload."""
 MOST_CLIENT_SHARE = 0.8
 """The largest share of a core for the busiest client process: above it, the clients may be what is measured."""
 MOST_PROCESSES = 8
@@ -83,7 +88,7 @@ LEAST_RATE = 0.1
 
 
 class InvalidRunError(Exception):
-    """A run that does not count: a request without its one right end, a service that died, clients at their limit."""
+    """A run that does not count: a request without its one right end, a lost service or draft, or busy clients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +131,13 @@ async def measure(plan: Plan, keep: Callable[[LoadResult], None]) -> list[str]:
             async with _server(plan, draft, sizes) as server:
                 for workload in group:
                     try:
-                        report = await _run(plan, server, workload)
+                        report, faults = await _run(plan, server, draft, workload)
                     except InvalidRunError as error:
                         problems.append(f"{workload.name}, draft {draft}: {error}")
                         print(problems[-1], flush=True)
                         continue
                     where = {"draft": draft, "workload": workload.name, "host": host(plan.device)}
-                    keep(LoadResult.of(report, **about, **where))
+                    keep(LoadResult.of(report, draft_faults=faults, **about, **where))
     return problems
 
 
@@ -147,11 +152,29 @@ async def _server(plan: Plan, draft: str, sizes: Sizes) -> AsyncIterator[UpServe
         **setup.up_options(draft),
     )
     async with up_server(*options, *shlex.split(plan.options)) as server:
-        await _run(plan, server, warm_up(plan.scale, sizes))
+        await _make(plan, server, warm_up(plan.scale, sizes))
         yield server
 
 
-async def _run(plan: Plan, server: UpServer, workload: LoadWorkload) -> LoadReport:
+async def _run(plan: Plan, server: UpServer, draft: str, workload: LoadWorkload) -> tuple[LoadReport, DraftFaults]:
+    before = await _ready(server, draft)
+    report = await _make(plan, server, workload)
+    faults = DraftFaults.of((await server.metrics()).since(before))
+    if draft != NONE and faults:
+        raise InvalidRunError(str(faults))
+    return report, faults
+
+
+async def _ready(server: UpServer, draft: str) -> Scrape:
+    """Waits until the draft takes part, if there is to be one; returns the metrics. Raises InvalidRunError."""
+    try:
+        return await server.until(lambda metrics: draft == NONE or metrics.total(DRAFT_ATTACHED) > 0, DRAFT_TIMEOUT_S)
+    except TimeoutError:
+        faults = DraftFaults.of(await server.metrics())
+        raise InvalidRunError(f"no draft takes part after {DRAFT_TIMEOUT_S:.0f} s; since the start {faults}") from None
+
+
+async def _make(plan: Plan, server: UpServer, workload: LoadWorkload) -> LoadReport:
     before = server.services()
     if workload.arrivals:
         last_s = workload.arrivals[-1].at_s
@@ -187,6 +210,7 @@ async def find_capacity(plan: Plan, search: Search, draft: str) -> CapacityResul
     """Serves with one draft setting, and searches for its highest rate. Raises InvalidRunError."""
     tried: list[TriedRate] = []
     async with _server(plan, draft, plan.scale.sizes(256, 10_240)) as server:
+        await _ready(server, draft)
 
         async def is_held(rate: float) -> bool:
             mark = len(NAMES) + 1 + len(tried)
@@ -278,7 +302,7 @@ def main(
 
 
 def _keep(path: Path | None, result: LoadResult) -> None:
-    results = merged(read_rows(path, LoadResult), result)
+    results = merged(read_rows(path, LoadResult.from_json), result)
     write_rows(results, path)
     if path is not None:
         draw_load(results, path.with_suffix(".png"))
@@ -288,7 +312,7 @@ def _keep(path: Path | None, result: LoadResult) -> None:
         f"(p99 {result.first_token_p99_ms:.0f}), per token {result.per_token_p50_ms:.2f} ms "
         f"(p99 {result.per_token_p99_ms:.2f}), messages {result.message_gap_p50_ms:.1f} ms; accept length "
         f"{result.mean_accept_length:.2f}; cached {100 * result.cached_share:.0f} %; clients' CPU "
-        f"{result.client_cpu_share:.2f}; {result.seconds:.1f} s",
+        f"{result.client_cpu_share:.2f}; {result.draft_faults}; {result.seconds:.1f} s",
         flush=True,
     )
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from slipstream.benchmarks.load_report import LoadReport
+    from slipstream.common.rpc.scrape import Scrape
 
 PROMPT_WORKLOADS = ("prefill", "ctx8k")
 """Their throughput is that of all tokens; of the others, that of the output."""
@@ -26,6 +27,31 @@ LIMITS = (200.0, 10.0)
 """Limits of the time to the first token and of the time per token, in milliseconds."""
 DRAFTS = {EAGLE3: "EAGLE-3", EAGLE3_AUTO: "EAGLE-3, auto", NONE: "none"}
 """Draft settings, in the order of the tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFaults:
+    """How often a draft was lost, and for how long none took part although one was expected. False if never."""
+
+    losses: dict[str, int]
+    """By cause; those that happened."""
+    missing_s: float
+
+    @classmethod
+    def of(cls, gained: Scrape) -> Self:
+        """Takes both from the difference of two scrapes of the scheduler."""
+        losses = gained.by("cause", "slipstream_draft_losses_total")
+        return cls(
+            losses={cause: round(count) for cause, count in losses.items() if count},
+            missing_s=round(gained.total("slipstream_draft_missing_seconds_total"), 3),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.losses or self.missing_s)
+
+    def __str__(self) -> str:
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.losses.items())
+        return f"draft losses: {causes or 'none'}, {self.missing_s:.1f} s without a draft"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +85,13 @@ class LoadResult:
     client_cpu_share: float
     """CPU time of the busiest of them, as a share of one core."""
     host: str
+    draft_faults: DraftFaults | None = None
+    """None in a result from before they were counted."""
+
+    @classmethod
+    def from_json(cls, *, draft_faults: Mapping[str, Any] | None = None, **fields: Any) -> Self:
+        """Reads it from a result file."""
+        return cls(draft_faults=DraftFaults(**draft_faults) if draft_faults else None, **fields)
 
     @classmethod
     def of(cls, report: LoadReport, **about: Any) -> Self:
@@ -157,7 +190,9 @@ def throughput(row: Mapping[str, Any]) -> float | None:
 def readme_rows() -> list[str]:
     """The README's row of whole requests, if they were measured."""
     found = {
-        (r.draft, r.workload): r for r in read_rows(RESULTS / "load_h200.json", LoadResult) if r.model == README_MODEL
+        (r.draft, r.workload): r
+        for r in read_rows(RESULTS / "load_h200.json", LoadResult.from_json)
+        if r.model == README_MODEL
     }
     if not {(EAGLE3, "chat"), (NONE, "chat")} <= found.keys():
         return []
@@ -168,7 +203,7 @@ def readme_rows() -> list[str]:
 
 def load_sections(name: str) -> list[str]:
     """The sections of a file's results: for each model throughput and latencies by workload, beside the peer's."""
-    results = read_rows(RESULTS / f"{name}.json", LoadResult)
+    results = read_rows(RESULTS / f"{name}.json", LoadResult.from_json)
     if not results:
         return []
     hosts = "; ".join(dict.fromkeys(result.host for result in results))

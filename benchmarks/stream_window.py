@@ -31,7 +31,7 @@ PROMPT = "def main():\n"
 
 
 class TornWindowError(Exception):
-    """The step metrics of a window do not belong to the same steps."""
+    """A request ended before the window began, or the step metrics of a window do not belong to the same steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ async def stream_window(
 ) -> Window:
     """Streams a request for each prompt and measures while all of them run.
 
-    The window begins when each has `warm_up_tokens`. It ends after `seconds`, when the requests are cancelled; without
-    `seconds`, when the first request ends. A torn window is told and measured again; raises TornWindowError after
-    MOST_TRIES.
+    The window begins when each has `warm_up_tokens`, and a scrape, which takes some milliseconds, has read the metrics.
+    It ends when the first request ends, or after `seconds`, when the requests are cancelled. A torn window is told and
+    measured again; raises TornWindowError after MOST_TRIES.
     """
     tries = 0
     while True:
@@ -142,8 +142,10 @@ async def _stream_window(
         info = await client.server_info()
         cpu = CpuClock({service.name: service.pid for service in info.services})
         async with background(*(stream(client, number) for number in range(len(prompts)))) as streams:
-            await asyncio.wait_for(is_warm.wait(), START_TIMEOUT_S)
+            async with background(is_warm.wait()) as warm:
+                await asyncio.wait((*warm, *streams), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             before, cpu_before = await scrape(served.metrics_port), cpu.read()
+            check_begin(streams, received, warm_up_tokens)
             started, num_before = time.monotonic(), sum(map(len, received))
             await asyncio.wait(streams, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             elapsed_s, num_tokens = time.monotonic() - started, sum(map(len, received)) - num_before
@@ -163,6 +165,15 @@ async def _stream_window(
         fence=info.fence,
         has_mps=info.under_mps,
     )
+
+
+def check_begin(streams: Sequence[asyncio.Task[None]], received: Sequence[Sequence[int]], warm_up_tokens: int) -> None:
+    """Raises TornWindowError if a request has ended, its error if it failed, and TimeoutError if one is not warm."""
+    for stream in filter(asyncio.Task.done, streams):
+        stream.result()
+        raise TornWindowError(f"a request ended before its window began: it had {max(map(len, received))} tokens")
+    if min(map(len, received)) < warm_up_tokens:
+        raise TimeoutError(f"not all requests have {warm_up_tokens} tokens after {START_TIMEOUT_S:.0f} s")
 
 
 @asynccontextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +21,13 @@ from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.scrape import scrape
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from slipstream.common.rpc.scrape import Scrape
 
 SERVICES = ("gateway", "scheduler", "verify", "draft")
+LOG_DIR_VARIABLE = "SLIPSTREAM_BENCHMARK_LOG_DIR"
+"""The environment variable that names a folder in which the output of `slipstream up` and its services is kept."""
 START_TIMEOUT_S = 300.0
 RESTORE_TIMEOUT_S = 120.0
 POLL_S = 0.05
@@ -67,6 +71,15 @@ class UpServer:
             state = await client.server_info()
         return await scrape(next(service.metrics_port for service in state.services if service.name == "scheduler"))
 
+    async def until(self, is_so: Callable[[Scrape], bool], timeout_s: float = RESTORE_TIMEOUT_S) -> Scrape:
+        """Waits until the scheduler's metrics are so; returns them. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                metrics = await self.metrics()
+                if is_so(metrics):
+                    return metrics
+                await asyncio.sleep(POLL_S)
+
     async def restored(self, algorithm: str, *, without: psutil.Process | None = None) -> None:
         """Waits until every service is there, drafts are made by `algorithm`, and `without` runs no more.
 
@@ -98,10 +111,18 @@ def bundled_options(device: str, slots: int, mps: str = "off") -> tuple[str, ...
 
 @asynccontextmanager
 async def up_server(*options: str) -> AsyncIterator[UpServer]:
-    """Runs `slipstream up` with these options until the context ends. Prints its log when the context fails."""
+    """Runs `slipstream up` with these options until the context ends. Prints its log when the context fails.
+
+    With LOG_DIR_VARIABLE the log is a new file in the folder that it names, and has the services' logs, too.
+    """
     with TemporaryDirectory(prefix="slipstream-") as directory:
-        address, log = f"127.0.0.1:{free_ports(1)[0]}", Path(directory) / "up.log"
+        (port,) = free_ports(1)
+        address, log = f"127.0.0.1:{port}", Path(directory) / "up.log"
         private = ("--listen", address, "--state-dir", directory, "--metrics-port", "0")
+        if kept := os.environ.get(LOG_DIR_VARIABLE):
+            log, private = Path(kept) / f"up-{time.strftime('%H%M%S')}-{port}.log", (*private, "--verbose")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            print(f"log of slipstream up: {log}", flush=True)
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,21 @@ from typer.testing import CliRunner
 
 from slipstream.benchmarks import load
 from slipstream.benchmarks.charts import draw_capacity, draw_load
-from slipstream.benchmarks.load import InvalidRunError, Plan, Search, check, find_capacity, highest_rate
+from slipstream.benchmarks.load import InvalidRunError, Plan, Search, check, find_capacity, highest_rate, measure
 from slipstream.benchmarks.load_generator import COMPLETED, FAILED, LEFT, LoadRun, RequestRecord
 from slipstream.benchmarks.load_report import report_of
-from slipstream.benchmarks.load_results import CapacityResult, LoadResult, TriedRate, merged, throughput
+from slipstream.benchmarks.load_results import CapacityResult, DraftFaults, LoadResult, TriedRate, merged, throughput
 from slipstream.benchmarks.models import EAGLE3, EAGLE3_AUTO, NONE
 from slipstream.benchmarks.result_files import read_rows, write_rows
+from slipstream.benchmarks.up_server import LOG_DIR_VARIABLE
+from slipstream.common.rpc.scrape import Scrape
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from slipstream.benchmarks.load_report import LoadReport
+    from slipstream.benchmarks.load_workloads import LoadWorkload
+    from slipstream.benchmarks.up_server import UpServer
 
 
 def completed() -> RequestRecord:
@@ -102,18 +109,60 @@ def test_a_file_is_made_in_pieces(tmp_path: Path) -> None:
     for one in (
         result(workload="open32"),
         result(host="old"),
-        result(draft=EAGLE3, workload="turns"),
+        result(draft=EAGLE3, workload="turns", draft_faults=DraftFaults({"died": 1}, 2.5)),
         result(model="llama-3.1-8b"),
         result(),
     ):
-        write_rows(merged(read_rows(path, LoadResult), one), path)
-    found = read_rows(path, LoadResult)
+        write_rows(merged(read_rows(path, LoadResult.from_json), one), path)
+    found = read_rows(path, LoadResult.from_json)
+    assert [one.draft_faults for one in found] == [DraftFaults({"died": 1}, 2.5), None, None, None]
     assert [(one.model, one.draft, one.workload, one.host) for one in found] == [
         ("bundled", EAGLE3, "turns", "here"),
         ("bundled", NONE, "chat", "here"),
         ("bundled", NONE, "open32", "here"),
         ("llama-3.1-8b", NONE, "chat", "here"),
     ]
+
+
+@pytest.mark.parametrize(("losses", "missing_s", "is_fault"), [(0, 0.0, False), (1, 0.0, True), (0, 0.5, True)])
+def test_losses_of_a_draft_are_counted_by_cause(losses: int, missing_s: float, is_fault: bool) -> None:
+    before, after = (
+        Scrape.read(
+            "# TYPE slipstream_draft_losses_total counter\n"
+            'slipstream_draft_losses_total{cause="died"} 3\n'
+            f'slipstream_draft_losses_total{{cause="timeout"}} {2 + num}\n'
+            "# TYPE slipstream_draft_missing_seconds_total counter\n"
+            f"slipstream_draft_missing_seconds_total {1 + seconds}\n"
+        )
+        for num, seconds in ((0, 0.0), (losses, missing_s))
+    )
+    faults = DraftFaults.of(after.since(before))
+    assert faults == DraftFaults({"timeout": losses} if losses else {}, missing_s)
+    assert bool(faults) == is_fault
+    assert ("timeout 1" in str(faults)) == bool(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_a_lost_draft_makes_the_result_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path / "logs"))
+    make = load._make
+
+    async def with_loss(plan: Plan, server: UpServer, workload: LoadWorkload) -> LoadReport:
+        report = await make(plan, server, workload)
+        if workload.name == "prefill":
+            server.send("draft", signal.SIGKILL)
+            await server.until(lambda metrics: bool(metrics.total("slipstream_draft_losses_total")))
+        return report
+
+    monkeypatch.setattr(load, "_make", with_loss)
+    kept: list[LoadResult] = []
+    problems = await measure(Plan(names=("long", "prefill"), drafts=(EAGLE3,)), kept.append)
+    assert [(one.workload, one.draft_faults) for one in kept] == [("long", DraftFaults({}, 0.0))]
+    (problem,) = problems
+    assert problem.startswith("prefill, draft eagle3: draft losses: died 1, ")
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "steps go on without a draft" in log.read_text(encoding="utf-8")
 
 
 def test_a_workload_of_prompts_counts_all_tokens() -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from slipstream.benchmarks import near_ties
 from slipstream.benchmarks.models import EAGLE3, NONE
 from slipstream.benchmarks.near_tie_scores import Parting
 from slipstream.benchmarks.near_ties import SAMPLINGS, NearTies, Report, problems_of, row_of
@@ -66,8 +65,7 @@ async def test_a_part_that_fails_does_not_lose_the_others(tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_in_float32_nothing_parts_and_what_parts_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_ties, "WINDOW_TOKENS", 48)
+async def test_in_float32_nothing_parts_and_what_parts_is_told(tmp_path: Path) -> None:
     report, path = make_report(num_prompts=1), tmp_path / "found.json"
     measurement = NearTies("cpu", report, path, rounds=1)
     await measurement._measure(NONE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from slipstream.benchmarks.stream_window import StepSums, TornWindowError
+from slipstream.benchmarks.stream_window import StepSums, TornWindowError, check_begin
 from slipstream.common.rpc.scrape import Scrape
 
 LABELS = {"fence": "host", "mps": "off", "algorithm": "standalone"}
@@ -51,3 +53,31 @@ def test_a_step_that_is_in_one_sum_and_not_in_the_other_is_refused(num_busy: int
 def test_a_window_without_steps_is_refused() -> None:
     with pytest.raises(TornWindowError):
         StepSums.of(scrape(10).since(scrape(10)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "raised", "text"),
+    [
+        ([7] * 96, None, TornWindowError, "ended before its window began: it had 96 tokens"),
+        ([7], ValueError("no such prompt"), ValueError, "no such prompt"),
+    ],
+)
+async def test_a_request_that_ends_before_its_window_is_told(
+    tokens: list[int], error: Exception | None, raised: type[Exception], text: str
+) -> None:
+    async def stream() -> None:
+        if error is not None:
+            raise error
+
+    streams = [asyncio.create_task(stream())]
+    await asyncio.wait(streams)
+    with pytest.raises(raised, match=text):
+        check_begin(streams, [tokens], 16)
+
+
+async def test_requests_that_never_get_warm_are_told() -> None:
+    stream: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(60))
+    with pytest.raises(TimeoutError, match="not all requests have 16 tokens"):
+        check_begin([stream], [[7] * 15], 16)
+    check_begin([stream], [[7] * 16], 16)
+    stream.cancel()
