@@ -118,9 +118,10 @@ async def up_server(*options: str) -> AsyncIterator[UpServer]:
     with TemporaryDirectory(prefix="slipstream-") as directory:
         (port,) = free_ports(1)
         address, log = f"127.0.0.1:{port}", Path(directory) / "up.log"
-        private = ("--listen", address, "--state-dir", directory, "--metrics-port", "0")
+        private = ["--listen", address, "--state-dir", directory, "--metrics-port", "0"]
         if kept := os.environ.get(LOG_DIR_VARIABLE):
-            log, private = Path(kept) / f"up-{time.strftime('%H%M%S')}-{port}.log", (*private, "--verbose")
+            private.append("--verbose")
+            log = Path(kept) / f"up-{time.strftime('%H%M%S')}-{port}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             print(f"log of slipstream up: {log}", flush=True)
         with log.open("wb") as output:
