@@ -15,14 +15,14 @@ from slipstream.gateway.home import home_of
 from slipstream.gateway.keys import forwarded_for
 from slipstream.gateway.peers import forwarding_metadata, lost_peer
 from slipstream.gateway.servicer import SERVICE_NAME
-from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos.peers_pb2 import NamedJobs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable
 
     from slipstream.common.rpc.interceptor import Continuation, Handle
     from slipstream.gateway.peers import Peers
+    from slipstream.gateway.stream_writes import StreamWrites
 
 _NAMED_JOBS: Any = NamedJobs.DESCRIPTOR
 _ABORT = "/vllm.grpc.engine.VllmEngine/Abort"
@@ -39,11 +39,10 @@ class Forwarding(ServerInterceptor):
     The client's cancellation and deadline go along. While the other gateway is not there, a call is UNAVAILABLE.
     """
 
-    def __init__(self, peers: Peers, *, read_timeout_s: float, on_cut_off: Callable[[], None]) -> None:
-        """A stream whose client reads nothing for `read_timeout_s` is given up, and `on_cut_off` is called."""
+    def __init__(self, peers: Peers, writes: StreamWrites) -> None:
+        """`writes`: those of this gateway's own streams as well."""
         self._peers = peers
-        self._read_timeout_s = read_timeout_s
-        self._on_cut_off = on_cut_off
+        self._writes = writes
         self._num_calls = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -109,10 +108,8 @@ class Forwarding(ServerInterceptor):
             request, timeout=context.time_remaining(), metadata=forwarding_metadata(context)
         )
         try:
-            async with watching_writes(self._read_timeout_s, self._on_cut_off) as watch:
+            async with self._writes.bounding(context.write) as write:
                 async for message in call:
-                    watch.begin()
-                    await context.write(message)
-                    watch.end()
+                    await write(message)
         finally:
             call.cancel()

@@ -34,6 +34,7 @@ from slipstream.gateway.request_times import RECORDER, RecorderServicer
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import load_model
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
+from slipstream.gateway.stream_writes import StreamWrites
 from slipstream.gateway.validation import MAX_SAMPLES
 from slipstream.protos import generation_pb2_grpc, peers_pb2_grpc, trace_pb2_grpc
 
@@ -69,15 +70,16 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         own_state = partial(_own_state, config, listener.address, port, link)
         peers = await held.enter_async_context(Peers(config.home, config.private_addresses, jobs, own_state))
         state = partial(_server_state, link, peers, config.queue)
+        writes = StreamWrites(config.read_timeout_s, jobs.cut_off)
         servicer = GenerationServicer(
             jobs,
             model=link.model,
             state=state,
             turns=FairTurns(executor),
             peers=peers,
-            read_timeout_s=config.read_timeout_s,
+            writes=writes,
         )
-        forwarding = Forwarding(peers, read_timeout_s=config.read_timeout_s, on_cut_off=jobs.cut_off)
+        forwarding = Forwarding(peers, writes)
         servers += _servers(config, listener, private, forwarding, RpcMetrics(registry))
         recorder = RecorderServicer(servicer.request_times)
         for server in servers:

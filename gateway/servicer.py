@@ -16,10 +16,8 @@ from slipstream.common.errors import (
 from slipstream.common.fail_points import failing_before
 from slipstream.common.rpc.interceptor import reject_unknown_fields
 from slipstream.gateway.keys import client_of
-from slipstream.gateway.pending_writes import PendingWrites
 from slipstream.gateway.request_times import RequestTimes
 from slipstream.gateway.validation import check_job_id, check_num_messages, check_size, digest_of, parse_request
-from slipstream.gateway.write_watch import watching_writes
 from slipstream.protos import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from slipstream.gateway.manager import JobManager
     from slipstream.gateway.peers import Peers
     from slipstream.gateway.served_model import ServedModel
+    from slipstream.gateway.stream_writes import StreamWrites
     from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
 
     Encode = Callable[[OutputChunk], Iterable[Message]]
@@ -58,20 +57,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         state: Callable[[], Awaitable[ServerState]],
         turns: FairTurns,
         peers: Peers,
-        read_timeout_s: float,
+        writes: StreamWrites,
     ) -> None:
-        """`model` and `state` return the present ones, or raise UnavailableError; long texts are tokenised in `turns`.
+        """`model` and `state` return the present ones, or raise UnavailableError.
 
-        A stream is cut off when its client reads nothing for `read_timeout_s`.
+        Long texts are tokenised in `turns`.
         """
         self._jobs = jobs
         self._model = model
         self._state = state
         self._turns = turns
         self._peers = peers
-        self._read_timeout_s = read_timeout_s
+        self._writes = writes
         self.request_times = RequestTimes()
-        self._pending = PendingWrites()
         self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
         """The chunk that was encoded last."""
 
@@ -209,21 +207,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def _send(self, reader: JobReader, context: Any, encode: Encode | None = None) -> None:
         timeout_s = context.time_remaining()
-        write_message = failing_before("gateway.before_write", context.write)
-        async with watching_writes(self._read_timeout_s, self._jobs.cut_off) as watch:
+        async with self._writes.bounding(failing_before("gateway.before_write", context.write)) as write_message:
 
             async def write(chunk: OutputChunk | bytes) -> None:
                 for message in self._messages(chunk) if isinstance(chunk, bytes) or encode is None else encode(chunk):
-                    await self._pending.begin(watch)
-                    watch.begin()
                     await write_message(message)
-                    watch.end()
-                    self._pending.end(watch)
 
-            try:
-                await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)
-            finally:
-                self._pending.forget(watch)
+            await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)
 
     def _messages(self, chunk: OutputChunk | bytes) -> tuple[generation_pb2.GenerateResponse | bytes]:
         """Encodes a chunk once for readers of a job that are at the same place."""

@@ -25,6 +25,7 @@ from slipstream.gateway.request_times import RECORDER, RecorderServicer
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import ServedModel
 from slipstream.gateway.servicer import SERVICE_NAME, GenerationServicer
+from slipstream.gateway.stream_writes import StreamWrites
 from slipstream.gateway.validation import RequestLimits
 from slipstream.gateway.vllm_engine import VllmEngineServicer
 from slipstream.protos import generation_pb2_grpc, trace_pb2_grpc
@@ -156,7 +157,7 @@ async def generation_server(
             model=lambda: served.model_now(),
             state=state,
             turns=FairTurns(executor),
-            read_timeout_s=read_timeout_s,
+            writes=StreamWrites(read_timeout_s, manager.cut_off),
         )
         engine = VllmEngineServicer(
             servicer,

@@ -19,6 +19,7 @@ from slipstream.gateway.request_metrics import RequestMetrics
 from slipstream.gateway.scheduler_link import SchedulerLink
 from slipstream.gateway.served_model import ServedModel
 from slipstream.gateway.servicer import GenerationServicer
+from slipstream.gateway.stream_writes import StreamWrites
 from slipstream.gateway.validation import RequestLimits
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import SchedulerServicer
@@ -231,7 +232,7 @@ class GatewayProcess(Process):
             state=None,  # type: ignore[arg-type]  # clients of the simulation ask for none
             turns=FairTurns(None),  # type: ignore[arg-type]  # nor for text to be tokenised
             peers=cast("Peers", _Alone()),
-            read_timeout_s=60.0,
+            writes=StreamWrites(60.0, self.manager.cut_off),
         )
         self.loop.create_task(self.link.run(self.manager))
 

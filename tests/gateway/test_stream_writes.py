@@ -1,19 +1,24 @@
-"""How many streams write at a time, and which: on a clock of the test's own."""
+"""How many streams write at a time, and which; when one is cut off: on a clock of the test's own."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import grpc.aio
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.gateway.pending_writes import LONGEST_S, MAX_PENDING, PendingWrites
+from slipstream.gateway.forwarding import Forwarding
+from slipstream.gateway.home import Home, home_of
+from slipstream.gateway.stream_writes import LONGEST_S, MAX_PENDING, PendingWrites, StreamWrites, WriteWatch
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.hand_clock import HandClockLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from slipstream.gateway.peers import Peers
 
 
 @pytest.fixture
@@ -25,6 +30,9 @@ def loop() -> Iterator[HandClockLoop]:
         task.cancel()
     loop.advance()
     loop.close()
+
+
+TIMEOUT_S = 10.0
 
 
 class Streams:
@@ -118,7 +126,9 @@ def test_writes_that_wait_for_their_clients_keep_no_other_stream_waiting(loop: H
     assert blocked[1] not in streams.writing
 
 
-async def test_all_streams_of_a_gateway_share_the_places_and_leave_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PendingWrites, int]]:
+    """For each write of a gateway that begins: the gateway's object, and the writes that are under way."""
     begin, seen = PendingWrites.begin, []
 
     async def counted(pending: PendingWrites, stream: object) -> None:
@@ -126,6 +136,10 @@ async def test_all_streams_of_a_gateway_share_the_places_and_leave_them(monkeypa
         seen.append((pending, len(pending._begun)))
 
     monkeypatch.setattr(PendingWrites, "begin", counted)
+    return seen
+
+
+async def test_all_streams_of_a_gateway_share_the_places_and_leave_them(seen: list[tuple[PendingWrites, int]]) -> None:
     async with generation_server() as server, AsyncClient(server.address) as client:
         server.loop.may_step.clear()
         await client.create_job([5, 6], job_id="mine", max_new_tokens=30)
@@ -137,3 +151,107 @@ async def test_all_streams_of_a_gateway_share_the_places_and_leave_them(monkeypa
     assert 1 < max(num for _, num in seen) <= MAX_PENDING
     assert not seen[0][0]._begun
     assert not seen[0][0]._slow
+
+
+async def test_streams_that_are_forwarded_share_the_places_too(
+    seen: list[tuple[PendingWrites, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.gateway.stream_writes.MAX_PENDING", 2)
+    writes = StreamWrites(60.0, lambda: None)
+    job_id = next(name for name in map(str, range(1000)) if home_of(name, 2) == 1)
+    async with generation_server() as home, grpc.aio.insecure_channel(home.address) as channel:
+        forwarding = Forwarding(cast("Peers", Neighbour(channel)), writes)
+        async with generation_server(interceptors=(forwarding,)) as front, AsyncClient(front.address) as client:
+            home.loop.may_step.clear()
+            await client.create_job([5, 6], job_id=job_id, max_new_tokens=30)
+            watchers = [asyncio.create_task(collect(client.watch_job(job_id))) for _ in range(20)]
+            home.loop.may_step.set()
+            for chunks in await asyncio.gather(*watchers):
+                assert tokens_of(chunks) == [5, 6] * 15
+    nums = [num for pending, num in seen if pending is writes._pending]
+    assert len(nums) >= 20
+    assert 1 <= max(nums) <= 2
+
+
+class Neighbour:
+    """The other one of two gateways, as the first one reaches it."""
+
+    home = Home(0, 2)
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def channel(self, index: int) -> grpc.aio.Channel:
+        assert index == 1
+        return self._channel
+
+
+class Stream:
+    """Writes when it is told to, and each write takes until the test says that it is done."""
+
+    def __init__(self, loop: HandClockLoop) -> None:
+        self.loop = loop
+        self._may_write = asyncio.Event()
+        self._is_written = asyncio.Event()
+        self.task = loop.create_task(self._run())
+        loop.advance()
+
+    async def _run(self) -> None:
+        timeout = asyncio.timeout(None)
+        async with timeout:
+            with WriteWatch(timeout, TIMEOUT_S) as watch:
+                while True:
+                    await self._may_write.wait()
+                    self._may_write.clear()
+                    watch.begin()
+                    await self._is_written.wait()
+                    self._is_written.clear()
+                    watch.end()
+
+    def begin(self) -> None:
+        """The next write begins."""
+        self._may_write.set()
+        self.loop.advance()
+
+    def end(self) -> None:
+        """It is done."""
+        self._is_written.set()
+        self.loop.advance()
+
+
+def cancel(stream: Stream) -> None:
+    """Ends a stream that was not given up."""
+    stream.task.cancel()
+    stream.loop.advance()
+    assert stream.task.cancelled()
+
+
+def test_a_write_that_takes_too_long_ends_the_stream(loop: HandClockLoop) -> None:
+    stream = Stream(loop)
+    loop.advance(0.7 * TIMEOUT_S)
+    stream.begin()
+    # The time is that of the write, not that of the stream.
+    loop.advance(0.9 * TIMEOUT_S)
+    assert not stream.task.done()
+    loop.advance(0.11 * TIMEOUT_S)
+    assert isinstance(stream.task.exception(), TimeoutError)
+
+
+def test_many_short_writes_may_take_longer_together(loop: HandClockLoop) -> None:
+    stream = Stream(loop)
+    for _ in range(10):
+        stream.begin()
+        loop.advance(0.9 * TIMEOUT_S)
+        stream.end()
+    assert not stream.task.done()
+    cancel(stream)
+
+
+def test_nothing_to_write_is_no_write(loop: HandClockLoop) -> None:
+    stream = Stream(loop)
+    stream.begin()
+    stream.end()
+    for _ in range(10):
+        loop.advance(0.9 * TIMEOUT_S)
+    assert not stream.task.done()
+    cancel(stream)
