@@ -321,6 +321,7 @@ def make_state(
         step=CapturedStep(staging.ring_row),
         stamp_start=partial(device.stamp_row, stream, start, staging.ring_row),
         stamp_end=partial(device.stamp_row, stream, end, staging.ring_row),
+        stamps=(start, end),
     )
     return replace(state, staging=staging, graphs=graphed)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import torch
 
+from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.services.worker.memory import first_line, is_out_of_memory
 from slipstream.services.worker.slots import SamplingMode
 
@@ -49,9 +50,10 @@ class Capture(Protocol):
 
 
 class HostCapture:
-    """Implements `Capture` where there are no graphs."""
+    """Implements `Capture` where there are no graphs: does the work at once, as a graph's capture does, and again."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
         return work
 
 
@@ -111,12 +113,23 @@ class GraphedStep:
     """Stream work: the worker's own work of the step begins."""
     stamp_end: Callable[[], None]
     """Stream work: it ends."""
+    stamps: tuple[torch.Tensor, torch.Tensor]
+    """What they write to: the start and end of each step in the ring, two [ring] int64."""
 
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
-        """Stream work: captures a part of a step."""
+        """Stream work: captures a part of a step, which does it once.
+
+        Sequences may be running. So it is done for the padding slot alone, and leaves the stamps as they are: the
+        inputs are still those of the last step, and its results may not have been read.
+        """
+        stamps = [column.clone() for column in self.stamps]
+        self.slots.fill_(PADDING_SLOT)
         self.step.take_accesses()
         replay = self.capture.capture(work)
-        return GraphedPart(replay, self.step.take_accesses())
+        accesses = self.step.take_accesses()
+        for column, values in zip(self.stamps, stamps, strict=True):
+            column.copy_(values)
+        return GraphedPart(replay, accesses)
 
 
 class Latest(Generic[T]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
 from slipstream.services.worker.config import EAGLE3, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
-from slipstream.services.worker.graphs import HostCapture
 from slipstream.services.worker.language_model import LanguageModel
 from tests.harness.checkpoints import write_checkpoint, write_guesser
 from tests.harness.counted_jobs import Job
@@ -31,10 +30,10 @@ from tests.harness.workers import local_workers
 from tests.ordering.replay import Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from slipstream.common.device.interface import Device
+    from slipstream.scheduler.workers.link import Link
     from slipstream.services.models.attention import ForwardBatch
     from slipstream.services.worker.engine import RoleEngine
 
@@ -95,6 +94,12 @@ def make_jobs() -> list[Job]:
     return [Job(spec) for spec in specs]
 
 
+def make_config(**changes: Any) -> SchedulerConfig:
+    """Four slots, small pages and chunks."""
+    sizes = {"num_draft_tokens": 3, "slots": 4, "context_tokens": 96, "chunk_tokens": 16, "page_tokens": 4}
+    return SchedulerConfig(verify="unix:/none", **{**sizes, **changes})
+
+
 def serve(
     checkpoints: Checkpoints,
     draft: str,
@@ -106,16 +111,7 @@ def serve(
     repeats: int = 1,
 ) -> list[list[int]]:
     """The tokens of each job, four at a time, all of them `repeats` times, one after the other."""
-    config = SchedulerConfig(
-        verify="unix:/none",
-        num_draft_tokens=3,
-        run_ahead=run_ahead,
-        slots=4,
-        context_tokens=96,
-        chunk_tokens=16,
-        page_tokens=4,
-        access_log_dir=log_dir,
-    )
+    config = make_config(run_ahead=run_ahead, access_log_dir=log_dir)
     with local_workers(*roles(checkpoints, draft, device, width), log_dir=log_dir, device=device) as workers:
         waves = [make_jobs() for _ in range(repeats)]
         outputs = LocalEpoch(1, config, workers).run(*waves)
@@ -190,13 +186,24 @@ def test_a_width_that_a_draft_does_not_fit_is_refused(checkpoints: Checkpoints) 
         serve(checkpoints, "standalone", InlineDevice(), width=3)
 
 
-class CaptureAtOnce(HostCapture):
-    """Runs the work when it is captured, too."""
+@pytest.mark.parametrize("draft", DRAFTS[1:])
+def test_a_draft_whose_graphs_are_made_beside_running_sequences_changes_none(
+    checkpoints: Checkpoints, reference: list[list[int]], draft: str
+) -> None:
+    """Verify is opened without knowing of it."""
+    device = InlineDevice()
+    with local_workers(*roles(checkpoints, draft, device, None), device=device) as (verify, drafting):
+        epoch = LocalEpoch(1, make_config(), [verify])
+        jobs = make_jobs()
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture.capture`."""
-        work()
-        return super().capture(work)
+        def attach(job: Job, row: object) -> None:
+            if job is jobs[2] and job.stats.num_output_tokens > 2 and not epoch.attachments:
+                epoch.epoch.speculation.offer(epoch.attach(cast("Link", drafting)))
+
+        epoch.on_progress = attach
+        outputs = epoch.run(jobs)
+    assert [outputs[job] for job in jobs] == reference
+    assert sum(job.stats.total_accepted_tokens for job in jobs) > 0
 
 
 class SameMemory:
@@ -229,7 +236,6 @@ def test_parts_of_a_step_share_no_more_than_memory(
 ) -> None:
     """A graph knows nothing of what the one before it left in Python's objects."""
     monkeypatch.setattr(verify_graphs, "Latest", SameMemory)
-    monkeypatch.setattr("slipstream.services.worker.epoch.HostCapture", CaptureAtOnce)
     assert serve(checkpoints, "standalone", InlineDevice()) == reference
 
 
