@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.config import FAMILIES, ModelConfig
 from slipstream.services.models.config_fields import MAX_TABLE_BYTES, read_json, shown
-from slipstream.services.models.decoder import Decoder
+from slipstream.services.models.decoder import Decoder, DecoderLayer
+from slipstream.services.models.rope import paired_dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,6 +158,7 @@ def load_decoder(
             check_tensors(files, slots, config.architecture, lambda name: _is_ignored(name, config))
             decoder = _empty_decoder(config, device, dtype)
             fill(decoder, slots, files)
+            _pair_dimensions(decoder)
             if config.tie_word_embeddings:
                 _check_tied_head(files)
     decoder.pack()
@@ -213,13 +215,22 @@ def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int)
     hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     has_qkv_bias, has_mlp_bias = config.has_qkv_bias, config.has_mlp_bias
     # name in the checkpoint, ours, first row, rows, columns, bias
+    if FAMILIES[config.architecture].has_fused_projections:
+        inputs = (
+            ("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, input_size, has_qkv_bias),
+            ("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias),
+        )
+    else:
+        inputs = (
+            ("self_attn.q_proj", "qkv", 0, q, input_size, has_qkv_bias),
+            ("self_attn.k_proj", "qkv", q, kv, input_size, has_qkv_bias),
+            ("self_attn.v_proj", "qkv", q + kv, kv, input_size, has_qkv_bias),
+            ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
+            ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
+        )
     projections = (
-        ("self_attn.q_proj", "qkv", 0, q, input_size, has_qkv_bias),
-        ("self_attn.k_proj", "qkv", q, kv, input_size, has_qkv_bias),
-        ("self_attn.v_proj", "qkv", q + kv, kv, input_size, has_qkv_bias),
+        *inputs,
         ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias),
-        ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
-        ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
         ("mlp.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
     )
     yield f"{theirs}.post_attention_layernorm.weight", Slot(f"{ours}.mlp_norm.weight", 0, (hidden,))
@@ -243,6 +254,20 @@ def fill(module: nn.Module, slots: dict[str, Slot], files: WeightFiles) -> None:
         copy_finite(target, files, name)
         done += math.prod(slot.shape)
         logger.debug(PROGRESS, 100 * done / total)
+
+
+def _pair_dimensions(decoder: Decoder) -> None:
+    """Reorders the dimensions of queries and keys where only some of them are rotated; see `paired_dimensions`."""
+    config = decoder.config
+    if config.rope.rotary_dim(config.head_dim) == config.head_dim:
+        return
+    order = paired_dimensions(config.rope, config.head_dim).to(decoder.embedding.device)
+    for layer in decoder.layers:
+        assert isinstance(layer, DecoderLayer), "a decoder consists of its own layers"
+        assert layer.head_norms is None, "the norms of heads would have to be reordered, too"
+        for parameter in layer.qkv.parameters():
+            heads = parameter[: config.q_size + config.kv_size].unflatten(0, (-1, config.head_dim))
+            heads.copy_(heads[:, order])
 
 
 def copy_finite(target: torch.Tensor, files: WeightFiles, name: str) -> None:

@@ -8,25 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.config_fields import ConfigFields, is_integer
+from slipstream.services.models.rope_config import MAX_CONTEXT_TOKENS, RopeConfig, RopeType
 
 if TYPE_CHECKING:
     import torch
 
-RopeType = Literal["default", "linear", "llama3"]
-ROPE_TYPES = get_args(RopeType)
-_DEFAULT_THETA = 10000.0
 MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 2**17
 _MAX_INTERMEDIATE_SIZE = 2**20
 _MAX_HEADS = _MAX_HEAD_DIM = 2**12
 _MAX_VOCAB_SIZE = 2**24
 """Several times what the largest models have; what is derived of these sizes fits the messages between services."""
-_MAX_CONTEXT_TOKENS = 2**24
-"""Rotation is computed from positions in float32, which has no larger integers without gaps."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -55,6 +51,11 @@ class Family:
     has_qk_norms: bool = False
     """Each head's queries and keys are normalised before they are rotated."""
     windows: Windows = Windows.NONE
+    rope_types: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+    may_rotate_partially: bool = False
+    """`partial_rotary_factor` may be less than 1."""
+    has_fused_projections: bool = False
+    """Checkpoints have one tensor for queries, keys and values, and one for the MLP's gate and up."""
 
 
 _LLAMA: dict[str, Any] = {
@@ -87,6 +88,15 @@ _QWEN2 = _LLAMA | {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_PHI3 = _LLAMA | {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 32000,
+}
 FAMILIES = {
     "LlamaForCausalLM": Family(
         model_type="llama",
@@ -110,23 +120,19 @@ FAMILIES = {
         has_qk_norms=True,
         windows=Windows.BY_LAYER,
     ),
+    "Phi3ForCausalLM": Family(
+        model_type="phi3",
+        defaults=_PHI3,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        windows=Windows.ALL,
+        rope_types=("default", "longrope"),
+        may_rotate_partially=True,
+        has_fused_projections=True,
+    ),
 }
 """The architectures that the decoder can run, by their names in `architectures` of `config.json`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding over the whole head size."""
-
-    rope_type: RopeType = "default"
-    theta: float = _DEFAULT_THETA
-    """Base of the wavelengths."""
-    factor: float = 1.0
-    """`linear` divides positions by this, `llama3` only those of long wavelengths."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    """`llama3`: positions the model was first trained for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +149,7 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     max_position_embeddings: int
+    """Positions that may be used; see `RopeConfig.context_tokens`."""
     rope: RopeConfig
     tie_word_embeddings: bool
     has_qkv_bias: bool = False
@@ -189,6 +196,11 @@ class ModelConfig:
         num_kv_heads = fields.count("num_key_value_heads", num_heads, high=_MAX_HEADS)
         if num_heads % num_kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+        head_dim = _head_dim(fields, num_heads)
+        max_positions = fields.count("max_position_embeddings", high=MAX_CONTEXT_TOKENS)
+        rope = RopeConfig.from_fields(
+            fields, head_dim=head_dim, rope_types=family.rope_types, may_be_partial=family.may_rotate_partially
+        )
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -196,11 +208,11 @@ class ModelConfig:
             num_layers=fields.count("num_hidden_layers", high=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(fields, num_heads),
+            head_dim=head_dim,
             intermediate_size=fields.count("intermediate_size", high=_MAX_INTERMEDIATE_SIZE),
             rms_norm_eps=fields.number("rms_norm_eps"),
-            max_position_embeddings=fields.count("max_position_embeddings", high=_MAX_CONTEXT_TOKENS),
-            rope=_rope(fields),
+            max_position_embeddings=rope.context_tokens(max_positions),
+            rope=rope,
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             has_qkv_bias=fields.flag(family.qkv_bias),
             has_output_bias=fields.flag(family.output_bias),
@@ -257,48 +269,14 @@ def _sliding_windows(fields: ConfigFields, windows: Windows) -> tuple[int | None
             return ()
         if not is_used:
             raise fields.error("use_sliding_window", f"true, as layer_types has {_SLIDING}")
-        window = fields.count("sliding_window", high=_MAX_CONTEXT_TOKENS)
+        window = fields.count("sliding_window", high=MAX_CONTEXT_TOKENS)
         return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
     if has_window and windows is Windows.NONE:
         raise fields.error("sliding_window", "none with this architecture")
     kind = _SLIDING if has_window else _FULL
     if layer_types is not None and any(layer_type != kind for layer_type in layer_types):
         raise fields.error("layer_types", f"{kind}, the same for all layers of this architecture")
-    return (fields.count("sliding_window", high=_MAX_CONTEXT_TOKENS),) * num_layers if has_window else ()
-
-
-def _rope(fields: ConfigFields) -> RopeConfig:
-    # Older files have `rope_scaling`, which goes first in transformers, too, and the other fields beside it.
-    given = fields.sub("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
-    name = "rope_type" if given.get("rope_type") is not None else "type"
-    rope_type = "default" if given.get(name) is None else given.get(name)
-    if rope_type not in ROPE_TYPES:
-        raise given.error(name, ", ".join(ROPE_TYPES))
-    outside = {
-        "rope_theta": fields.get("rope_theta") or _DEFAULT_THETA,
-        "partial_rotary_factor": fields.get("partial_rotary_factor"),
-        "original_max_position_embeddings": fields.get("max_position_embeddings"),
-    }
-    rope = given.over(outside)
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise rope.error("partial_rotary_factor", "1")
-    theta = rope.number("rope_theta")
-    if rope_type == "default":
-        return RopeConfig(theta=theta)
-    factor = rope.number("factor")
-    if rope_type == "linear":
-        return RopeConfig(rope_type="linear", theta=theta, factor=factor)
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if high <= low:
-        raise rope.error("high_freq_factor", f"more than low_freq_factor = {low:g}")
-    return RopeConfig(
-        rope_type="llama3",
-        theta=theta,
-        factor=factor,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position_embeddings=rope.count("original_max_position_embeddings", high=_MAX_CONTEXT_TOKENS),
-    )
+    return (fields.count("sliding_window", high=MAX_CONTEXT_TOKENS),) * num_layers if has_window else ()
 
 
 def _eos_token_ids(fields: ConfigFields, vocab_size: int) -> frozenset[int]:

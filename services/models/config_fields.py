@@ -81,14 +81,19 @@ class ConfigFields:
 
     def number(self, name: str) -> float:
         """A positive, finite number; raises `CheckpointError` when it is none."""
-        value = self.get(name)
-        try:
-            number = float(value) if is_integer(value) else value
-        except OverflowError:
-            number = math.inf
-        if not isinstance(number, float) or not 0 < number < math.inf:
+        number = _positive(self.get(name))
+        if number is None:
             raise self.error(name, "a positive number")
         return number
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive, finite numbers; raises `CheckpointError` when it is none."""
+        given = self.get(name)
+        numbers = [_positive(value) for value in given] if isinstance(given, list) else []
+        positive = tuple(number for number in numbers if number is not None)
+        if not len(positive) == len(numbers) == length:
+            raise self.error(name, f"{length} positive numbers")
+        return positive
 
     def flag(self, name: str | bool) -> bool:
         """True or false; raises `CheckpointError` when it is neither. A bool in place of a name is the answer."""
@@ -115,6 +120,14 @@ def shown(value: object) -> str:
     """A value of a file as an error shows it: long and deep ones are cut."""
     text = _shortened.repr(value)
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+
+
+def _positive(value: object) -> float | None:
+    try:
+        number = float(value) if is_integer(value) else value
+    except OverflowError:
+        return None
+    return number if isinstance(number, float) and 0 < number < math.inf else None
 
 
 def is_integer(value: object) -> TypeGuard[int]:

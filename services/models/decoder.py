@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.rope import Rotation, rotation_table
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, PagedKV
-    from slipstream.services.models.config import ModelConfig, RopeConfig
+    from slipstream.services.models.config import ModelConfig
 
 
 _PACKED_FOR_TOKENS = 8
@@ -80,47 +80,6 @@ def _can_pack(weight: torch.Tensor) -> bool:
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
-
-
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position for each pair of dimensions: [head_dim / 2] float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    frequencies = torch.reciprocal(config.theta**exponents)
-    if config.rope_type == "linear":
-        return frequencies / config.factor
-    if config.rope_type == "llama3":
-        return _llama3(config, frequencies)
-    return frequencies
-
-
-class Rotation:
-    """The rotation of one forward's tokens, the same for all layers."""
-
-    def __init__(self, inverse_frequencies: torch.Tensor, positions: torch.Tensor) -> None:
-        """`positions`: [N] int64. `inverse_frequencies`: [head_dim / 2] float32."""
-        angles = positions[:, None].to(torch.float32) * inverse_frequencies
-        sine = angles.sin()[:, None, None]
-        self._cosine = angles.cos()[:, None, None]
-        self._signed_sine = torch.cat((-sine, sine), dim=2)
-
-    def apply_(self, heads: torch.Tensor) -> None:
-        """Rotates [N, heads, head_dim] in place."""
-        halves = heads.view(*heads.shape[:2], 2, heads.shape[2] // 2)
-        swapped = halves.flip(2)
-        halves.mul_(self._cosine).addcmul_(swapped, self._signed_sine)
-
-
-def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    # Long wavelengths are scaled, short ones left alone, and those between interpolated.
-    wavelengths = 2 * math.pi / frequencies
-    low_freq_wavelength = config.original_max_position_embeddings / config.low_freq_factor
-    high_freq_wavelength = config.original_max_position_embeddings / config.high_freq_factor
-    smooth = (config.original_max_position_embeddings / wavelengths - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
-    )
-    between = (1 - smooth) * frequencies / config.factor + smooth * frequencies
-    scaled = torch.where(wavelengths > low_freq_wavelength, frequencies / config.factor, between)
-    return torch.where(wavelengths < high_freq_wavelength, frequencies, scaled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +178,7 @@ class Decoder(nn.Module):
     A forward reads nothing back from the device, so it can be captured in a CUDA graph.
     """
 
-    _inverse_frequencies: torch.Tensor
+    _rotation_table: torch.Tensor
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -232,8 +191,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(empty_parameter(config.hidden_size, device=device, dtype=dtype), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
         self.head = Linear(self.embedding if is_tied else empty_parameter(*vocab_shape, device=device, dtype=dtype))
-        frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
-        self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
+        table = rotation_table(config.rope, config.head_dim).to(device)
+        self.register_buffer("_rotation_table", table, persistent=False)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
@@ -256,7 +215,7 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """`x`: [N, hidden_size]. Returns the final norm's output and the inputs of `aux_layers` by their numbers."""
         positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
-        rotation = Rotation(self._inverse_frequencies, positions)
+        rotation = Rotation(self._rotation_table, positions)
         attend = TorchAttention(self.config, batch, cache)
         stream = {}
         for index, layer in enumerate(self.layers):

@@ -19,15 +19,8 @@ from slipstream.common.errors import CheckpointError
 from slipstream.services.models.attention import TorchAttention
 from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
 from slipstream.services.models.config_fields import ConfigFields, is_integer
-from slipstream.services.models.decoder import (
-    DecoderLayer,
-    Linear,
-    RMSNorm,
-    Rotation,
-    empty_parameter,
-    inverse_frequencies,
-    pack_linears,
-)
+from slipstream.services.models.decoder import DecoderLayer, Linear, RMSNorm, empty_parameter, pack_linears
+from slipstream.services.models.rope import Rotation, rotation_table
 
 if TYPE_CHECKING:
     from slipstream.services.models.attention import ForwardBatch, PagedKV
@@ -115,7 +108,7 @@ def _fused_layers(fields: ConfigFields) -> tuple[int, ...]:
 class Eagle3Head(nn.Module):
     """The head. Its weights are left for a checkpoint to fill in (`load_eagle3`)."""
 
-    _inverse_frequencies: torch.Tensor
+    _rotation_table: torch.Tensor
     token_ids: torch.Tensor
     """[draft_vocab_size] int64: the target's id of each token of the draft's vocabulary."""
     samples_own_ids = False
@@ -136,8 +129,8 @@ class Eagle3Head(nn.Module):
         self.layer = DecoderLayer(layer, 0, device=device, dtype=dtype, input_size=2 * hidden)
         self.norm = RMSNorm(parameter(hidden), layer.rms_norm_eps)
         self.head = Linear(parameter(config.draft_vocab_size, hidden))
-        frequencies = inverse_frequencies(layer.rope, layer.head_dim).to(device)
-        self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
+        table = rotation_table(layer.rope, layer.head_dim).to(device)
+        self.register_buffer("_rotation_table", table, persistent=False)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size, device=device), persistent=False)
 
     @torch.inference_mode()
@@ -162,7 +155,7 @@ class Eagle3Head(nn.Module):
         layer = self.config.layer
         tokens = batch.tokens.flatten().clamp(0, layer.vocab_size - 1)
         positions = batch.positions.flatten().clamp(0, layer.max_position_embeddings - 1)
-        rotation = Rotation(self._inverse_frequencies, positions)
+        rotation = Rotation(self._rotation_table, positions)
         x = states.flatten(0, 1)
         normed = self.hidden_norm(x)
         embedded = self.layer.attention_norm(F.embedding(tokens, self.embedding))

@@ -34,7 +34,7 @@ class FusedDecoder(Decoder):
     def _run_layers(
         self, x: torch.Tensor, batch: ForwardBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        rotation = rotation_of(batch.positions, self._inverse_frequencies, self.config.max_position_embeddings)
+        rotation = rotation_of(batch.positions, self._rotation_table, self.config.max_position_embeddings)
         attend = PagedAttention(self.config, batch, cache, is_invariant=self._is_invariant)
         first, *following = *(layer.attention_norm for layer in self._stack), self.norm
         normed: torch.Tensor | Scaled = rms_norm(x, first.weight, first.eps)
@@ -84,7 +84,7 @@ class FusedEagle3Head(Eagle3Head):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
         layer = self.config.layer
-        rotation = rotation_of(batch.positions, self._inverse_frequencies, layer.max_position_embeddings)
+        rotation = rotation_of(batch.positions, self._rotation_table, layer.max_position_embeddings)
         attend = PagedAttention(layer, batch, cache)
         x = states.flatten(0, 1).contiguous()
         norms = self.layer.attention_norm.weight, self.hidden_norm.weight

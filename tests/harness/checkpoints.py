@@ -56,6 +56,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _SHARED
     | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "attention_bias": False}
     | _NO_WINDOW,
+    "phi3": {name: value for name, value in _SHARED.items() if name != "head_dim"}
+    | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None}
+    | {"original_max_position_embeddings": 512, "pad_token_id": 0},
 }
 """`config.json` of a small model of each family, by its `model_type`."""
 
@@ -139,6 +142,9 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
     gated = {"gate_proj": (mlp, hidden), "up_proj": (mlp, hidden), "down_proj": (hidden, mlp)}
+    if config["model_type"] == "phi3":
+        attention = {"qkv_proj": (q + 2 * kv, hidden), "o_proj": (hidden, q)}
+        gated = {"gate_up_proj": (2 * mlp, hidden), "down_proj": (hidden, mlp)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @triton.jit(do_not_specialize=["num_tokens", "max_positions"])
 def rotation_kernel(
     positions: tl.tensor,  # [num_tokens] int64
-    inverse_frequencies: tl.tensor,  # [HALF] float32
+    table: tl.tensor,  # [2, HALF] float32: radians per position, then factors of cosine and sine
     rotation: tl.tensor,  # [num_tokens, 2, HALF] float32: cosines, then sines
     num_tokens: tl.tensor,
     max_positions: tl.tensor,
@@ -31,12 +31,13 @@ def rotation_kernel(
     h = tl.arange(0, BLOCK_H)
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
     position = tl.minimum(tl.maximum(position, 0), max_positions - 1).to(tl.float32)
-    frequency = tl.load(inverse_frequencies + h, mask=h < HALF, other=0.0)
+    frequency = tl.load(table + h, mask=h < HALF, other=0.0)
+    factor = tl.load(table + HALF + h, mask=h < HALF, other=0.0)[None, :]
     angle = position[:, None] * frequency[None, :]
     at = rotation + token.to(tl.int64)[:, None] * (2 * HALF) + h[None, :]
     mask = (token < num_tokens)[:, None] & (h < HALF)[None, :]
-    tl.store(at, tl.cos(angle), mask=mask)
-    tl.store(at + HALF, tl.sin(angle), mask=mask)
+    tl.store(at, tl.cos(angle) * factor, mask=mask)
+    tl.store(at + HALF, tl.sin(angle) * factor, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width"])
@@ -121,19 +122,19 @@ def keep_kernel(
 _TOKENS_AT_ONCE = 4
 
 
-def rotation_of(positions: torch.Tensor, inverse_frequencies: torch.Tensor, max_positions: int) -> torch.Tensor:
+def rotation_of(positions: torch.Tensor, table: torch.Tensor, max_positions: int) -> torch.Tensor:
     """Computes cosines and sines of each token's angles: [N, 2, head_dim / 2] float32.
 
-    `positions`: N int64 in any shape, clamped to 0 .. `max_positions` - 1. `inverse_frequencies`: [head_dim / 2]
-    float32, of `inverse_frequencies`.
+    `positions`: N int64 in any shape, clamped to 0 .. `max_positions` - 1. `table`: [2, head_dim / 2]
+    float32, of `rotation_table`.
     """
-    half = len(inverse_frequencies)
+    half = table.shape[1]
     num_tokens = positions.numel()
-    rotation = inverse_frequencies.new_empty(num_tokens, 2, half)
+    rotation = table.new_empty(num_tokens, 2, half)
     if num_tokens:
         rotation_kernel[(-(-num_tokens // _TOKENS_AT_ONCE),)](
             positions.contiguous(),
-            inverse_frequencies,
+            table,
             rotation,
             num_tokens,
             max_positions,

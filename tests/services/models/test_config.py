@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.config import ModelConfig, RopeConfig
+from slipstream.services.models.config import ModelConfig
+from slipstream.services.models.rope_config import RopeConfig
 from tests.harness.checkpoints import FAMILIES, LLAMA, write_json
 from tests.harness.sampling import examples
 
@@ -112,7 +113,9 @@ def test_config_is_no_json(tmp_path: Path) -> None:
     assert config_error(tmp_path).startswith("cannot read config.json: 'utf-8' codec")
 
 
-SUPPORTED = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (no mixtures of experts)"
+SUPPORTED = (
+    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM (no mixtures of experts)"
+)
 LLAMA3 = LLAMA["rope_parameters"] | {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -128,12 +131,8 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
             "quantization_config: got {'quant_method': 'gptq'}, supported: checkpoints that are not quantised",
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters.rope_type: got 'yarn', supported: default, linear, llama3",
-        ),
-        (
             {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "rope_scaling.type: got 'dynamic', supported: default, linear, llama3",
+            "rope_scaling.type: got 'dynamic', supported: default, linear, llama3, yarn",
         ),
         (
             {"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 4.0}},
@@ -193,9 +192,14 @@ class Reference:
             config.sliding_window if layer_type == "sliding_attention" else None
             for layer_type in getattr(config, "layer_types", None) or ()
         ]
-        if config.model_type == "mistral":
+        if config.model_type in ("mistral", "phi3"):
             windows = [config.sliding_window] * config.num_hidden_layers
         rope = config.rope_parameters
+        context_tokens = config.max_position_embeddings
+        if rope["rope_type"] == "yarn":
+            context_tokens = max(context_tokens, int(rope["factor"] * rope["original_max_position_embeddings"]))
+        if rope["rope_type"] == "longrope":
+            context_tokens = min(context_tokens, rope["original_max_position_embeddings"])
         self.values = {
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
@@ -205,7 +209,7 @@ class Reference:
             "head_dim": getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
             "intermediate_size": config.intermediate_size,
             "rms_norm_eps": config.rms_norm_eps,
-            "max_position_embeddings": config.max_position_embeddings,
+            "max_position_embeddings": context_tokens,
             "tie_word_embeddings": config.tie_word_embeddings,
             "has_qkv_bias": getattr(config, "attention_bias", config.model_type == "qwen2"),
             "has_output_bias": getattr(config, "attention_bias", False),
@@ -226,6 +230,14 @@ _ROPES: tuple[dict[str, Any], ...] = (
     {"rope_parameters": {"rope_theta": 3.0}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
     {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e6, "original_max_position_embeddings": 64}},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}},
+)
+_PHI3_ROPES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rope_theta": 250000},
+    {"partial_rotary_factor": 0.5},
+    {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}}
+    | {"partial_rotary_factor": 0.75, "num_attention_heads": 4, "hidden_size": 64},
 )
 _WINDOWS: tuple[dict[str, Any], ...] = (
     {},
@@ -240,10 +252,11 @@ _WINDOWS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_that_are_left_out_are_as_in_transformers(tmp_path: Path, family: str) -> None:
     optional = sorted(set(FAMILIES[family]) - {"architectures", "model_type", "num_hidden_layers"})
-    window_sets = _WINDOWS if family.startswith("qwen") else ({}, {"sliding_window": 9})[: 1 + (family == "mistral")]
+    window_sets = _WINDOWS if family.startswith("qwen") else ({}, {"sliding_window": 9})[: 1 + (family != "llama")]
+    ropes = _PHI3_ROPES if family == "phi3" else _ROPES
 
     @settings(max_examples=examples(60), deadline=None)
-    @given(st.sets(st.sampled_from(optional)), st.sampled_from(_ROPES), st.sampled_from(window_sets))
+    @given(st.sets(st.sampled_from(optional)), st.sampled_from(ropes), st.sampled_from(window_sets))
     @example(set(), {}, {})
     @example(set(optional), {}, {})
     def check(absent: set[str], rope: dict[str, Any], windows: dict[str, Any]) -> None:
@@ -254,6 +267,7 @@ def test_fields_that_are_left_out_are_as_in_transformers(tmp_path: Path, family:
         except ValueError:  # such as a hidden size that the heads do not divide
             assume(False)
         assume(expected.values["num_heads"] % expected.values["num_kv_heads"] == 0)
+        assume(all(token < expected.values["vocab_size"] for token in expected.values["eos_token_ids"]))
         config = ModelConfig.from_directory(tmp_path)
         assert {name: getattr(config, name) for name in expected.values} == expected.values
         assert {name: getattr(config.rope, name) for name in expected.rope} == expected.rope

@@ -23,6 +23,15 @@ WINDOW = 7
 CHUNK = 16
 BY_LAYER = {"use_sliding_window": True, "sliding_window": WINDOW}
 LAYER_TYPES = ["sliding_attention", "full_attention"]
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24}
+"""Texts of the tests are longer than these original positions."""
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.8, 2.0, 4.0],
+    "long_factor": [1.0, 1.5, 3.0, 8.0, 16.0, 32.0],
+}
+PHI4_MINI = {"partial_rotary_factor": 0.75, "rope_parameters": None, "rope_scaling": LONGROPE, "sliding_window": 4096}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
@@ -38,6 +47,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-biases": {"family": "qwen3", "attention_bias": True},
     "qwen3-window": {"family": "qwen3", **BY_LAYER, "max_window_layers": 0},
     "qwen3-layer-types": {"family": "qwen3", **BY_LAYER, "layer_types": LAYER_TYPES},
+    "llama-tied-llama3": {"family": "llama", "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "llama-yarn": {"family": "llama", "rope_parameters": YARN},
+    "mistral-window-yarn": {"family": "mistral", "sliding_window": WINDOW, "rope_parameters": YARN},
+    "qwen2-yarn": {"family": "qwen2", "rope_parameters": None, "rope_theta": 1e6, "rope_scaling": YARN},
+    "qwen3-yarn": {"family": "qwen3", "rope_parameters": YARN | {"attention_factor": 1.3, "truncate": False}},
+    "phi3": {"family": "phi3"},
+    "phi3-window": {"family": "phi3", "sliding_window": WINDOW},
+    "phi3-partial-tied": {"family": "phi3", "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "phi3-longrope": {"family": "phi3", "tie_word_embeddings": True, "max_position_embeddings": 2048, **PHI4_MINI},
 }
 
 
@@ -131,18 +149,19 @@ def test_sliding_windows_are_data(tmp_path: Path, name: str, expected: tuple[int
     assert tuple(config.sliding_window(layer) for layer in range(2)) == (expected or (None, None))
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+def test_weights_in_several_files_are_the_same_model(tmp_path: Path) -> None:
+    changes = {**VARIANTS["phi3-longrope"], "seed": 4, "has_tokenizer": False}
+    one, several = (write_checkpoint(tmp_path / str(count), num_files=count, **changes) for count in (1, 3))
+    assert not (several / "model.safetensors").exists()
+    batches = [(0, random_tokens(30, seed=1))]
+    logits = [model.run(model.batch(batches)) for model in (PagedModel(one), PagedModel(several))]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"rope_parameters": YARN}, "rope_parameters.rope_type: got 'yarn', supported: default, linear, llama3"),
-        (
-            {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling.type: got 'yarn', supported: default, linear, llama3",
-        ),
         (
             {"quantization_config": {"quant_method": "awq"}},
             "quantization_config: got {'quant_method': 'awq'}, supported: checkpoints that are not quantised",
@@ -174,6 +193,16 @@ def test_values_that_no_family_may_have(tmp_path: Path, family: str, changes: di
             "layer_types: got ['full_attention', 'chunked_attention'], supported: full_attention, sliding_attention",
         ),
         (
+            "phi3",
+            {"rope_parameters": YARN},
+            "rope_parameters.rope_type: got 'yarn', supported: default, longrope",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": None, "rope_scaling": LONGROPE},
+            "rope_scaling.type: got 'longrope', supported: default, linear, llama3, yarn",
+        ),
+        (
             "qwen3",
             {"model_type": "qwen3_moe"},
             "model_type: got 'qwen3_moe', supported: 'qwen3', as architectures says",
@@ -188,7 +217,7 @@ def test_values_that_no_family_may_have(tmp_path: Path, family: str, changes: di
                 "qwen2",
                 {"architectures": [name], "model_type": model_type},
                 f"architectures: got ['{name}'], supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
-                "Qwen3ForCausalLM (no mixtures of experts)",
+                "Qwen3ForCausalLM, Phi3ForCausalLM (no mixtures of experts)",
             )
             for name, model_type in (
                 ("MixtralForCausalLM", "mixtral"),

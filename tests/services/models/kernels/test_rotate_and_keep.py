@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from slipstream.services.models.config import RopeConfig
-from slipstream.services.models.decoder import RMSNorm, inverse_frequencies
+from slipstream.services.models.decoder import RMSNorm
 from slipstream.services.models.kernels.paged_attention import PagedAttention
 from slipstream.services.models.kernels.rotation import rotation_of
+from slipstream.services.models.rope import rotation_table
+from slipstream.services.models.rope_config import RopeConfig
 from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
 FAR = 2**62
 
 
-@pytest.mark.parametrize("head_dim", [16, 24, 128])
-def test_rotation(head_dim: int, device: torch.device) -> None:
-    frequencies = inverse_frequencies(RopeConfig(theta=500_000.0), head_dim).to(device)
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (16, {}),
+        (24, {"partial_rotary_factor": 0.75}),
+        (128, {}),
+        (128, {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.14}),
+    ],
+)
+def test_rotation(head_dim: int, changes: dict[str, Any], device: torch.device) -> None:
+    table = rotation_table(RopeConfig(theta=500_000.0, **changes), head_dim).to(device)
     positions = torch.tensor([[0, 1, 17, 4095], [131_071, 131_072, FAR, -FAR]], device=device)
-    rotation = rotation_of(positions, frequencies, 131_072)
+    rotation = rotation_of(positions, table, 131_072)
     places = torch.tensor([0, 1, 17, 4095, 131_071, 131_071, 131_071, 0], device=device)
     # Angles are float32, as they are in the models' own code; of these, sines and cosines are exact.
-    angles = (places[:, None].to(torch.float32) * frequencies).to(torch.float64)
-    expected = torch.stack((angles.cos(), angles.sin()), dim=1)
+    angles = (places[:, None].to(torch.float32) * table[0]).to(torch.float64)
+    expected = torch.stack((angles.cos(), angles.sin()), dim=1) * table[1].to(torch.float64)
     assert rotation.shape == (8, 2, head_dim // 2)
     torch.testing.assert_close(rotation.to(torch.float64), expected, atol=3e-7, rtol=0)
 
@@ -47,8 +58,8 @@ def test_rotate_and_keep(has_norms: bool, head_dim: int, width: int, device: tor
     generator = torch.Generator().manual_seed(2)
     weights = [(1 + 0.3 * torch.randn(head_dim, generator=generator)).to(device, dtype) for _ in range(2)]
     norms = [RMSNorm(torch.nn.Parameter(weight, requires_grad=False), 1e-5) for weight in weights]
-    frequencies = inverse_frequencies(config.rope, head_dim).to(device)
-    rotation = rotation_of(case.batch.positions, frequencies, config.max_position_embeddings)
+    table = rotation_table(config.rope, head_dim).to(device)
+    rotation = rotation_of(case.batch.positions, table, config.max_position_embeddings)
 
     heads = case.qkv.view(width, 4, head_dim)
     expected_queries = rotated(heads[:, :2], rotation, weights[0] if has_norms else None)
