@@ -215,21 +215,19 @@ def layer_slots(config: ModelConfig, theirs: str, ours: str, *, input_size: int)
     hidden, mlp, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     has_qkv_bias, has_mlp_bias = config.has_qkv_bias, config.has_mlp_bias
     # name in the checkpoint, ours, first row, rows, columns, bias
-    if FAMILIES[config.architecture].has_fused_projections:
-        inputs = (
-            ("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, input_size, has_qkv_bias),
-            ("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias),
-        )
-    else:
-        inputs = (
-            ("self_attn.q_proj", "qkv", 0, q, input_size, has_qkv_bias),
-            ("self_attn.k_proj", "qkv", q, kv, input_size, has_qkv_bias),
-            ("self_attn.v_proj", "qkv", q + kv, kv, input_size, has_qkv_bias),
-            ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
-            ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
-        )
+    fused = (
+        ("self_attn.qkv_proj", "qkv", 0, q + 2 * kv, input_size, has_qkv_bias),
+        ("mlp.gate_up_proj", "gate_up", 0, 2 * mlp, hidden, has_mlp_bias),
+    )
+    separate = (
+        ("self_attn.q_proj", "qkv", 0, q, input_size, has_qkv_bias),
+        ("self_attn.k_proj", "qkv", q, kv, input_size, has_qkv_bias),
+        ("self_attn.v_proj", "qkv", q + kv, kv, input_size, has_qkv_bias),
+        ("mlp.gate_proj", "gate_up", 0, mlp, hidden, has_mlp_bias),
+        ("mlp.up_proj", "gate_up", mlp, mlp, hidden, has_mlp_bias),
+    )
     projections = (
-        *inputs,
+        *(fused if FAMILIES[config.architecture].has_fused_projections else separate),
         ("self_attn.o_proj", "output", 0, hidden, q, config.has_output_bias),
         ("mlp.down_proj", "down", 0, hidden, mlp, has_mlp_bias),
     )
@@ -266,7 +264,8 @@ def _pair_dimensions(decoder: Decoder) -> None:
         assert isinstance(layer, DecoderLayer), "a decoder consists of its own layers"
         assert layer.head_norms is None, "the norms of heads would have to be reordered, too"
         for parameter in layer.qkv.parameters():
-            heads = parameter[: config.q_size + config.kv_size].unflatten(0, (-1, config.head_dim))
+            num_heads = config.num_heads + config.num_kv_heads
+            heads = parameter[: config.q_size + config.kv_size].view(num_heads, config.head_dim, *parameter.shape[1:])
             heads.copy_(heads[:, order])
 
 

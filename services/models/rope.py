@@ -41,8 +41,8 @@ def paired_dimensions(config: RopeConfig, head_dim: int) -> torch.Tensor:
     Checkpoints pair i with i + rotary_dim / 2. Scores do not depend on the order, as queries and keys have the same.
     """
     rotary_dim = config.rotary_dim(head_dim)
-    rotated, fixed = torch.arange(head_dim).split((rotary_dim, head_dim - rotary_dim))
-    return torch.cat((rotated.view(2, -1), fixed.view(2, -1)), dim=1).flatten()
+    dims = torch.arange(head_dim)
+    return torch.cat((dims[:rotary_dim].view(2, -1), dims[rotary_dim:].view(2, -1)), dim=1).flatten()
 
 
 class Rotation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 8
 NUM_PAGES = 9
-FAMILIES = ("llama", "qwen2", "qwen3")
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
+    "qwen3-yarn": {"family": "qwen3", "rope_parameters": YARN},
+    "phi3-partial": {"family": "phi3", "partial_rotary_factor": 0.75, "head_dim": 24, "sliding_window": 5},
+}
 AUX_LAYERS = (0, 1, 2)
 CPU = torch.device("cpu")
 
@@ -75,9 +81,9 @@ def has_few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("has_few_rows")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_decoder_has_the_decoders_numbers(family: str, tmp_path: Path, device: torch.device) -> None:
-    path = write_checkpoint(tmp_path, family=family, seed=1)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_decoder_has_the_decoders_numbers(name: str, tmp_path: Path, device: torch.device) -> None:
+    path = write_checkpoint(tmp_path, seed=1, **MODELS[name])
     plain = load_decoder(path, device=CPU, dtype=torch.float32)
     assert type(plain) is Decoder
     fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)
