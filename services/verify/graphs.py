@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.access_log import AccessLog
+from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.verify.target import TargetForward, merged
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from slipstream.common.worker.contract import DraftSizes
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.verify.target import Target
     from slipstream.services.worker.epoch import EpochState
@@ -81,6 +81,7 @@ class VerifyGraphs:
         """
         if not self._made:
             self._plain_layers = layers
+            self._warm_up_for_drafts()
         if draft is not None:
             num_tokens = draft.num_draft_tokens
             shape = (self._num_slots, num_tokens)
@@ -160,6 +161,12 @@ class VerifyGraphs:
 
         return _Ending(self._graphed.capture_part(publish), result)
 
+    def _warm_up_for_drafts(self) -> None:
+        """Compiles what steps with any draft do outside of graphs, before sequences run that would wait for it."""
+        if most := self._state.attachment.shape.num_draft_tokens:
+            for hidden_width in (0, self._target.hidden_size):
+                self._warm_up(DraftSizes(num_draft_tokens=most, hidden_width=hidden_width))
+
     def _warm_up(self, draft: DraftSizes) -> None:
         """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
         # Not the slots of the last step: its numbers would be indices here.
@@ -168,7 +175,7 @@ class VerifyGraphs:
         specs = (*shape.given_specs(), *shape.own_specs())
         buffers = {BufferName(spec.name): rows.new_zeros(spec.shape, dtype=spec.dtype) for spec in specs}
         region = self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
-        self._state.future_map.copy_in(0, region, (), rows, self._draft_tokens[draft.num_draft_tokens][:1])
+        self._state.future_map.copy_in(0, region, (), rows, rows.new_zeros(1, draft.num_draft_tokens))
         for num_tokens in (1, draft.num_draft_tokens + 1):
             result = VerifyResult(
                 seq_lens=rows,

@@ -113,6 +113,7 @@ class Target:
         self._simulated = simulated
         self._width = width
         self.dtype = model.slots.dtype
+        self.hidden_size = model.decoder.config.hidden_size
 
     def decode(
         self, command: StepCommand, rows: torch.Tensor, region: Region | None, aux_layers: tuple[int, ...]

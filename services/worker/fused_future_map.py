@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.future_map import StepNumber, VerifyResult
 
+LEAST_BLOCK = 16
 HIDDEN_BLOCK = 1024
-"""Numbers of hidden states that a program of the stash copies."""
+"""Numbers of a hidden state that a program of the stash copies."""
 
 
 class FusedRegion(Region):
@@ -33,7 +34,7 @@ class FusedRegion(Region):
         if hidden is not None:
             target, source = self._to_write(BufferName.HIDDEN_STATES, slots, step), hidden
             assert hidden.stride(2) == 1, "a state lies in one piece"
-        stash_kernel[num_rows, 1 + -(-num_tokens * width // HIDDEN_BLOCK)](
+        stash_kernel[num_rows, 1 + num_tokens * -(-width // HIDDEN_BLOCK)](
             self._to_write(BufferName.SEQ_LENS, slots, step),
             self._to_write(BufferName.BONUS_TOKENS, slots, step),
             self._to_write(BufferName.NUM_NEW, slots, step),
@@ -46,10 +47,10 @@ class FusedRegion(Region):
             source,
             source.stride(0),
             source.stride(1),
-            ROW=last_tokens.shape[1],
-            WIDTH=num_tokens,
-            BLOCK_W=power_of_two(num_tokens),
-            HIDDEN=width,
+            last_tokens.shape[1],
+            num_tokens,
+            width,
+            BLOCK_W=_block(last_tokens.shape[1]),
             BLOCK_H=HIDDEN_BLOCK,
             num_warps=4 if width else 1,
         )
@@ -121,11 +122,16 @@ class FusedFutureMap(FutureMap):
             (step - 1) % self._ring,
             step % self._ring,
             self._vocab_size,
-            WIDTH=width,
-            BLOCK_W=power_of_two(width),
+            width,
+            BLOCK_W=_block(width),
             num_warps=1,
         )
         return copied
+
+
+def _block(width: int) -> int:
+    """The same for all usual numbers of draft tokens, so that a new draft finds the kernel compiled."""
+    return max(LEAST_BLOCK, power_of_two(width))
 
 
 def gather(

@@ -133,69 +133,69 @@ def publish_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["row_stride", "token_stride"],
-    # Launched outside of graphs: no batch size may find a kernel that is not compiled.
+    # Launched outside of graphs: no batch size and no draft may find a kernel that is not compiled.
+    do_not_specialize=["row_stride", "token_stride", "row_width", "width", "hidden_width"],
     do_not_specialize_on_alignment=["rows", "seq_lens", "accepted", "tokens"],
 )
 def stash_kernel(
     stashed_seq_lens: tl.tensor,  # [slots] int64
     bonus_tokens: tl.tensor,  # [slots] int64
     num_new: tl.tensor,  # [slots] int64
-    last_tokens: tl.tensor,  # [slots, ROW] int64
-    stashed_hidden: tl.tensor,  # [slots, ROW, HIDDEN]
+    last_tokens: tl.tensor,  # [slots, row_width] int64
+    stashed_hidden: tl.tensor,  # [slots, row_width, hidden_width]
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
     accepted: tl.tensor,  # [B] int64
-    tokens: tl.tensor,  # [B, WIDTH] int64
-    hidden: tl.tensor,  # [B, WIDTH, HIDDEN], read if HIDDEN
+    tokens: tl.tensor,  # [B, width] int64
+    hidden: tl.tensor,  # [B, width, hidden_width], read if that is not 0
     row_stride: tl.tensor,  # of `hidden`
     token_stride: tl.tensor,
-    ROW: tl.constexpr,
-    WIDTH: tl.constexpr,
+    row_width: tl.tensor,
+    width: tl.tensor,
+    hidden_width: tl.tensor,
     BLOCK_W: tl.constexpr,
-    HIDDEN: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:
-    """Writes what the draft's next forward reads of one slot. Grid: (B, 1 + blocks of WIDTH * HIDDEN numbers)."""
+    """Writes what the draft's next forward reads of one slot. Grid: (B, 1 + width * blocks of a state)."""
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + b)
     if tl.program_id(1) == 0:
         number = tl.load(accepted + b)
         tl.store(stashed_seq_lens + slot, tl.load(seq_lens + b))
-        tl.store(bonus_tokens + slot, tl.load(tokens + b * WIDTH + number))
+        tl.store(bonus_tokens + slot, tl.load(tokens + b * width + number))
         tl.store(num_new + slot, number + 1)
         w = tl.arange(0, BLOCK_W)
-        token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
-        tl.store(last_tokens + slot * ROW + w, token, mask=w < WIDTH)
-    elif HIDDEN > 0:
-        i = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
-        state = tl.load(
-            hidden + b * row_stride + i // HIDDEN * token_stride + i % HIDDEN, mask=i < WIDTH * HIDDEN, other=0.0
-        )
-        tl.store(stashed_hidden + slot * ROW * HIDDEN + i, state, mask=i < WIDTH * HIDDEN)
+        token = tl.load(tokens + b * width + w, mask=w < width, other=0)
+        tl.store(last_tokens + slot * row_width + w, token, mask=w < width)
+    else:
+        num_blocks = (hidden_width + BLOCK_H - 1) // BLOCK_H
+        token = (tl.program_id(1) - 1) // num_blocks
+        i = (tl.program_id(1) - 1) % num_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+        state = tl.load(hidden + b * row_stride + token * token_stride + i, mask=i < hidden_width, other=0.0)
+        tl.store(stashed_hidden + (slot * row_width + token) * hidden_width + i, state, mask=i < hidden_width)
 
 
 @triton.jit(
-    do_not_specialize=["row_before", "row", "vocab_size"],
-    do_not_specialize_on_alignment=["draft_tokens", "rows", "copied"],  # as in `stash_kernel`
+    do_not_specialize=["row_before", "row", "vocab_size", "width"],  # as in `stash_kernel`
+    do_not_specialize_on_alignment=["draft_tokens", "rows", "copied"],
 )
 def copy_in_kernel(
-    draft_tokens: tl.tensor,  # [slots, WIDTH] int64
+    draft_tokens: tl.tensor,  # [slots, width] int64
     draft_stamps: tl.tensor,  # [ring, 2] int64
     result_stamps: tl.tensor,  # [ring, 2] int64, written
     rows: tl.tensor,  # [B] int64
-    copied: tl.tensor,  # [B, WIDTH] int64, written
+    copied: tl.tensor,  # [B, width] int64, written
     row_before: tl.tensor,
     row: tl.tensor,
     vocab_size: tl.tensor,
-    WIDTH: tl.constexpr,
+    width: tl.tensor,
     BLOCK_W: tl.constexpr,
 ) -> None:
     """Copies one slot's draft tokens, clamped to the vocabulary, and two rows of the draft's stamps. Grid: (B,)."""
     b = tl.program_id(0)
     w = tl.arange(0, BLOCK_W)
-    token = tl.load(draft_tokens + tl.load(rows + b) * WIDTH + w, mask=w < WIDTH, other=0)
-    tl.store(copied + b * WIDTH + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < WIDTH)
+    token = tl.load(draft_tokens + tl.load(rows + b) * width + w, mask=w < width, other=0)
+    tl.store(copied + b * width + w, tl.minimum(tl.maximum(token, 0), vocab_size - 1), mask=w < width)
     if b == 0:
         i = tl.arange(0, 4)
         place = tl.where(i < 2, row_before, row) * 2 + i % 2
