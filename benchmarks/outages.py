@@ -130,7 +130,8 @@ class Outages:
         self.streams = Streams(server.address, plan.clients, plan.max_new_tokens, compares=plan.model == BUNDLED)
 
     async def run(self) -> tuple[Undisturbed, list[Outage]]:
-        """Gives all faults in turns."""
+        """Gives all faults in turns, once the draft takes part."""
+        await self._server.restored(self._plan.algorithm)
         step_ms, tokens_per_second = await self._reference()
         around: dict[tuple[str, str], list[float]] = {}
         later: dict[tuple[str, str], list[float]] = {}
@@ -260,7 +261,8 @@ def main(
     print("|" + "---|" * 8)
     for row in run["outages"]:
         print(f"| {' | '.join(map(str, row.values()))} |")
-    print(f"{run['jobs']} jobs with the tokens of the undisturbed run, {len(run['errors'])} errors")
+    right = "the tokens of the undisturbed run" if model == BUNDLED else "all of their tokens"
+    print(f"{run['jobs']} jobs with {right}, {len(run['errors'])} errors")
     print("\n".join(run["errors"]))
     write_run(run, json)
     sys.exit(bool(run["errors"]))

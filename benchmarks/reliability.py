@@ -51,6 +51,8 @@ def _outages(name: str) -> list[str]:
         "half a second later until the service was back, and half a second without a fault. Back is when all services "
         "are there and drafts are made. Numbers without a fault that differ widely come from other work on the machine."
     )
+    if any(run["plan"]["model"] != "bundled" for run in runs):
+        words += " Tokens of a larger model depend on the batch: there only their number is compared."
     parts = section("Services that die, hang and end", "outages", name, runs[0]["host"], words)
     setups = dict.fromkeys((run["plan"]["model"], run["plan"]["mps"]) for run in runs)
     header = "service | fault | times | gap p50, ms | worst | later, worst | back p50, s | worst"
