@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.language_model import LanguageModel, SlotRows
-    from slipstream.services.worker.staging import PaddedChunks
+    from slipstream.services.worker.staging import FlatChunks
 
 
 class StandaloneDrafter:
@@ -38,9 +38,9 @@ class StandaloneDrafter:
     def close(self) -> None:
         self._model.slots.close()
 
-    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
+    def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`. A language model reads no hidden states."""
-        self._model.prefill(self._model.slots.take(chunks.rows), chunks)
+        self._model.prefill(chunks)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`.
@@ -93,17 +93,19 @@ class Eagle3Drafter:
         self._slots.close()
         self._last_states = torch.empty(0)
 
-    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
+    def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`. Each token goes with the state before it; the first of a prompt has none."""
         assert hidden is not None, "the description asks for hidden states"
         self._slots.record_prompt(chunks)
-        states = chunks.with_padding(self._head.fuse(hidden.to(self._dtype)))
-        before = torch.cat((self._last_states[chunks.rows][:, None], states[:, :-1]), dim=1)
-        last = states.gather(1, _columns(chunks.lengths - 1, states))[:, 0]
-        self._last_states.index_copy_(0, chunks.rows, last)
-        positions, slots = chunks.positions - 1, self._slots.take(chunks.rows)
-        is_valid = chunks.is_valid & (positions >= slots.written_from[:, None])
-        self._forward(slots, chunks.tokens, positions.clamp(min=0), before, is_valid)
+        slots, ragged = self._slots.take(chunks.slots), chunks.ragged
+        states = self._head.fuse(hidden.to(self._dtype))
+        before = states.roll(1, dims=0)
+        before.index_copy_(0, ragged.begins[:-1], self._last_states.index_select(0, chunks.slots))
+        self._last_states.index_copy_(0, chunks.slots, states.index_select(0, ragged.begins[1:] - 1))
+        positions = chunks.positions - 1
+        is_valid = positions >= slots.written_from.index_select(0, ragged.rows)
+        batch = self._slots.batch(slots, chunks.tokens, positions.clamp(min=0), is_valid, ragged)
+        self._head(batch, before, self._slots.cache)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`. First the entries of the last step's new tokens, then one for each drafted token."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.errors import InvalidArgumentError
-from slipstream.common.worker.step import FenceName, PrefillChunk, SlotUpdate, StepCommand, StepKind
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
-from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
+from slipstream.services.worker.rehearsal import rehearse, rehearse_prompts
+from slipstream.services.worker.staging import FlatChunks, put_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
+
+    import torch
 
     from slipstream.common.worker.contract import WorkerDescription
+    from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState, Region, StepNumber
     from slipstream.services.worker.graphs import Buckets, GraphedPart, GraphedStep
@@ -34,7 +34,7 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Frees it."""
 
-    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
+    def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
         """Takes in parts of sequences.
 
         `hidden`: [tokens, width], chunk after chunk: the target's states of their tokens, if the draft reads them.
@@ -59,8 +59,9 @@ class DraftEngine:
     def open(self, state: EpochState) -> None:
         self._drafter.open(state)
         if state.graphs is not None:
+            rehearse_prompts(self, state)
             self._graphs = DraftGraphs(self._drafter, state, state.graphs)
-            self._rehearse(state)
+            rehearse(self, state, StepKind.DECODE)
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         raise InvalidArgumentError("role", self.description.role.value, "verify, for a draft to attach to")
@@ -82,10 +83,8 @@ class DraftEngine:
         if command.kind is StepKind.DECODE and self._graphs is not None:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
         if command.chunks:
-            # On a GPU padding costs more than another forward.
-            groups = [list(command.chunks)] if state.graphs is None else of_similar_length(command.chunks)
-            padded = [PaddedChunks.of(group, state.staging) for group in groups]
-            return [Phase(partial(self._prefill, state, command.step, padded), FenceName.DRAFT_DONE)]
+            chunks = FlatChunks.of(command.chunks, state.staging)
+            return [Phase(partial(self._prefill, state, command.step, chunks), FenceName.DRAFT_DONE)]
         rows = put_integers(state.staging, command.slots)
 
         def work() -> None:
@@ -93,30 +92,9 @@ class DraftEngine:
 
         return [Phase(work, FenceName.DRAFT_DONE)]
 
-    def _rehearse(self, state: EpochState) -> None:
-        """Takes in a prompt and drafts in a slot without pages: a GPU loads kernels when they are first used."""
-        attachment = state.attachment
-        chunk = PrefillChunk(slot=1, start=0, tokens=(0, 0), is_last=True)
-        update = SlotUpdate(slot=1, generation=0, limit_tokens=attachment.context_tokens, sampling=SamplingParams())
-        prompt = StepCommand(
-            epoch=attachment.epoch, step=0, kind=StepKind.PREFILL, slots=(1,), chunks=(chunk,), updates=(update,)
-        )
-        for command in (prompt, replace(prompt, kind=StepKind.DECODE, chunks=())):
-            state.staging.begin(command.step, command.slots)
-            changes = state.slots.changes(command.updates, state.staging)
-            phases = self.phases(command, state)
-            state.staging.flush()
-            state.slots.take_over(changes)
-            for phase in phases:
-                phase.work()
-
-    def _prefill(self, state: EpochState, step: int, groups: list[PaddedChunks]) -> None:
-        sizes = [len(chunks.places) for chunks in groups]
-        hidden: Iterable[torch.Tensor | None] = [None] * len(groups)
-        if state.region.shape.hidden_width:
-            hidden = torch.split(state.region.gather_prefill(step, sum(sizes)), sizes)
-        for chunks, states in zip(groups, hidden, strict=True):
-            self._drafter.prefill(chunks, states)
+    def _prefill(self, state: EpochState, step: int, chunks: FlatChunks) -> None:
+        reads_hidden = state.region.shape.hidden_width > 0
+        self._drafter.prefill(chunks, state.region.gather_prefill(step, len(chunks.tokens)) if reads_hidden else None)
 
 
 class DraftGraphs:

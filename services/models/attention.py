@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.services.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """B rows of different lengths, one behind the other: N tokens. The tensors are on the model's device."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each row, at least one."""
+    rows: torch.Tensor
+    """[N] int64: the row of each token."""
+    begins: torch.Tensor
+    """[B + 1] int64: the place of each row's first token, and N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """B rows of W query tokens each. All tensors are on the model's device and may be static buffers.
+    """B rows of query tokens: of W tokens each, or ragged, N tokens together.
 
-    Positions and pages may hold anything: whatever lies outside a row's limit or page table is written
-    to the padding page and never read, so that running ahead of a request's end is harmless.
+    All tensors are on the model's device and may be static buffers. Positions and pages may hold anything: whatever
+    lies outside a row's limit or page table is written to the padding page and never read, so that running ahead of a
+    request's end is harmless.
     """
 
     tokens: torch.Tensor
-    """[B, W] int64 token ids."""
+    """[B, W] or [N] int64 token ids."""
     positions: torch.Tensor
-    """[B, W] int64 absolute positions of the tokens."""
+    """[B, W] or [N] int64 absolute positions of the tokens."""
     is_valid: torch.Tensor
-    """[B, W] bool: False for padding queries, whose outputs mean nothing and whose KV is dropped."""
+    """[B, W] or [N] bool: False for padding queries, whose outputs mean nothing and whose KV is dropped."""
     page_table: torch.Tensor
     """[B, P] int64 page numbers: the KV of position p is in page `page_table[b, p // page_size]`."""
     limits: torch.Tensor
@@ -37,6 +52,28 @@ class ForwardBatch:
     """
     max_kv_len: int | None = None
     """Bounds the positions that any valid query sees, where the host knows it; None is the whole page table."""
+    ragged: RaggedRows | None = None
+    """The rows of N tokens; None for W tokens in each."""
+
+    def by_row(self) -> list[ForwardBatch]:
+        """Takes a ragged batch apart: each row by itself, [1, W]."""
+        assert self.ragged is not None, "rows of W tokens are computed together"
+        by_token, lengths = (self.tokens, self.positions, self.is_valid), list(self.ragged.lengths)
+        parts = zip(*(torch.split(values, lengths) for values in by_token), strict=True)
+        return [
+            replace(
+                self,
+                tokens=tokens[None],
+                positions=positions[None],
+                is_valid=is_valid[None],
+                page_table=self.page_table[row : row + 1],
+                limits=self.limits[row : row + 1],
+                starts=None if self.starts is None else self.starts[row : row + 1],
+                max_kv_len=None if self.max_kv_len is None else int(positions.max()) + 1,
+                ragged=None,
+            )
+            for row, (tokens, positions, is_valid) in enumerate(parts)
+        ]
 
 
 PADDING_PAGE = 0
@@ -58,6 +95,20 @@ class PagedKV:
         shape = (config.num_layers, num_pages * page_size, 2 * config.kv_size)
         self.rows = torch.zeros(shape, device=device, dtype=dtype).unbind(0)
         """Per layer [num_pages * page_size, 2 * kv_size]: keys of all heads, then values; one row a token."""
+
+
+def torch_attention(
+    config: ModelConfig, batch: ForwardBatch, cache: PagedKV
+) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """Makes the attention of one forward in PyTorch, see `TorchAttention`; of ragged rows one after the other."""
+    if batch.ragged is None:
+        return TorchAttention(config, batch, cache)
+    lengths, rows = list(batch.ragged.lengths), [TorchAttention(config, row, cache) for row in batch.by_row()]
+
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        return torch.cat([row(layer, part) for row, part in zip(rows, torch.split(qkv, lengths), strict=True)])
+
+    return attend
 
 
 class TorchAttention:

@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.attention import torch_attention
 from slipstream.services.models.rope import Rotation, rotation_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slipstream.services.models.attention import ForwardBatch, PagedKV
     from slipstream.services.models.config import ModelConfig
+
+    Attend = Callable[[int, torch.Tensor], torch.Tensor]
+    """Attention of one forward: takes a layer's number and its queries, keys and values."""
 
 
 _PACKED_FOR_TOKENS = 8
@@ -87,9 +92,9 @@ class DecoderOutput:
     """The result of a forward, for the sampler and for draft heads."""
 
     hidden: torch.Tensor
-    """[B, W, hidden_size] in the model's dtype, after the final norm."""
+    """[B, W, hidden_size], [N, hidden_size] of a ragged batch, in the model's dtype, after the final norm."""
     aux: torch.Tensor | None
-    """[B, W, len(aux_layers) * hidden_size] in the order of `aux_layers`; None when there are none."""
+    """The same with len(aux_layers) * hidden_size, in the order of `aux_layers`; None when there are none."""
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -152,13 +157,11 @@ class DecoderLayer(nn.Module):
         """The norms of each head's queries and keys, before they are rotated; None if the model has none."""
         return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, attend: TorchAttention) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
         return self.mix(x, self.attention_norm(x), rotation, attend)
 
-    def mix(
-        self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: TorchAttention
-    ) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         """Adds both branches to `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed."""
         qkv = self.qkv(attention_input)
         heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
@@ -201,13 +204,12 @@ class Decoder(nn.Module):
         `aux_layers`: numbers of layers whose *input* is wanted as well (`num_layers` is the last layer's
         output, before the final norm); as in transformers' `hidden_states`.
         """
-        num_rows, width = batch.tokens.shape
         x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
         normed, stream = self._run_layers(x, batch, cache, aux_layers)
         aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
         return DecoderOutput(
-            hidden=normed.view(num_rows, width, self.config.hidden_size),
-            aux=aux.view(num_rows, width, aux.shape[1]) if aux is not None else None,
+            hidden=normed.view(*batch.tokens.shape, self.config.hidden_size),
+            aux=aux.view(*batch.tokens.shape, aux.shape[1]) if aux is not None else None,
         )
 
     def _run_layers(
@@ -216,7 +218,7 @@ class Decoder(nn.Module):
         """`x`: [N, hidden_size]. Returns the final norm's output and the inputs of `aux_layers` by their numbers."""
         positions = batch.positions.flatten().clamp(0, self.config.max_position_embeddings - 1)
         rotation = Rotation(self._rotation_table, positions)
-        attend = TorchAttention(self.config, batch, cache)
+        attend = torch_attention(self.config, batch, cache)
         stream = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:

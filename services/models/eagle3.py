@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.common.errors import CheckpointError
-from slipstream.services.models.attention import TorchAttention
+from slipstream.services.models.attention import torch_attention
 from slipstream.services.models.config import MAX_HIDDEN_SIZE, MAX_LAYERS, ModelConfig
 from slipstream.services.models.config_fields import ConfigFields, is_integer
 from slipstream.services.models.decoder import DecoderLayer, Linear, RMSNorm, empty_parameter, pack_linears
@@ -149,18 +149,18 @@ class Eagle3Head(nn.Module):
     def forward(self, batch: ForwardBatch, states: torch.Tensor, cache: PagedKV) -> torch.Tensor:
         """Runs a batch's entries and keeps their keys and values.
 
-        `batch` has the position of each entry's state and the token behind it; `states`: [B, W, hidden_size]. Returns
-        the layer's own states, [B, W, hidden_size], before the norm.
+        `batch` has the position of each entry's state and the token behind it; `states`: [B, W, hidden_size], or
+        [N, hidden_size] if it is ragged. Returns the layer's own states, the same shape, before the norm.
         """
         layer = self.config.layer
         tokens = batch.tokens.flatten().clamp(0, layer.vocab_size - 1)
         positions = batch.positions.flatten().clamp(0, layer.max_position_embeddings - 1)
         rotation = Rotation(self._rotation_table, positions)
-        x = states.flatten(0, 1)
+        x = states.reshape(-1, layer.hidden_size)
         normed = self.hidden_norm(x)
         embedded = self.layer.attention_norm(F.embedding(tokens, self.embedding))
         both = torch.cat((embedded, normed), dim=-1)
-        attend = TorchAttention(layer, batch, cache)
+        attend = torch_attention(layer, batch, cache)
         output = self.layer.mix(normed if self.config.has_normed_residual else x, both, rotation, attend)
         return output.view_as(states)
 

@@ -86,7 +86,7 @@ class FusedEagle3Head(Eagle3Head):
         layer = self.config.layer
         rotation = rotation_of(batch.positions, self._rotation_table, layer.max_position_embeddings)
         attend = PagedAttention(layer, batch, cache)
-        x = states.flatten(0, 1).contiguous()
+        x = states.reshape(-1, layer.hidden_size).contiguous()
         norms = self.layer.attention_norm.weight, self.hidden_norm.weight
         both = embed_and_norm(batch.tokens.reshape(-1), self.embedding, x, *norms, layer.rms_norm_eps)
         residual = both[:, x.shape[1] :].contiguous() if self.config.has_normed_residual else x

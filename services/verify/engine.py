@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
-from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.worker.step import FenceName, PrefillChunk, StepKind
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
-from slipstream.services.verify.target import PromptGroup, Target
+from slipstream.services.verify.target import PromptEnds, Target
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import at_once
-from slipstream.services.worker.staging import put_integers
+from slipstream.services.worker.rehearsal import rehearse_prompts
+from slipstream.services.worker.staging import FlatChunks, put_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from slipstream.common.worker.contract import DraftSizes, WorkerDescription
     from slipstream.common.worker.step import StepCommand
@@ -61,6 +63,7 @@ class VerifyEngine:
         self._model.open(state)
         if state.graphs is None:
             return
+        rehearse_prompts(self, state)
         self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
         sizes = attachment.expected_draft
         try:
@@ -101,11 +104,12 @@ class VerifyEngine:
         if not command.chunks:
             return _phases(command, state, target, (), torch.empty(0), region, lambda: None)
         is_one_size = state.graphs is not None and self._deterministic_width is not None
-        width = state.attachment.shape.chunk_tokens if is_one_size else None
-        groups = PromptGroup.of(command.chunks, state.staging, width=width, is_one=state.graphs is None)
+        padding = _padding(command.chunks, state.attachment.shape.chunk_tokens) if is_one_size else ()
+        chunks = FlatChunks.of((*command.chunks, *padding), state.staging)
+        ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_one_size)
         slots = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
         rows = put_integers(state.staging, slots)
-        work = partial(target.prefill, command, groups, region, layers)
+        work = partial(target.prefill, command, chunks, ends, region, layers)
         return _phases(command, state, target, slots, rows, region, work)
 
     def _width(self, num_draft_tokens: int) -> int | None:
@@ -144,6 +148,12 @@ class VerifyEngine:
         if not draft.hidden_width:
             return ()
         return draft.hidden_layers or fused_layers(self._model.decoder.config.num_layers)
+
+
+def _padding(chunks: Sequence[PrefillChunk], num_tokens: int) -> tuple[PrefillChunk, ...]:
+    """A chunk in the padding slot that makes them `num_tokens` together, if they are fewer."""
+    missing = num_tokens - sum(len(chunk.tokens) for chunk in chunks)
+    return (PrefillChunk(slot=PADDING_SLOT, start=0, tokens=(0,) * missing, is_last=False),) if missing else ()
 
 
 def _phases(

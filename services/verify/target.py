@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import accept, logprobs_of
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
-from slipstream.services.worker.staging import PaddedChunks, of_similar_length, put_integers
+from slipstream.services.worker.staging import put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,59 +23,41 @@ if TYPE_CHECKING:
     from slipstream.services.worker.future_map import Region, StepNumber
     from slipstream.services.worker.language_model import LanguageModel
     from slipstream.services.worker.slots import SamplingMode
-    from slipstream.services.worker.staging import Staging
+    from slipstream.services.worker.staging import FlatChunks, Staging
 
 _Result = TypeVar("_Result", VerifyResult, Logprobs)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEnds:
-    """The ends of E prompts in a forward over B chunks; their first tokens are sampled from there."""
+    """The ends of E prompts in a forward; their first tokens are sampled from there, together."""
 
     rows: torch.Tensor
     """[E] int64: their slots."""
-    chunks: torch.Tensor
-    """[E] int64: numbers of chunks."""
-    columns: torch.Tensor
-    """[E] int64: of the last tokens."""
+    places: torch.Tensor
+    """[E] int64: of the last tokens, among all tokens of the forward."""
     lengths: torch.Tensor
     """[E] int64: of the prompts."""
     slots: tuple[int, ...]
     """The slots on the host."""
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging) -> PromptEnds | None:
-        """Returns None if no prompt ends."""
-        ends = [number for number, chunk in enumerate(chunks) if chunk.is_last]
+    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging, *, is_each_alone: bool = False) -> list[PromptEnds]:
+        """Finds all of them, none if no prompt ends. `is_each_alone`: samples one at a time."""
+        begins_after = accumulate(len(chunk.tokens) for chunk in chunks)
+        ends = [(place - 1, chunk) for place, chunk in zip(begins_after, chunks, strict=True) if chunk.is_last]
         if not ends:
-            return None
+            return []
 
-        slots = tuple(chunks[number].slot for number in ends)
-        return cls(
-            rows=put_integers(staging, slots),
-            chunks=put_integers(staging, ends),
-            columns=put_integers(staging, [len(chunks[number].tokens) - 1 for number in ends]),
-            lengths=put_integers(staging, [chunks[number].start + len(chunks[number].tokens) for number in ends]),
-            slots=slots,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptGroup:
-    """Chunks of prompts that go through the model side by side."""
-
-    chunks: PaddedChunks
-    ends: PromptEnds | None
-
-    @classmethod
-    def of(
-        cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None, is_one: bool = False
-    ) -> list[PromptGroup]:
-        """Groups chunks of similar length; all of them with `is_one`; with `width`, each alone and padded to that."""
-        groups = [list(chunks)] if is_one else of_similar_length(chunks)
-        if width is not None:
-            groups = [[chunk] for chunk in chunks]
-        return [cls(PaddedChunks.of(group, staging, width=width), PromptEnds.of(group, staging)) for group in groups]
+        return [
+            cls(
+                rows=put_integers(staging, [chunk.slot for _, chunk in together]),
+                places=put_integers(staging, [place for place, _ in together]),
+                lengths=put_integers(staging, [chunk.start + len(chunk.tokens) for _, chunk in together]),
+                slots=tuple(chunk.slot for _, chunk in together),
+            )
+            for together in ([[end] for end in ends] if is_each_alone else [ends])
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +152,20 @@ class Target:
     def prefill(
         self,
         command: StepCommand,
-        groups: list[PromptGroup],
+        chunks: FlatChunks,
+        ends: Sequence[PromptEnds],
         region: Region | None,
         aux_layers: tuple[int, ...],
     ) -> VerifyResult | None:
         """Fills the KV of the chunks; samples the first token of each prompt that ends here.
 
-        Leaves the states of `aux_layers` in `region`.
+        `chunks`: the command's, perhaps with padding behind them. Leaves the states of `aux_layers` in `region`.
         """
         self._forget(command, region)
-        states, results = [], []
-        for group in groups:
-            slots = self._model.slots.take(group.chunks.rows)
-            output = self._model.prefill(slots, group.chunks, aux_layers=aux_layers)
-            if output.aux is not None:
-                states.append(group.chunks.without_padding(output.aux))
-            if group.ends is not None:
-                results.append(self._first_tokens(output, group.ends, command.top_logprobs))
-        if region is not None and states:
-            region.stash_prefill(command.step, torch.cat(states) if len(states) > 1 else states[0])
+        output = self._model.prefill(chunks, aux_layers=aux_layers)
+        if region is not None and output.aux is not None:
+            region.stash_prefill(command.step, output.aux[: sum(len(chunk.tokens) for chunk in command.chunks)])
+        results = [self._first_tokens(output, together, command.top_logprobs) for together in ends]
         if len(results) > 1:
             return merged(torch.cat, *results)
         return results[0] if results else None
@@ -200,16 +178,16 @@ class Target:
                 region.forget(command.step, new)
 
     def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, top_logprobs: int | None) -> VerifyResult:
-        """Samples the tokens behind the prompts that end in a group."""
+        """Samples the tokens behind some prompts."""
         slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
-        logits = self._model.decoder.logits(output.hidden[ends.chunks, ends.columns][:, None])
+        logits = self._model.decoder.logits(output.hidden.index_select(0, ends.places)[:, None])
         tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], mode)
         return VerifyResult(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
             scores=_scores(logits, tokens),
-            hidden_states=None if output.aux is None else output.aux[ends.chunks, ends.columns][:, None],
+            hidden_states=None if output.aux is None else output.aux.index_select(0, ends.places)[:, None],
             logprobs=None if top_logprobs is None else logprobs_of(logits.float(), tokens, top_logprobs),
         )
 

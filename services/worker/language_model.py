@@ -9,7 +9,7 @@ import torch
 
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.services.models.adjustments import adjust
-from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.attention import ForwardBatch, PagedKV, RaggedRows
 from slipstream.services.models.sampler import sample
 from slipstream.services.worker.slots import SamplingMode
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.services.models.sampler import SamplingRows
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.slots import SlotTable
-    from slipstream.services.worker.staging import PaddedChunks
+    from slipstream.services.worker.staging import FlatChunks
 
 
 class SlotRows:
@@ -115,18 +115,21 @@ class PagedSlots:
         return SlotRows(rows, self.state.slots)
 
     def warm_up(self) -> Iterator[tuple[SlotRows, torch.Tensor, torch.Tensor]]:
-        """Yields a padding row, its tokens and its positions ([1, W]), for each width that different code runs for."""
-        shape = self.state.attachment.shape
-        prompts = (16,) if self._device.type == "cpu" else (16, 32, 64, 300, shape.chunk_tokens)
-        for width in sorted({1, shape.num_draft_tokens + 1, *(min(width, shape.chunk_tokens) for width in prompts)}):
+        """Yields a padding row, its tokens and its positions ([1, W]), for each width of decode steps."""
+        for width in (1, self.state.attachment.shape.num_draft_tokens + 1):
             positions = torch.arange(width, device=self._device)[None]
             slots = self.take(torch.zeros(1, dtype=torch.int64, device=self._device))
             yield slots, torch.zeros_like(positions), positions
 
     def batch(
-        self, slots: SlotRows, tokens: torch.Tensor, positions: torch.Tensor, is_valid: torch.Tensor | None = None
+        self,
+        slots: SlotRows,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        is_valid: torch.Tensor | None = None,
+        ragged: RaggedRows | None = None,
     ) -> ForwardBatch:
-        """B rows of W tokens. `tokens`, `positions`: [B, W] int64; `is_valid`: [B, W], None for all."""
+        """Makes the input of a forward; arguments as in `ForwardBatch`. `is_valid`: None for all."""
         is_cpu, state = self._device.type == "cpu", self.state
         # Verify has all of a sequence. On a CPU nothing is captured: without a late slot there is nothing to mask.
         has_starts = state.attachment.given is not None and (state.slots.has_late_history or not is_cpu)
@@ -139,6 +142,7 @@ class PagedSlots:
             # Only where the host can read it without waiting; elsewhere the whole page list is read.
             max_kv_len=int(positions.max()) + 1 if is_cpu else None,
             starts=slots.history_from if has_starts else None,
+            ragged=ragged,
         )
 
     def sample(
@@ -173,13 +177,14 @@ class PagedSlots:
         tokens = fused_sample(flat, rows, places, has_filters=has_filters, token_ids=token_ids)
         return tokens.view(num_rows, width)
 
-    def record_prompt(self, chunks: PaddedChunks) -> None:
-        """Records chunks of B prompts, and of output that their sequences came with, for the penalties."""
+    def record_prompt(self, chunks: FlatChunks) -> None:
+        """Records chunks of prompts, and of output that their sequences came with, for the penalties."""
         slots = self.state.slots
         if slots.has_penalties:
-            is_prompt = chunks.positions < slots.prompt_tokens.index_select(0, chunks.rows)[:, None]
-            slots.history.add_prompt(chunks.rows, chunks.tokens, chunks.is_valid & is_prompt)
-            slots.history.add_output(chunks.rows, chunks.tokens, chunks.is_valid & ~is_prompt)
+            rows, tokens = chunks.slots.index_select(0, chunks.ragged.rows), chunks.tokens[:, None]
+            is_prompt = (chunks.positions < slots.prompt_tokens.index_select(0, rows))[:, None]
+            slots.history.add_prompt(rows, tokens, is_prompt)
+            slots.history.add_output(rows, tokens, ~is_prompt)
 
     def record_output(self, rows: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         """Records the first `num_tokens` ([B] int64) of `tokens` ([B, W] int64) as output, for the penalties."""
@@ -218,8 +223,9 @@ class LanguageModel:
         batch = self.slots.batch(slots, tokens, positions, is_valid)
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
 
-    def prefill(self, slots: SlotRows, chunks: PaddedChunks, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
-        """Runs chunks of prompts side by side; `slots`: of the chunks."""
+    def prefill(self, chunks: FlatChunks, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
+        """Runs chunks of prompts: N tokens."""
         self.slots.record_prompt(chunks)
-        is_valid = chunks.is_valid
-        return self.forward(slots, chunks.tokens, chunks.positions, is_valid=is_valid, aux_layers=aux_layers)
+        slots = self.slots.take(chunks.slots)
+        batch = self.slots.batch(slots, chunks.tokens, chunks.positions, ragged=chunks.ragged)
+        return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)

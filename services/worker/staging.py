@@ -4,7 +4,7 @@ A step puts each piece of its command (slots, pages, limits, sampling, prompts) 
 device tensor, and flushes: one kernel on the worker's stream fetches it all. On the device there is one buffer, used
 again in stream order; on the host a ring of buffers, each used again when its contents are fetched.
 
-Chunks of prompts are staged side by side, padded to one length for a forward.
+Chunks of prompts are staged one behind the other, for one forward.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.services.models.attention import RaggedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -144,9 +145,9 @@ def _events(device: torch.device, count: int) -> list[torch.cuda.Event]:
 
 
 def staged_bytes(attachment: Attachment) -> int:
-    """Bytes that a step's command takes at most, but for chunks of very different lengths side by side."""
+    """Bytes that a step's command takes at most."""
     shape, page_bytes, row_bytes = attachment.shape, 16, 8192
-    token_bytes = 2 * (8 + 8 + 1)
+    token_bytes = 3 * 8
     return attachment.num_pages * page_bytes + shape.num_slots * row_bytes + shape.chunk_tokens * token_bytes
 
 
@@ -154,66 +155,31 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-MOST_PADDING = 0.25
-"""Share of a group's tokens: on a fast device more padding costs more than another forward."""
-
-
-def of_similar_length(chunks: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
-    """Groups neighbouring chunks of nearly the same length, in their order."""
-    groups: list[list[PrefillChunk]] = []
-    for chunk in chunks:
-        if groups and _padding([*groups[-1], chunk]) <= MOST_PADDING:
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
-    return groups
-
-
-def _padding(chunks: Sequence[PrefillChunk]) -> float:
-    lengths = [len(chunk.tokens) for chunk in chunks]
-    return len(lengths) * max(lengths) / sum(lengths) - 1
-
-
 @dataclass(frozen=True, slots=True)
-class PaddedChunks:
-    """B rows as long as the longest chunk, with T tokens without the padding. All tensors are on the device."""
+class FlatChunks:
+    """B chunks, one behind the other: N tokens. All tensors are on the device."""
 
-    rows: torch.Tensor
-    """[B] int64: their slots."""
-    tokens: torch.Tensor
-    """[B, W] int64."""
-    positions: torch.Tensor
-    """[B, W] int64; padding repeats the chunk's last position, so that it makes no row longer than it is."""
-    is_valid: torch.Tensor
-    """[B, W] bool: False for padding."""
-    lengths: torch.Tensor
+    slots: torch.Tensor
     """[B] int64."""
-    places: torch.Tensor
-    """[T] int64: which of the B * W tokens are no padding, row after row."""
+    tokens: torch.Tensor
+    """[N] int64."""
+    positions: torch.Tensor
+    """[N] int64."""
+    ragged: RaggedRows
+    """The chunks as rows."""
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging, *, width: int | None = None) -> PaddedChunks:
-        """Lays them out on the host, in rows of `width` tokens; None is as wide as the longest."""
-        width = width or max(len(chunk.tokens) for chunk in chunks)
-        tokens = torch.tensor([[*chunk.tokens, *([0] * (width - len(chunk.tokens)))] for chunk in chunks])
-        starts = torch.tensor([chunk.start for chunk in chunks])
-        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
-        columns = torch.arange(width)
-        is_valid = columns < lengths[:, None]
+    def of(cls, chunks: Sequence[PrefillChunk], staging: Staging) -> FlatChunks:
+        """Lays them out on the host."""
+        lengths = tuple(len(chunk.tokens) for chunk in chunks)
+        counts, starts = torch.tensor(lengths), torch.tensor([chunk.start for chunk in chunks])
+        begins = torch.zeros(len(chunks) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=begins[1:])
+        rows = torch.repeat_interleave(counts)
+        positions = torch.arange(len(rows)) + (starts - begins[:-1])[rows]
         return cls(
-            rows=staging.put(torch.tensor([chunk.slot for chunk in chunks])),
-            tokens=staging.put(tokens),
-            positions=staging.put(starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)),
-            is_valid=staging.put(is_valid),
-            lengths=staging.put(lengths),
-            places=staging.put(is_valid.flatten().nonzero()[:, 0]),
+            slots=put_integers(staging, [chunk.slot for chunk in chunks]),
+            tokens=put_integers(staging, [token for chunk in chunks for token in chunk.tokens]),
+            positions=staging.put(positions),
+            ragged=RaggedRows(lengths, staging.put(rows), staging.put(begins)),
         )
-
-    def without_padding(self, states: torch.Tensor) -> torch.Tensor:
-        """Drops the padding: [B, W, size] to [T, size], chunk after chunk."""
-        return states.flatten(0, 1).index_select(0, self.places)
-
-    def with_padding(self, states: torch.Tensor) -> torch.Tensor:
-        """Adds zeros as padding: [T, size] to [B, W, size]."""
-        laid_out = states.new_zeros(self.tokens.numel(), states.shape[1])
-        return laid_out.index_copy_(0, self.places, states).view(*self.tokens.shape, -1)

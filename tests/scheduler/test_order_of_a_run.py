@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import NextStepState
     from slipstream.services.worker.slots import SamplingMode
-    from slipstream.services.worker.staging import PaddedChunks
+    from slipstream.services.worker.staging import FlatChunks
     from tests.ordering.replay import Report
 
 
@@ -39,10 +39,10 @@ class HiddenDrafter:
     def close(self) -> None:
         """See `Drafter.close`."""
 
-    def prefill(self, chunks: PaddedChunks, hidden: torch.Tensor | None) -> None:
+    def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`."""
         assert hidden is not None
-        assert len(hidden) == int(chunks.lengths.sum())
+        assert len(hidden) == len(chunks.tokens)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`."""

@@ -89,16 +89,19 @@ def attend_blocks(
 
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width", "num_splits", "num_query_blocks", "window"])
 def attend_kernel(
-    qkv: tl.tensor,  # [B * width, (KV_HEADS * GROUP + 2 * KV_HEADS) * HEAD_DIM], queries rotated
+    qkv: tl.tensor,  # [N, (KV_HEADS * GROUP + 2 * KV_HEADS) * HEAD_DIM], queries rotated; N is B * width
     kv: tl.tensor,  # [num_pages * PAGE_SIZE, 2 * KV_HEADS * HEAD_DIM]
     page_table: tl.tensor,  # [B, table_width] int64
     positions: tl.tensor,  # [B, width] int64
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
     starts: tl.tensor,  # [B] int64, read if HAS_STARTS
-    output: tl.tensor,  # [B * width, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
-    partial_output: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
-    partial_lse: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits] float32: log2 of the sum of weights
+    rows: tl.tensor,  # [N] int64: the row of each token, read if IS_RAGGED
+    row_begins: tl.tensor,  # [B + 1] int64: the first token of each row, and N; read if IS_RAGGED
+    tile_begins: tl.tensor,  # [T] int64: the first token of each tile, read if IS_RAGGED
+    output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
+    partial_output: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
+    partial_lse: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits] float32: log2 of the sum of weights
     num_pages: tl.tensor,
     table_width: tl.tensor,
     width: tl.tensor,
@@ -117,26 +120,36 @@ def attend_kernel(
     HAS_STARTS: tl.constexpr,
     SPARES_MASKS: tl.constexpr,  # whole blocks that all queries see get a loop of their own
     IS_SPLIT: tl.constexpr,
+    IS_RAGGED: tl.constexpr,  # [N] instead of [B, width], and not split
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Attends with BLOCK_M queries (of all heads that share one key head) of one row over one split of its keys.
+    """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
 
-    Grid: (KV_HEADS, num_query_blocks * num_splits, B). Row m of the queries is token m // GROUP of head m % GROUP.
+    Grid: (KV_HEADS, num_query_blocks * num_splits, B), or (KV_HEADS, T) if IS_RAGGED. BLOCK_M queries, of which row m
+    is head m % GROUP of a token; tiles of ragged rows begin with a whole token.
     """
     head = tl.program_id(0)
     # The last queries see the most keys, and start first.
-    query_block = num_query_blocks - 1 - tl.program_id(1) % num_query_blocks
-    split = tl.program_id(1) // num_query_blocks
-    row = tl.program_id(2).to(tl.int64)
+    if IS_RAGGED:
+        split = 0
+        m = tl.arange(0, BLOCK_M)
+        tile_begin = tl.load(tile_begins + tl.num_programs(1) - 1 - tl.program_id(1))
+        row = tl.load(rows + tile_begin)
+        token = tile_begin + m // GROUP
+        is_query = (m < BLOCK_M // GROUP * GROUP) & (token < tl.load(row_begins + row + 1))
+    else:
+        query_block = num_query_blocks - 1 - tl.program_id(1) % num_query_blocks
+        split = tl.program_id(1) // num_query_blocks
+        row = tl.program_id(2).to(tl.int64)
+        m = query_block * BLOCK_M + tl.arange(0, BLOCK_M)
+        token = row * width + m // GROUP
+        is_query = m < width * GROUP
 
     # Each query sees the keys from `first_seen` to `last_seen`.
-    m = query_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = m // GROUP
-    is_query = m < width * GROUP
-    is_seeing = tl.load(is_valid + row * width + token, mask=is_query, other=0) != 0
+    is_seeing = tl.load(is_valid + token, mask=is_query, other=0) != 0
     end = tl.load(limits + row)
     end = tl.minimum(tl.maximum(end, 0), (table_width * PAGE_SIZE).to(tl.int64))
-    position = tl.load(positions + row * width + token, mask=is_query, other=0)
+    position = tl.load(positions + token, mask=is_query, other=0)
     last_seen = tl.maximum(tl.minimum(position, end - 1), 0).to(tl.int32)
     first_seen = last_seen - window + 1
     num_seen = tl.max(tl.where(is_seeing, last_seen, -1), axis=0) + 1
@@ -166,8 +179,9 @@ def attend_kernel(
 
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_DIM
-    query_row = (row * width + token) * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
-    query_at = qkv + query_row[:, None] + ((head * GROUP + m % GROUP) * HEAD_DIM)[:, None] + d[None, :]
+    query_head = head * GROUP + m % GROUP
+    query_row = token * ((GROUP + 2) * KV_HEADS * HEAD_DIM)
+    query_at = qkv + query_row[:, None] + (query_head * HEAD_DIM)[:, None] + d[None, :]
     query = tl.load(query_at, mask=is_seeing[:, None] & is_dim[None, :], other=0.0)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -192,32 +206,29 @@ def attend_kernel(
     has_keys = is_seeing & (total > 0.0)
     result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)
     if IS_SPLIT:
-        partial = ((row * KV_HEADS + head) * (width * GROUP) + m) * num_splits + split
+        partial = (token * (KV_HEADS * GROUP) + query_head) * num_splits + split
         lse = tl.where(has_keys, best + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
         tl.store(partial_lse + partial, lse, mask=is_query)
         is_kept = (is_query & has_keys)[:, None] & is_dim[None, :]
         tl.store(partial_output + partial[:, None] * HEAD_DIM + d[None, :], result, mask=is_kept)
     else:
-        output_row = (row * width + token) * (GROUP * KV_HEADS * HEAD_DIM)
-        output_at = output + output_row[:, None] + ((head * GROUP + m % GROUP) * HEAD_DIM)[:, None] + d[None, :]
+        output_row = token * (GROUP * KV_HEADS * HEAD_DIM)
+        output_at = output + output_row[:, None] + (query_head * HEAD_DIM)[:, None] + d[None, :]
         tl.store(output_at, result.to(output.dtype.element_ty), mask=is_query[:, None] & is_dim[None, :])
 
 
-@triton.jit(do_not_specialize=["width", "num_splits"])
+@triton.jit(do_not_specialize=["num_splits"])
 def combine_kernel(
-    partial_output: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits, HEAD_DIM] float32
-    partial_lse: tl.tensor,  # [B * KV_HEADS * width * GROUP, num_splits] float32
-    output: tl.tensor,  # [B * width, KV_HEADS * GROUP * HEAD_DIM]
-    width: tl.tensor,
+    partial_output: tl.tensor,  # [N * heads, num_splits, HEAD_DIM] float32
+    partial_lse: tl.tensor,  # [N * heads, num_splits] float32
+    output: tl.tensor,  # [N * heads, HEAD_DIM]
     num_splits: tl.tensor,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Combines the splits of one query of one head, empty ones with an lse of -inf. Grid: (B * heads * width,)."""
+    """Combines the splits of one query of one head, empty ones with an lse of -inf. Grid: (N * heads,)."""
     wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
@@ -230,11 +241,4 @@ def combine_kernel(
     partial = tl.load(partial_at, mask=is_there, other=0.0)
     total = tl.sum(weights, axis=0)
     result = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-
-    per_head = width * GROUP
-    m = index % per_head
-    head = (index // per_head) % KV_HEADS
-    row = index // (per_head * KV_HEADS)
-    output_row = (row * width + m // GROUP) * (GROUP * KV_HEADS * HEAD_DIM)
-    output_at = output + output_row + (head * GROUP + m % GROUP) * HEAD_DIM + d
-    tl.store(output_at, result.to(output.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(output + index * HEAD_DIM + d, result.to(output.dtype.element_ty), mask=d < HEAD_DIM)

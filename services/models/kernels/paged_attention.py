@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from slipstream.services.models.kernels.launching import num_multiprocessors, ov
 from slipstream.services.models.kernels.rotation import keep_kernel
 
 if TYPE_CHECKING:
-    from slipstream.services.models.attention import ForwardBatch, PagedKV
+    from slipstream.services.models.attention import ForwardBatch, PagedKV, RaggedRows
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import RMSNorm
 
@@ -37,18 +37,29 @@ class PagedAttention:
         """
         self._config = config
         self._cache = cache
-        self._num_rows, self._width = batch.tokens.shape
+        self._num_tokens = batch.tokens.numel()
         self._page_table = batch.page_table.contiguous()
         self._positions = batch.positions.contiguous()
         self._is_valid = batch.is_valid.contiguous()
         self._limits = batch.limits.contiguous()
         self._starts = None if batch.starts is None else batch.starts.contiguous()
         self._group = config.num_heads // config.num_kv_heads
-        self._tile = _tile(self._width * self._group, config.head_dim, cache.rows[0].element_size())
-        self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
-        self._num_splits = 1 if is_invariant else self._choose_splits()
+        self._ragged = batch.ragged
+        element_size = cache.rows[0].element_size()
+        if batch.ragged is not None:
+            self._width, self._num_splits, self._num_query_blocks = 1, 1, 1
+            longest = None if is_invariant else max(batch.ragged.lengths)
+            self._tile = _tile_of_ragged(longest, self._group, config.head_dim, element_size)
+            self._tile_begins = _tile_begins(batch.ragged, self._tile.block_m // self._group)
+            self._grid: tuple[int, ...] = (config.num_kv_heads, len(self._tile_begins))
+        else:
+            num_rows, self._width = batch.tokens.shape
+            self._tile = _tile(self._width * self._group, config.head_dim, element_size)
+            self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
+            self._num_splits = 1 if is_invariant else self._choose_splits(num_rows)
+            self._grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, num_rows)
         is_split = self._num_splits > 1
-        num_partials = self._num_rows * self._width * config.num_heads * self._num_splits if is_split else 1
+        num_partials = self._num_tokens * config.num_heads * self._num_splits if is_split else 1
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
 
@@ -57,12 +68,11 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Normalises, rotates and keeps in one kernel, then attends.
 
-        `qkv`: [B * W, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
-        [B * W, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. Returns
-        [B * W, q_size].
+        `qkv`: [N, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
+        [N, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. Returns [N, q_size].
         """
         output = qkv.new_empty(len(qkv), self._config.q_size)
-        if self._num_rows:
+        if self._num_tokens:
             self._keep(layer, qkv, rotation, norms)
             self._attend(layer, qkv, output)
         return output
@@ -70,8 +80,7 @@ class PagedAttention:
     def _attend(self, layer: int, qkv: torch.Tensor, output: torch.Tensor) -> None:
         config = self._config
         window = config.sliding_window(layer)
-        grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, self._num_rows)
-        attend_kernel[grid](
+        attend_kernel[self._grid](
             qkv,
             self._cache.rows[layer],
             self._page_table,
@@ -79,6 +88,7 @@ class PagedAttention:
             self._is_valid,
             self._limits,
             self._limits if self._starts is None else self._starts,
+            *self._ragged_places,
             output,
             self._partial_output,
             self._partial_lse,
@@ -100,6 +110,7 @@ class PagedAttention:
             HAS_STARTS=self._starts is not None,
             SPARES_MASKS=self._tile.block_m > 64,
             IS_SPLIT=self._num_splits > 1,
+            IS_RAGGED=self._ragged is not None,
             **overlapping(qkv.device),
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,
@@ -107,12 +118,19 @@ class PagedAttention:
         if self._num_splits > 1:
             self._combine(output)
 
-    def _choose_splits(self) -> int:
-        if not self._num_rows or self._num_query_blocks > 1:
+    @property
+    def _ragged_places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of tokens, and where rows and tiles begin; any tensors if they are not read."""
+        if self._ragged is None:
+            return self._limits, self._limits, self._limits
+        return self._ragged.rows, self._ragged.begins, self._tile_begins
+
+    def _choose_splits(self, num_rows: int) -> int:
+        if not num_rows or self._num_query_blocks > 1:
             return 1
         capacity = self._page_table.shape[1] * self._cache.page_size
         wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)
-        splits = wanted // (self._num_rows * self._config.num_kv_heads)
+        splits = wanted // (num_rows * self._config.num_kv_heads)
         return max(1, min(splits, _MOST_SPLITS, -(-capacity // self._tile.block_n)))
 
     def _keep(
@@ -132,6 +150,7 @@ class PagedAttention:
             self._positions,
             self._is_valid,
             self._limits,
+            self._ragged_places[0],
             self._cache.num_pages,
             self._page_table.shape[1],
             self._width,
@@ -143,26 +162,28 @@ class PagedAttention:
             BLOCK_HALF=power_of_two(config.head_dim // 2),
             BLOCK_HEADS=block_heads,
             HAS_NORMS=norms is not None,
+            IS_RAGGED=self._ragged is not None,
             **overlapping(qkv.device),
             num_warps=4 if block_heads == 8 else 1,
         )
 
     def _combine(self, output: torch.Tensor) -> None:
-        config = self._config
-        combine_kernel[(self._num_rows * self._width * config.num_heads,)](
+        head_dim = self._config.head_dim
+        combine_kernel[(output.numel() // head_dim,)](
             self._partial_output,
             self._partial_lse,
             output,
-            self._width,
             self._num_splits,
-            KV_HEADS=config.num_kv_heads,
-            GROUP=self._group,
-            HEAD_DIM=config.head_dim,
-            BLOCK_D=power_of_two(config.head_dim),
+            HEAD_DIM=head_dim,
+            BLOCK_D=power_of_two(head_dim),
             BLOCK_S=power_of_two(self._num_splits),
             **overlapping(output.device),
             num_warps=1 if self._num_splits <= 8 else 4,
         )
+
+
+_LARGE = 128
+"""Stacked queries of the largest tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +196,31 @@ class _Tile:
 
 def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
     """Chooses the tile of a program for `num_stacked` queries of the heads that share a key head."""
-    block_m = min(128, max(16, power_of_two(num_stacked)))
+    block_m = min(_LARGE, max(16, power_of_two(num_stacked)))
     if element_size == 4:
         return _Tile(min(block_m, 64), 32, 4, 2)
-    if block_m == 128:
-        return _Tile(128, 64, 4 if head_dim <= 128 else 8, 2)
+    if block_m == _LARGE:
+        return _Tile(_LARGE, 64, 4 if head_dim <= 128 else 8, 2)
     return _Tile(block_m, 128 if head_dim <= 128 else 64, 4, 2)
+
+
+_SMALL = 32
+"""Stacked queries of the smaller tile of ragged rows: two sizes are all that a step can meet, and find compiled."""
+
+
+def _tile_of_ragged(longest: int | None, group: int, head_dim: int, element_size: int) -> _Tile:
+    """Chooses the tile for rows of at most `longest` tokens; the same for all rows if that is None."""
+    is_small = longest is not None and longest * group <= _SMALL
+    tile = _tile(_SMALL if is_small else _LARGE, head_dim, element_size)
+    return replace(tile, block_m=max(tile.block_m, power_of_two(group)))
+
+
+def _tile_begins(ragged: RaggedRows, num_tokens: int) -> torch.Tensor:
+    """The places of the first tokens of all tiles, of `num_tokens` at most and each of one row: [T] int64."""
+    device = ragged.begins.device
+    num_tiles = sum(-(-length // num_tokens) for length in ragged.lengths)
+    tiles = (ragged.begins.diff() + (num_tokens - 1)) // num_tokens
+    rows = torch.repeat_interleave(tiles, output_size=num_tiles)
+    before = (tiles.cumsum(0) - tiles).index_select(0, rows)
+    numbers = torch.arange(num_tiles, device=device) - before
+    return ragged.begins.index_select(0, rows) + numbers * num_tokens

@@ -51,6 +51,7 @@ def keep_kernel(
     positions: tl.tensor,  # [B, width] int64
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
+    rows: tl.tensor,  # [N] int64: the row of each token, read if IS_RAGGED
     num_pages: tl.tensor,
     table_width: tl.tensor,
     width: tl.tensor,
@@ -62,6 +63,7 @@ def keep_kernel(
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Rotates and keeps BLOCK_HEADS heads of one token.
@@ -71,7 +73,7 @@ def keep_kernel(
     """
     wait_for_previous(OVERLAPS)
     index = tl.program_id(0).to(tl.int64)
-    row = index // width
+    row = tl.load(rows + index) if IS_RAGGED else index // width
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     h = tl.arange(0, BLOCK_HALF)
     half: tl.constexpr = HEAD_DIM // 2

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from slipstream.services.models.attention import PADDING_PAGE, PagedKV
+from slipstream.services.models.attention import PADDING_PAGE, PagedKV, RaggedRows
 from tests.harness.paged_model import CAPACITY_TOKENS, CPU, PAGE_SIZE, PAGES_PER_ROW, PagedModel, random_tokens
 
 if TYPE_CHECKING:
@@ -44,6 +45,30 @@ def test_a_row_is_the_same_alone_and_in_a_batch(model: PagedModel) -> None:
     for row, prompt in enumerate(prompts):
         alone = model.run(model.batch([(0, prompt)]))
         torch.testing.assert_close(together[row, : len(prompt)], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_ragged_rows_are_the_same_as_padded_ones(model: PagedModel) -> None:
+    """Chunks of different lengths at different places, one behind the other."""
+    earlier, rows = [(0, random_tokens(length, seed=length)) for length in (9, 30, 4)], []
+    for start, length in ((9, 1), (30, 12), (4, 5)):
+        rows.append((start, random_tokens(length, seed=start)))
+    model.run(model.batch(earlier))
+    padded = model.batch(rows)
+    expected = model.run(padded)
+    kept = pages_but_padding(model.cache)
+    begins = [0, *accumulate(len(tokens) for _, tokens in rows)]
+    flat = replace(
+        padded,
+        **{name: getattr(padded, name)[padded.is_valid] for name in ("tokens", "positions", "is_valid")},
+        ragged=RaggedRows((1, 12, 5), padded.is_valid.nonzero()[:, 0], torch.tensor(begins)),
+    )
+    for layer in model.cache.rows:
+        layer.zero_()
+    model.run(model.batch(earlier))
+    for bound in (None, 42):
+        logits = model.run(replace(flat, max_kv_len=bound))
+        torch.testing.assert_close(logits, expected[padded.is_valid], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(pages_but_padding(model.cache), kept, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_queries_and_rows_do_not_disturb(model: PagedModel) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV
+from slipstream.services.models.attention import PADDING_PAGE, ForwardBatch, PagedKV, RaggedRows, torch_attention
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.kernels.paged_attention import PagedAttention
 from slipstream.services.models.rope_config import RopeConfig
@@ -103,6 +104,33 @@ class AttentionCase:
     def change(self, **changes: torch.Tensor) -> AttentionCase:
         """Other tensors in the batch."""
         return AttentionCase(self.config, self.cache, replace(self.batch, **changes), self.qkv)
+
+    def ragged(self, widths: Sequence[int]) -> AttentionCase:
+        """The first tokens of each row, `widths` of them, one row behind the other."""
+        batch, device = self.batch, self.qkv.device
+        is_taken = torch.arange(batch.tokens.shape[1], device=device) < torch.tensor(widths, device=device)[:, None]
+        begins = torch.tensor([0, *accumulate(widths)], device=device)
+        flat = replace(
+            batch,
+            tokens=batch.tokens[is_taken],
+            positions=batch.positions[is_taken],
+            is_valid=batch.is_valid[is_taken],
+            ragged=RaggedRows(tuple(widths), is_taken.nonzero()[:, 0], begins),
+        )
+        return AttentionCase(self.config, self.cache, flat, self.qkv[is_taken.flatten()])
+
+    def assert_as_pytorch(self, layer: int = 0) -> None:
+        """Compares outputs of valid queries and kept pages to PyTorch's; what is not valid sees nothing."""
+        # Places that no query of the row has filled hold what an earlier request left there: numbers.
+        self.cache.rows[layer].nan_to_num_(nan=0.25)
+        before = self.cache.rows[layer].clone()
+        expected = torch_attention(self.config, self.batch, self.cache)(layer, self.qkv.clone())
+        pages = self.kept_pages(layer)
+        self.cache.rows[layer].copy_(before)
+        output, is_valid = self.attend(layer), self.batch.is_valid.flatten()
+        torch.testing.assert_close(output[is_valid], expected[is_valid], atol=1e-5, rtol=0)
+        assert (output[~is_valid] == 0).all(), "padding sees nothing"
+        assert torch.equal(self.kept_pages(layer), pages), "what is kept, and where"
 
     def pages(self, layer: int) -> torch.Tensor:
         """A view of all pages: [num_pages, page_size, 2, kv_heads, head_dim], keys first."""

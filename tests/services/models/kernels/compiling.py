@@ -33,7 +33,7 @@ NUMBERS = {
     **dict.fromkeys(("score_scale", "eps"), "fp32"),
 }
 POINTERS = {
-    **dict.fromkeys(("page_table", "positions", "limits", "starts"), "*i64"),
+    **dict.fromkeys(("page_table", "positions", "limits", "starts", "rows", "row_begins", "tile_begins"), "*i64"),
     **dict.fromkeys(("top_ks", "seeds", "token_ids", "tokens"), "*i64"),
     **dict.fromkeys(("counts", "bits", "count_before", "looked_at", "block_index", "block_chosen"), "*i32"),
     **dict.fromkeys(("qkv", "kv", "output", "query_norm", "key_norm", "logits"), "*bf16"),
@@ -44,8 +44,8 @@ POINTERS = {
     "is_done": "*i8",
 }
 """The others are float32."""
-PROMPT = {"BLOCK_M": 128, "BLOCK_N": 64, "SPARES_MASKS": True, "IS_SPLIT": False}
-HEADS = {"PAGE_SIZE": 16, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128}
+PROMPT = {"BLOCK_M": 128, "BLOCK_N": 64, "SPARES_MASKS": True, "IS_SPLIT": False, "IS_RAGGED": True}
+HEADS = {"PAGE_SIZE": 16, "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "IS_RAGGED": False}
 ATTEND = {**HEADS, "BLOCK_M": 32, "BLOCK_N": 128, "HAS_WINDOW": False, "HAS_STARTS": False, "SPARES_MASKS": False}
 KEEP = {**HEADS, "Q_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_HEADS": 2}
 PRODUCT: dict[str, object] = {
@@ -74,6 +74,7 @@ KERNELS: tuple[tuple[Any, int, dict[str, object]], ...] = (
     (attention_kernels.combine_kernel, 4, {**HEADS, "BLOCK_S": 16}),
     (rotation.rotation_kernel, 4, {"HALF": 64, "BLOCK_H": 64, "BLOCK_T": 4}),
     (rotation.keep_kernel, 1, {**KEEP, "HAS_NORMS": True}),
+    (rotation.keep_kernel, 4, {**KEEP, "BLOCK_HEADS": 8, "HAS_NORMS": False, "IS_RAGGED": True}),
     (block_ops.rms_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_DELTA": True}),
     (block_ops.swiglu_kernel, 4, {"SIZE": 14336, "BLOCK": 1024}),
     (products.product_kernel, 4, {**PRODUCT, "HAS_RESIDUAL": True, "SCALES": True}),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from slipstream.services.models.attention import ForwardBatch, PagedKV
+from slipstream.services.models.attention import ForwardBatch, PagedKV, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.decoder import Decoder, Linear
 from slipstream.services.models.eagle3 import Eagle3Head
@@ -41,8 +42,8 @@ def random(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def batches(device: torch.device) -> list[ForwardBatch]:
-    """Two prompts of different lengths, and then three tokens behind each."""
-    tokens = torch.randint(0, VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(3))
+    """Two prompts of different lengths, then three tokens behind each, then ragged chunks behind those."""
+    tokens = torch.randint(0, VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(3))
     lengths = torch.tensor([11, 6])
     page_table = torch.tensor([[3, 1, 7, 0], [2, 8, 5, 0]])
     made = []
@@ -59,7 +60,11 @@ def batches(device: torch.device) -> list[ForwardBatch]:
                 limits=torch.tensor([24, 24], device=device),
             )
         )
-    return made
+    rows, positions = torch.tensor([0, 0, 0, 0, 1]), torch.tensor([14, 15, 16, 17, 9])
+    ragged = RaggedRows((4, 1), rows.to(device), torch.tensor([0, 4, 5], device=device))
+    flat = {"tokens": tokens[rows, positions], "positions": positions, "is_valid": torch.ones(5, dtype=torch.bool)}
+    changes = {name: values.to(device) for name, values in flat.items()}
+    return [*made, replace(made[-1], **changes, ragged=ragged)]
 
 
 def cache_for(config: ModelConfig, device: torch.device) -> PagedKV:

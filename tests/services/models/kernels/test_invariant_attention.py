@@ -54,6 +54,20 @@ def test_a_query_does_not_depend_on_its_row(
 
 
 @pytest.mark.sampled(1)
+def test_a_chunk_does_not_depend_on_those_beside_it(device: torch.device, dtype: torch.dtype) -> None:
+    """Short ones beside a long one, which a tile of another size would suit."""
+    lengths, widths = (45, 0, 94), (3, 70, 11)
+    case = AttentionCase.random(some_config(), lengths, 70, device=device, dtype=dtype, seed=6, page_size=16)
+    beside = case.ragged(widths)
+    together = beside.attend(is_invariant=True).split(widths)
+    qkv, batch = case.qkv.view(3, 70, -1), case.batch
+    for row, width in enumerate(widths):
+        own = {name: getattr(batch, name)[row : row + 1] for name in ("tokens", "positions", "is_valid", "limits")}
+        alone = replace(case.change(**own, page_table=batch.page_table[row : row + 1]), qkv=qkv[row])
+        assert torch.equal(alone.ragged((width,)).attend(is_invariant=True), together[row])
+
+
+@pytest.mark.sampled(1)
 def test_a_query_does_not_depend_on_the_table(device: torch.device, dtype: torch.dtype) -> None:
     """A page table is longer where more tokens are drafted ahead."""
     cases = [

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slipstream.services.models.attention import TorchAttention
-from tests.services.models.kernels.attention_case import AttentionCase, some_config
+from tests.services.models.kernels.attention_case import TOLERANCES, AttentionCase, some_config
 
 FAR = 2**62
 
@@ -108,18 +107,40 @@ def test_random_batches_as_pytorch_has_them(seed: int, device: torch.device) -> 
     )
     if draw(0, 2):
         case = case.change(starts=torch.tensor([draw(-2, length + 1) for length in lengths], device=device))
-    # Places that no query of the row has filled hold what an earlier request left there: numbers.
-    for rows in case.cache.rows:
-        rows.nan_to_num_(nan=0.25)
-    before = case.cache.rows[0].clone()
-    expected = TorchAttention(config, case.batch, case.cache)(0, case.qkv.clone())
-    pages = case.kept_pages()
-    case.cache.rows[0].copy_(before)
-    output = case.attend()
-    is_valid = is_valid.flatten()
-    torch.testing.assert_close(output[is_valid], expected[is_valid], atol=1e-5, rtol=0)
-    assert (output[~is_valid] == 0).all(), "padding sees nothing"
-    assert torch.equal(case.kept_pages(), pages), "what is kept, and where"
+    case.assert_as_pytorch()
+    case.ragged([draw(1, batch.tokens.shape[1] + 1) for _ in lengths]).assert_as_pytorch()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("has_starts", [False, True])
+@pytest.mark.parametrize("window", [None, 40])
+def test_ragged_rows_as_pytorch_has_them(window: int | None, has_starts: bool, device: torch.device) -> None:
+    """One token beside a long chunk, some past their limit, some not valid."""
+    config = some_config(sliding_windows=() if window is None else (window,))
+    lengths, widths = (100, 0, 37, 0, 64), (1, 300, 17, 33, 6)
+    case = AttentionCase.random(config, lengths, 300, device=device, dtype=torch.float32, seed=10, page_size=16)
+    is_valid = torch.rand(case.batch.tokens.shape, generator=torch.Generator().manual_seed(11)).to(device) < 0.9
+    limits = case.batch.limits.clone()
+    limits[2], limits[4] = 45, 60
+    case = case.change(is_valid=is_valid, limits=limits)
+    if has_starts:
+        case = case.change(starts=torch.tensor([71, 0, 37, -FAR, 63], device=device))
+    case.ragged(widths).assert_as_pytorch()
+
+
+@pytest.mark.sampled(1)
+def test_short_ragged_rows(device: torch.device, dtype: torch.dtype) -> None:
+    """Tiles for few queries; heads that do not fill one, and heads of one token that need a larger one."""
+    for num_heads, num_kv_heads in ((4, 2), (6, 2), (72, 1)):
+        config = some_config(num_heads=num_heads, num_kv_heads=num_kv_heads)
+        case = AttentionCase.random(config, (130, 0, 9), 5, device=device, dtype=dtype, seed=12)
+        widths = (2, 1, 5)
+        output, expected = case.ragged(widths).attend(), case.expected()
+        at = 0
+        for row, width in enumerate(widths):
+            difference = (output[at : at + width].to(torch.float64).cpu() - expected[row, :width]).abs()
+            assert difference.max() <= TOLERANCES[dtype]
+            at += width
 
 
 def test_positions_past_the_limit_go_to_the_padding_page(device: torch.device) -> None:
