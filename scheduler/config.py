@@ -52,7 +52,14 @@ class ServingSettings(Settings):
         unset="512 on a CPU, on a GPU what is free",
     )
     page_tokens: int = setting(16, help="Tokens in a KV page.", unit="N", low=1, high=4096)
-    chunk_tokens: int = setting(512, help="Prompt tokens in one prefill step at most.", unit="N", low=1, high=2**16)
+    chunk_tokens: int | None = setting(
+        None,
+        help="Prompt tokens in one prefill step at most.",
+        unit="N",
+        low=1,
+        high=2**16,
+        unset="512 on a CPU, 2048 on a GPU",
+    )
     no_prefix_cache: bool = setting(
         False, help="Compute every prompt whole: share no KV pages of requests that begin with the same tokens."
     )

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 MIB = 2**20
 HOST_KV_BYTES = 512 * MIB
 """KV pages on a CPU, if kv_memory_mib is not set."""
+HOST_CHUNK_TOKENS = 512
+GPU_CHUNK_TOKENS = 2048
+"""Prompt tokens in a step, if chunk_tokens is not set: on a GPU about as many as keep it busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +57,12 @@ class EpochSizes:
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the model was made for")
+        default_chunk = GPU_CHUNK_TOKENS if workers.verify.memory.total else HOST_CHUNK_TOKENS
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=0,
             page_tokens=config.page_tokens,
-            chunk_tokens=min(config.chunk_tokens, context),
+            chunk_tokens=min(config.chunk_tokens or default_chunk, context),
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,

@@ -61,6 +61,15 @@ def test_a_chunk_is_no_longer_than_the_context() -> None:
     assert EpochSizes.decide(replace(CONFIG, context_tokens=100), BOTH).batch.chunk_tokens == 100
 
 
+def test_a_chunk_is_larger_on_a_gpu() -> None:
+    config = replace(CONFIG, chunk_tokens=None, memory_reserve_mib=0)
+    longest, gib = 4096, 2**30
+    on_host = replace(VERIFY, max_context_tokens=longest)
+    on_gpu = replace(on_host, memory=DeviceMemory(total=16 * gib, free=16 * gib))
+    for verify, expected in ((on_host, 512), (on_gpu, 2048)):
+        assert EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens == expected
+
+
 def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:
     device, head = HostDevice(), replace(DRAFT, hidden_width=96)
     check_fits(device, replace(VERIFY, hidden_width=96), DRAFT)
