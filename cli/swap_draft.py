@@ -31,7 +31,7 @@ class SwapOptions(Settings):
         None, choices=ALGORITHMS, help="How it drafts; none takes the draft away. With --address, only none."
     )
     num_draft_tokens: int | None = setting(
-        None, unit="K", help="Tokens drafted in a step.", unset="as many as before", low=1, high=16
+        None, unit="K", help="Tokens drafted in a step.", unset="as many as the server was started with", low=1, high=16
     )
     judge_steps: int = setting(
         DEFAULT_JUDGE_STEPS,

@@ -119,6 +119,14 @@ class SchedulerConfig(ServingSettings):
         parse=parse_draft_tokens,
         unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
     )
+    swapped_draft_tokens: int | None = setting(
+        None,
+        help="Tokens that the draft drafts in a step, if a swap has chosen fewer than --num-draft-tokens.",
+        unit="K",
+        low=1,
+        high=16,
+        unset="--num-draft-tokens",
+    )
     grace_s: float = setting(
         30.0,
         help="After the first SIGTERM, running jobs may take this long.",
@@ -138,7 +146,7 @@ class SchedulerConfig(ServingSettings):
 
     @property
     def most_draft_tokens(self) -> int:
-        """K of the steps that are drafted, and the most that a draft may have."""
+        """K of the steps that are drafted, and the most that a draft may have after a swap."""
         return DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
 
     def __post_init__(self) -> None:
@@ -147,5 +155,7 @@ class SchedulerConfig(ServingSettings):
         parse_address(self.verify, field="verify")
         if self.draft is not None:
             parse_address(self.draft, field="draft")
+        if (self.swapped_draft_tokens or 0) > self.most_draft_tokens:
+            raise ConfigError("swapped_draft_tokens", self.swapped_draft_tokens, f"1 to {self.most_draft_tokens}")
         if self.device == "cpu" and self.fence != "auto":
             raise ConfigError("fence", self.fence, "auto on a CPU")

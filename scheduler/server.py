@@ -20,6 +20,7 @@ from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
+from slipstream.common.worker.access_log import make_log_directory
 from slipstream.protos import scheduler_pb2_grpc, trace_pb2_grpc
 from slipstream.scheduler.core.waiting_queue import WaitingQueue
 from slipstream.scheduler.servicer import MAX_RECEIVE_BYTES, SERVICE_NAME, SchedulerServicer
@@ -54,10 +55,12 @@ async def run_scheduler(
     """Serves until a signal, or until verify turns out not to fit; returns the exit status.
 
     `device` replaces the one that the configuration asks for. `make_link` makes links to workers other than the
-    services at the addresses of the configuration. Raises ConfigError for an address that is no Unix socket.
+    services at the addresses of the configuration. Raises ConfigError for an address that is no Unix socket, and
+    for a directory of access logs that cannot be made.
     """
     if not isinstance(parse_address(listener.address), UnixAddress):
         raise ConfigError("listen", listener.address, "unix:PATH, for gateways; slipstream-gateway has the clients")
+    make_log_directory(config.access_log_dir)
     device = device or choose_device(config.device, config.fence)
     if device.has_stream_threads:
         yield_to_streams()

@@ -60,6 +60,8 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
     models: ModelChoice
     """The target and the draft that are served."""
     draft_instance: str = "draft"
+    swapped_draft_tokens: int | None = None
+    """Tokens that the draft drafts in a step, where a swap has said so; at most those of `models`."""
     """Names the draft's socket and log: a new draft is started beside the old one."""
     mps: str = setting(
         MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)

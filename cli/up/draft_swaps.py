@@ -78,10 +78,14 @@ class DraftSwaps:
             chosen = ModelOptions(
                 target=models.target, draft=draft, algorithm=algorithm, num_draft_tokens=terms.num_draft_tokens
             ).choose()
-            if chosen.draft is None or terms.num_draft_tokens is None:
-                chosen = replace(chosen, num_draft_tokens=models.num_draft_tokens)
             self._num_started += 1
-            return replace(self._config, models=chosen, draft_instance=f"{DRAFT}-{self._num_started}")
+            # A scheduler that starts again goes on as this one: the draft may rest as before.
+            return replace(
+                self._config,
+                models=replace(chosen, num_draft_tokens=models.num_draft_tokens),
+                swapped_draft_tokens=terms.num_draft_tokens,
+                draft_instance=f"{DRAFT}-{self._num_started}",
+            )
         except ConfigError as error:
             description = str(error).removeprefix(f"{error.field}: ")
             raise InvalidArgumentError.described(error.field, description) from error

@@ -14,8 +14,10 @@ and the reads) when it *consumes* the result, not when it enqueues the copy.
 from __future__ import annotations
 
 import enum
+import time
 from typing import TYPE_CHECKING, Literal
 
+from slipstream.common.errors import ConfigError
 from slipstream.common.worker.step import Role
 
 if TYPE_CHECKING:
@@ -138,3 +140,24 @@ class JsonLinesAccessLog(AccessLog):
         )
         self._file.write(f"{head},{fields}}}\n" if fields else f"{head}}}\n")
         self._seq += 1
+
+
+def make_log_directory(directory: Path | None) -> None:
+    """Makes the directory of access logs, if there is to be one. Raises ConfigError if it cannot be made."""
+    try:
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        accepted = f"a directory that this user can make ({error.strerror})"
+        raise ConfigError("access_log_dir", str(directory), accepted) from error
+
+
+def open_access_log(directory: Path | None, stream: StreamName, instance: int) -> AccessLog:
+    """Opens a new log for an instance of a stream; one that keeps nothing where there is no directory.
+
+    Raises OSError if the file cannot be made.
+    """
+    if directory is None:
+        return AccessLog()
+    # In a container the process id is always the same.
+    return JsonLinesAccessLog(directory / f"{stream.value}-{instance}-{time.time_ns()}.jsonl", stream)

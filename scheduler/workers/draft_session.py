@@ -67,7 +67,8 @@ class DraftSession:
         self._metrics = metrics
         self._wake = wake
         self._changed = threading.Condition()
-        self._target = None if config.draft is None else DraftTarget(config.draft, config.most_draft_tokens)
+        num_draft_tokens = config.swapped_draft_tokens or config.most_draft_tokens
+        self._target = None if config.draft is None else DraftTarget(config.draft, num_draft_tokens)
         self._epoch: Epoch | None = None
         self._held: dict[int, Held] = {}
         self._retired = Retired()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slipstream.common.device.manifest import EVENT
 from slipstream.common.errors import FailedPreconditionError
 from slipstream.common.fail_points import failing_before
-from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
+from slipstream.common.worker.access_log import StreamName, open_access_log
 from slipstream.common.worker.contract import Attachment, slot_pages
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
 from slipstream.common.worker.step import FenceName, Role
@@ -74,7 +73,7 @@ class Epoch:
         self.policy = DraftPolicy(metrics.rested) if config.num_draft_tokens is None else None
         """Decides when the draft rests; None where it always drafts."""
         self.speculation = Speculation(self.batch, self, timeout_s=timeout_s, is_on_gpu=is_on_gpu, policy=self.policy)
-        self.log = self._access_log(config, number)
+        self.log = open_access_log(config.access_log_dir, StreamName.SCHEDULER, number)
         self._expected = workers
         self._config = config
         self._device = device
@@ -249,9 +248,3 @@ class Epoch:
             timeout_s = self._config.step_timeout_s
             return DispatchAcknowledged(self._metrics, timeout_s, lambda: speculation.acknowledge_timeout_s)
         return DispatchTogether()
-
-    def _access_log(self, config: SchedulerConfig, number: int) -> AccessLog:
-        directory = config.access_log_dir
-        if directory is None:
-            return AccessLog()
-        return JsonLinesAccessLog(directory / f"scheduler-{number}-{time.time_ns()}.jsonl", StreamName.SCHEDULER)

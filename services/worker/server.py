@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
@@ -20,7 +19,7 @@ from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.metrics import BUILD_INFO, RpcMetrics, make_registry, serve_metrics
 from slipstream.common.rpc.serving import GrpcServer
 from slipstream.common.rpc.shutdown import ShutdownSignals
-from slipstream.common.worker.access_log import AccessLog, JsonLinesAccessLog, StreamName
+from slipstream.common.worker.access_log import StreamName, make_log_directory, open_access_log
 from slipstream.protos import trace_pb2_grpc
 from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.services.worker.engine import Engine
@@ -62,7 +61,9 @@ async def run_worker(
         signals = held.enter_context(ShutdownSignals())
         port = held.enter_context(serve_metrics(registry, metrics_port))
         # Closed in the opposite order: the thread releases what the stream waits for, and the stream writes the log.
-        log = _access_log(role, config, held)
+        make_log_directory(config.access_log_dir)
+        log = open_access_log(config.access_log_dir, StreamName(role.value), os.getpid())
+        held.callback(log.close)
         stream = device.create_stream(role.value, _reporter(broken))
         held.callback(stream.close)
         device_thread = held.enter_context(DeviceThread(stream.bind_thread))
@@ -127,13 +128,3 @@ def _reporter(broken: asyncio.Future[BaseException]) -> Callable[[BaseException]
         loop.call_soon_threadsafe(keep_first, error)
 
     return report
-
-
-def _access_log(role: Role, config: WorkerConfig, held: ExitStack) -> AccessLog:
-    if config.access_log_dir is None:
-        return AccessLog()
-    # In a container the process id is always the same.
-    path = config.access_log_dir / f"{role.value}-{os.getpid()}-{time.time_ns()}.jsonl"
-    log = JsonLinesAccessLog(path, StreamName(role.value))
-    held.callback(log.close)
-    return log

@@ -138,7 +138,8 @@ async def test_the_new_draft_takes_over_and_is_the_one_that_is_started_again(up:
     assert up.drafts() == ["draft"]
     words = up.supervisor.service("scheduler").command.argv
     assert words[words.index("--draft") + 1] == address
-    assert words[words.index("--num-draft-tokens") + 1] == "2"
+    assert words[words.index("--swapped-draft-tokens") + 1] == "2"
+    assert "--num-draft-tokens" not in words, "the new draft may rest as well"
     draft = up.supervisor.service("draft")
     os.kill(draft.process.pid, signal.SIGKILL)
     await until(lambda: draft.num_restarts == 1 and draft.is_ready)
@@ -149,7 +150,9 @@ async def test_the_new_draft_takes_over_and_is_the_one_that_is_started_again(up:
     assert await up.swap("none") == SWAPPED
     assert up.scheduler.swaps[-1].address == ""
     assert up.drafts() == []
-    assert "--draft" not in up.supervisor.service("scheduler").command.argv
+    words = up.supervisor.service("scheduler").command.argv
+    assert "--draft" not in words
+    assert "--swapped-draft-tokens" not in words
     with pytest.raises(FailedPreconditionError, match="there is no draft to take away"):
         await up.swap("none")
 

@@ -308,3 +308,11 @@ async def test_tcp_is_refused() -> None:
     refused = pytest.raises(ConfigError, match=r"listen: got .*127\.0\.0\.1.*unix:PATH")
     with Listener.claim("127.0.0.1:0") as listener, refused:
         await run_scheduler(SchedulerConfig(verify="unix:/none"), listener, 0)
+
+
+async def test_a_directory_of_logs_that_cannot_be_made_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = SchedulerConfig(verify="unix:/none", access_log_dir=tmp_path / "file" / "logs")
+    refused = pytest.raises(ConfigError, match=r"access_log_dir: got .*, accepted: a directory .* \(Not a directory\)")
+    with Listener.claim(f"unix:{tmp_path}/private/scheduler.sock") as listener, refused:
+        await run_scheduler(config, listener, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.device.cpu.device import HostDevice
-from slipstream.common.errors import FailedPreconditionError, UnavailableError
+from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import Attachment, WorkerDescription
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
@@ -111,11 +112,11 @@ class FakeSpeculation:
 class Drafts:
     """A draft session and an epoch beside it."""
 
-    def __init__(self, draft: FakeLink, verify: FakeLink | None = None) -> None:
+    def __init__(self, draft: FakeLink, verify: FakeLink | None = None, config: SchedulerConfig = CONFIG) -> None:
         device = HostDevice()
         self.numbers = EpochNumbers()
         self.session = DraftSession(
-            CONFIG,
+            config,
             device,
             make_link=lambda _: cast("Link", draft),
             next_number=self.numbers.above,
@@ -153,6 +154,14 @@ def test_a_number_that_no_epoch_has_is_refused_and_not_counted_on_from() -> None
         drafts.attach()
     assert drafts.numbers.above(0) == 1
     assert link.num_detached == 1
+
+
+def test_a_scheduler_that_starts_again_drafts_what_a_swap_has_chosen() -> None:
+    config = replace(CONFIG, swapped_draft_tokens=1)
+    assert config.most_draft_tokens == 2, "another swap may choose more"
+    assert Drafts(FakeLink(DRAFT), config=config).session.target == DraftTarget(ADDRESS, 1)
+    with pytest.raises(ConfigError, match="swapped_draft_tokens: got 3, accepted: 1 to 2"):
+        replace(CONFIG, swapped_draft_tokens=3)
 
 
 def test_any_error_of_an_attachment_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

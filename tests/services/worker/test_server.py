@@ -161,7 +161,7 @@ def test_model_that_cannot_be_served_is_one_line_and_status_2(tmp_path: Path) ->
 def test_error_of_the_operating_system_is_one_line(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     options = ("--model", str(tmp_path), "--listen", f"unix:{tmp_path}/verify.sock", "--device", "cpu")
-    command = (sys.executable, "-m", "slipstream.services.verify.main", *options, "--access-log-dir", "/nonexistent")
+    command = (sys.executable, "-m", "slipstream.services.verify.main", *options, "--access-log-dir", "/proc")
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert found.stderr.startswith("slipstream-verify: [Errno 2] No such file or directory: '/nonexistent/verify-")
+    assert found.stderr.startswith("slipstream-verify: [Errno 2] No such file or directory: '/proc/verify-")
     assert (found.returncode, found.stderr.count("\n")) == (1, 1)
