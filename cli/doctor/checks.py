@@ -233,9 +233,10 @@ def check_models(models: ModelChoice) -> Iterator[Finding]:
         if is_draft and models.draft_algorithm == EAGLE3:
             Eagle3Config.from_directory(path)
             return "an EAGLE-3 head"
+        architecture = ModelConfig.from_directory(path).architecture
         if tokenizer_fingerprint(path) != tokenizer_fingerprint(models.target):
             raise SlipstreamError("its tokenizer is not the target's")
-        return ModelConfig.from_directory(path).architecture + (", with the target's tokenizer" if is_draft else "")
+        return architecture + (", with the target's tokenizer" if is_draft else "")
 
     for name, path, is_draft in (("target model", models.target, False), ("draft model", models.draft, True)):
         if path is None:
@@ -243,7 +244,8 @@ def check_models(models: ModelChoice) -> Iterator[Finding]:
         try:
             description = describe(path, is_draft=is_draft)
         except (SlipstreamError, OSError) as error:
-            yield failed(name, f"{path}: {error}", "another directory, or the whole checkpoint")
+            reason = str(error).removeprefix(f"{path}: ")
+            yield failed(name, f"{path}: {reason}", "another directory, or the whole checkpoint")
             continue
         if any(path.glob("*.safetensors")):
             yield ok(name, f"{path}: {description}")
