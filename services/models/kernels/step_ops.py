@@ -169,10 +169,10 @@ def stash_kernel(
         tl.store(last_tokens + slot * row_width + w, token, mask=w < width)
     else:
         num_blocks = (hidden_width + BLOCK_H - 1) // BLOCK_H
-        token = (tl.program_id(1) - 1) // num_blocks
+        column = (tl.program_id(1) - 1) // num_blocks
         i = (tl.program_id(1) - 1) % num_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-        state = tl.load(hidden + b * row_stride + token * token_stride + i, mask=i < hidden_width, other=0.0)
-        tl.store(stashed_hidden + (slot * row_width + token) * hidden_width + i, state, mask=i < hidden_width)
+        state = tl.load(hidden + b * row_stride + column * token_stride + i, mask=i < hidden_width, other=0.0)
+        tl.store(stashed_hidden + (slot * row_width + column) * hidden_width + i, state, mask=i < hidden_width)
 
 
 @triton.jit(
