@@ -8,7 +8,6 @@ draws decode_h200.png beside it. The name of a file is that of its benchmark and
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from statistics import mean, median
@@ -33,10 +32,10 @@ from slipstream.benchmarks.load_results import (
     throughput,
 )
 from slipstream.benchmarks.load_workloads import NAMES
-from slipstream.benchmarks.result_files import read_rows
+from slipstream.benchmarks.result_files import read_json, read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -307,29 +306,28 @@ def _save(figure: Figure, path: Path, title: str) -> None:
     plt.close(figure)
 
 
+PICTURES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, Path], None]]] = {
+    "overlap": (overlap.read_measurements, draw_overlap),
+    "decode": (lambda path: read_rows(path, decode_report.Measurement), draw_decode),
+    "serving": (lambda path: read_json(path, None), draw_serving),
+    "long_prompt": (lambda path: read_json(path, None), draw_long_prompt),
+    "load": (lambda path: read_rows(path, LoadResult.from_json), draw_load),
+    "capacity": (lambda path: read_rows(path, CapacityResult.from_json), draw_capacity),
+    "soak": (lambda path: read_json(path, None), draw_soak),
+}
+"""Reads the results of a benchmark, and draws them."""
+
+
 def main(
     results: Annotated[list[Path], typer.Argument(help="Result files of overlap, decode, serving and so on.")],
 ) -> None:
     """Draws a picture beside each file."""
     for path in results:
-        picture = path.with_suffix(".png")
-        match path.stem.rpartition("_")[0]:
-            case "overlap":
-                draw_overlap(overlap.read_measurements(path), picture)
-            case "decode":
-                draw_decode(read_rows(path, decode_report.Measurement), picture)
-            case "serving":
-                draw_serving(json.loads(path.read_text(encoding="utf-8")), picture)
-            case "long_prompt":
-                draw_long_prompt(json.loads(path.read_text(encoding="utf-8")), picture)
-            case "load":
-                draw_load(read_rows(path, LoadResult.from_json), picture)
-            case "capacity":
-                draw_capacity(read_rows(path, CapacityResult.from_json), picture)
-            case "soak":
-                draw_soak(json.loads(path.read_text(encoding="utf-8")), picture)
-            case name:
-                raise typer.BadParameter(f"there are no pictures of {name}")
+        name = path.stem.rpartition("_")[0]
+        if name not in PICTURES:
+            raise typer.BadParameter(f"there are no pictures of {name}")
+        read, draw = PICTURES[name]
+        draw(read(path), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

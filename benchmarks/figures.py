@@ -6,13 +6,14 @@ python benchmarks/figures.py --write    # writes it into README.md, and the page
 
 from __future__ import annotations
 
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.benchmarks import decode_report, overlap, reliability
-from slipstream.benchmarks.load_results import capacity_page, load_sections, readme_rows
+from slipstream.benchmarks.load_results import capacity_section, load_sections, readme_rows
 from slipstream.benchmarks.pages import RESULTS, ROOT, WRITTEN, load, markdown_table, section, text
 from slipstream.benchmarks.peers import DRAFTING, DRAFTS, PLAIN, SHAPE_8B
 from slipstream.benchmarks.result_files import read_rows
@@ -80,36 +81,38 @@ def table() -> str:
 
 def cpu_page() -> str:
     """`docs/measured.md`."""
-    sections = [
+    return _page(
         "# Measured on a CPU",
-        text(f"{WRITTEN} Two virtual cores; machines are noisy, and each ratio is taken within one run."),
-        *_overlap_section("overlap_cpu"),
-        *_accept_length_section(),
-        *_lossless_section(),
-        *_serving_section(),
-        *load_sections("load_cpu"),
-        *_robustness_sections(),
-        *reliability.sections("cpu"),
-        *_step_check_section("step_check_cpu"),
-    ]
-    return "\n\n".join(sections) + "\n"
+        "Two virtual cores; machines are noisy, and each ratio is taken within one run.",
+        _overlap_section("overlap_cpu"),
+        _accept_length_section(),
+        _lossless_section(),
+        _serving_section(),
+        load_sections("load_cpu"),
+        _robustness_sections(),
+        reliability.sections("cpu"),
+        _step_check_section("step_check_cpu"),
+    )
 
 
 def gpu_page() -> str:
     """`docs/measured-on-a-gpu.md`."""
-    sections = [
+    return _page(
         "# Measured on a GPU",
-        text(f"{WRITTEN} Machines differ, also of one provider: each ratio is taken within one run."),
-        *_overlap_section("overlap_h200"),
-        *_decode_section(),
-        *load_sections("load_h200"),
-        *_delivery_section(),
-        *_peers_section(),
-        *_near_ties_section(),
-        *reliability.sections("h200"),
-        *_step_check_section("step_check_h200"),
-    ]
-    return "\n\n".join(sections) + "\n"
+        "Machines differ, also of one provider: each ratio is taken within one run.",
+        _overlap_section("overlap_h200"),
+        _decode_section(),
+        load_sections("load_h200"),
+        _delivery_section(),
+        _peers_section(),
+        _near_ties_section(),
+        reliability.sections("h200"),
+        _step_check_section("step_check_h200"),
+    )
+
+
+def _page(title: str, about: str, *sections: list[str]) -> str:
+    return "\n\n".join((title, text(f"{WRITTEN} {about}"), *chain.from_iterable(sections))) + "\n"
 
 
 def _overlap_section(name: str) -> list[str]:
@@ -376,11 +379,11 @@ def main(write: Annotated[bool, typer.Option(help="Write them into README.md and
     if not write:
         print(table())
         return
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    for page, figures in ((README, table()), (CAPACITY_PAGE, capacity_section())):
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n{figures}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     CPU_PAGE.write_text(cpu_page(), encoding="utf-8")
     GPU_PAGE.write_text(gpu_page(), encoding="utf-8")
-    CAPACITY_PAGE.write_text(capacity_page(), encoding="utf-8")
     RELIABILITY_PAGE.write_text(reliability.filled(RELIABILITY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -245,8 +245,8 @@ def _cell(ours: float | None, theirs: float | None, digits: int) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} ({found[1]})"
 
 
-def capacity_page() -> str:
-    """`docs/capacity.md`, from the results that there are."""
+def capacity_section() -> str:
+    """The measured part of `docs/capacity.md`, from the results that there are."""
     results = read_rows(RESULTS / f"{CAPACITY}.json", CapacityResult.from_json)
     rows = []
     for model in dict.fromkeys((*CAPACITY_MODELS, *(result.model for result in results))):
@@ -267,8 +267,7 @@ def capacity_page() -> str:
     where = links + "; ".join(dict.fromkeys(one.host for one in results)) if results else "Not measured yet"
     picture = [f"![Latencies by rate](../benchmarks/results/{CAPACITY}.png)"] if results else []
     table = markdown_table(header, rows)
-    parts = ["# Capacity", text(WRITTEN), text(words), text(f"{where}."), table, *picture, *YOUR_OWN]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([text(WRITTEN), text(words), text(f"{where}."), table, *picture])
 
 
 def _capacity_cells(result: CapacityResult | None) -> tuple[str, ...]:
@@ -279,21 +278,3 @@ def _capacity_cells(result: CapacityResult | None) -> tuple[str, ...]:
     best = result.best
     latencies = f"{best.first_token_p99_ms:.0f}", f"{best.per_token_p99_ms:.1f}"
     return f"{best.rate:.1f}", f"{best.tokens_per_second:,.0f}", *latencies
-
-
-YOUR_OWN = (
-    "## Your own model and limits",
-    text(
-        "The rate depends on the card, the model, the lengths and the acceptance of the draft, so measure it where you "
-        "serve. The search doubles the rate until a limit is broken, then halves the interval between the highest rate "
-        "that kept both limits and the lowest that did not, until it is 5 % wide:"
-    ),
-    "```\n"
-    "python benchmarks/load.py --device cuda --model llama-3.1-8b --capacity --first-token-ms 200 --per-token-ms 10\n"
-    "```",
-    text(
-        "`--options` passes further options to `slipstream up`. A limit on the time per token bounds the batch, and "
-        "one on the first token the queue and the prompts in a step. [Sizing](operations.md#sizing) says which slots, "
-        "pages and queue to give a server, [Overload](measured.md#overload) what it does with too many requests."
-    ),
-)

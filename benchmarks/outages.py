@@ -22,30 +22,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psutil
 import typer
 
 from slipstream.benchmarks.models import BUNDLED, EAGLE3, STANDALONE, DeviceOption, JsonOption, Setup, known_names
 from slipstream.benchmarks.result_files import host, read_json, write_json
 from slipstream.benchmarks.stack import words
 from slipstream.benchmarks.streams import Streams
-from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, bundled_options, up_server
+from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.scheduler.core.draft_patience import LEAST_TIMEOUT_CPU_S, LEAST_TIMEOUT_GPU_S
 from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAULTS = (*STOP_SIGNALS, "pause")
 PAUSE_S = 2.0
 CALM_S = 1.0
 """Least time without a fault before one."""
@@ -184,11 +180,7 @@ class Outages:
 
     async def _outage(self, service: str, fault: str, at: float) -> None:
         """Gives the fault, and waits until all streams flow and everything is back."""
-        process = self._server.send(service, STOP_SIGNALS.get(fault, signal.SIGSTOP))
-        if fault == "pause":
-            await asyncio.sleep(PAUSE_S)
-            with suppress(psutil.NoSuchProcess):  # found to hang, and replaced
-                process.send_signal(signal.SIGCONT)
+        process = await self._server.fault(service, fault, pause_s=PAUSE_S)
         await self.streams.flow(at, timeout_s=FLOW_TIMEOUT_S)
         await self._server.restored(self._plan.algorithm, without=None if fault == "pause" else process)
         await self.streams.flow(time.monotonic(), timeout_s=FLOW_TIMEOUT_S)

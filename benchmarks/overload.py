@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -20,16 +22,18 @@ from slipstream.benchmarks.health_checks import health_checks
 from slipstream.benchmarks.load_generator import COMPLETED, REJECTED, open_loop
 from slipstream.benchmarks.load_report import failures, report_of
 from slipstream.benchmarks.models import STANDALONE, JsonOption, Models
+from slipstream.benchmarks.process_usage import Usage, exceeding, in_use, settled
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.server_watch import MemoryWatch, settled
 from slipstream.benchmarks.serving import LENGTHS, beyond_warm_up, find_capacity
 from slipstream.benchmarks.stack import LOG_DIR, Stack
 from slipstream.benchmarks.workload import Arrival, Lengths, Workload
+from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from slipstream.benchmarks.load_report import LoadReport
-    from slipstream.benchmarks.server_watch import Footprint, ResourceSnapshot
 
 HEALTH_INTERVAL_S = 0.2
 LEAST_GOODPUT = 0.9
@@ -63,6 +67,25 @@ class Plan:
     seed: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Resident memory of a process: the means of the first third of a time and of the last."""
+
+    first_rss_kib: int
+    last_rss_kib: int
+
+    @classmethod
+    def of(cls, memory_mib: Sequence[float]) -> Self:
+        """From samples."""
+        third = max(1, len(memory_mib) // 3)
+        return cls(round(1024 * mean(memory_mib[:third])), round(1024 * mean(memory_mib[-third:])))
+
+    @property
+    def growth(self) -> float:
+        """The last third over the first, less 1."""
+        return self.last_rss_kib / self.first_rss_kib - 1
+
+
 @dataclass(slots=True, kw_only=True)
 class OverloadReport:
     """The outcome."""
@@ -80,8 +103,9 @@ class OverloadReport:
     """Answers to health checks in the minute; an RPC error by its code."""
     footprints: dict[str, Footprint]
     """Resident memory of each service during the overload, by service name."""
-    before: ResourceSnapshot
-    after: ResourceSnapshot
+    before: dict[str, int]
+    """`in_use` before the overload."""
+    after: dict[str, int]
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -105,9 +129,7 @@ class OverloadReport:
             faults.append(f"{self.rejections_without_retry_info} rejections without a RetryInfo")
         if self.health_statuses != ["SERVING"]:
             faults.append(f"health: {', '.join(self.health_statuses)}")
-        if self.after.exceeds(self.before):
-            faults.append(f"before: {self.before}, after: {self.after}")
-        return faults
+        return faults + [f"in use before and after: {found}" for found in exceeding(self.after, self.before)]
 
     def shortcomings(self) -> list[str]:
         """Times and sizes beyond their limits, which a busy machine may explain."""
@@ -136,17 +158,16 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
     )
     async with scheduler as served, AsyncClient(served.address) as client:
         address, seed = served.address, plan.seed
-        pids = {service.name: service.pid for service in (await client.server_info()).services}
-        memory = MemoryWatch(pids)
+        usage = [Usage(service.name, service.pid) for service in (await client.server_info()).services]
         await _touch_everything(workload, address, plan)
         for_capacity = plan.slots, plan.capacity_seconds, plan.capacity_warm_up_s
         capacity_before = await find_capacity(workload, address, *for_capacity, f"{seed} before")
-        before = await settled(client, None)
+        before = await settled(client, {**await in_use(client), "requests": 0})
         rate = plan.factor * capacity_before.tokens_per_second / workload.mean_output_tokens
         arrivals = workload.arrivals(rate, plan.seconds, str(seed))
         with health_checks(address, interval_s=HEALTH_INTERVAL_S) as health:
             health.begin()
-            async with memory.watching(plan.sample_s, after_s=plan.warm_up_s):
+            async with background(_sample(usage, plan)):
                 run = await open_loop(address, arrivals, plan.seconds, plan.drain_s)
             _, health_statuses = await asyncio.to_thread(health.end)
         after = await settled(client, before)
@@ -161,11 +182,19 @@ async def overload(stack: Stack, lengths: Lengths, plan: Plan) -> OverloadReport
         load=report_of(run, plan.warm_up_s),
         rejections_without_retry_info=sum(r.outcome == REJECTED and r.retry_after_ms is None for r in run.records),
         health_statuses=sorted(health_statuses),
-        footprints=memory.footprints(),
+        footprints={one.service: Footprint.of(one.memory_mib) for one in usage},
         before=before,
         after=after,
         failures=failures(run),
     )
+
+
+async def _sample(usage: Sequence[Usage], plan: Plan) -> None:
+    await asyncio.sleep(plan.warm_up_s)
+    while True:
+        for one in usage:
+            one.sample(time.monotonic())
+        await asyncio.sleep(plan.sample_s)
 
 
 async def _touch_everything(workload: Workload, address: str, plan: Plan) -> None:

@@ -63,8 +63,6 @@ class Target:
     """Times the number of calls of a probe."""
     codes: Counter[str] = field(default_factory=Counter)
     """Calls by their status; a RESOURCE_EXHAUSTED without RetryInfo has a name of its own."""
-    longest_gap_ms: float = 0.0
-    """Between two messages of a stream that should go on."""
 
     def number(self, most: int) -> int:
         """`most` in a whole run, fewer in a sampled one."""
@@ -87,15 +85,11 @@ class Target:
         self.codes["OK"] += 1
         return answer
 
-    async def stream(self, channel: grpc.aio.Channel, method: str, request: Message, *, gaps: bool = False) -> None:
-        """Reads a stream to its end, and counts its outcome. With `gaps`, the time between messages counts, too."""
-        before: float | None = None
+    async def stream(self, channel: grpc.aio.Channel, method: str, request: Message) -> None:
+        """Reads a stream to its end, and counts its outcome."""
         try:
             async for _ in channel.unary_stream(f"/{SERVICE}/{method}")(request.SerializeToString()):
-                now = time.monotonic()
-                if gaps and before is not None:
-                    self.longest_gap_ms = max(self.longest_gap_ms, 1e3 * (now - before))
-                before = now
+                pass
         except grpc.aio.AioRpcError as error:
             self.codes[code_of(error)] += 1
         else:
@@ -226,7 +220,7 @@ async def open_streams(target: Target) -> None:
     """Five hundred streams that watch or wait, on two connections, beside 64 busy ones."""
     busy_request = generation_pb2.GenerateRequest(**job())
     async with target.connect() as busy, target.connect() as channel:
-        streams = [asyncio.create_task(target.stream(busy, "Generate", busy_request, gaps=True)) for _ in range(SLOTS)]
+        streams = [asyncio.create_task(target.stream(busy, "Generate", busy_request)) for _ in range(SLOTS)]
         await asyncio.sleep(1.0)
         number = target.number(250)
         job_ids = await asyncio.gather(*(target.create(channel) for _ in range(number)))
@@ -285,8 +279,6 @@ class ProbeReport:
     num_health_checks: int
     health_p50_ms: float
     health_p99_ms: float
-    longest_gap_ms: float
-    """Between two messages of a busy stream; 0 where there is none."""
     problems: list[str]
     """Answers that the probe must not get."""
 
@@ -303,7 +295,6 @@ class ProbeReport:
 async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: HealthChecks) -> ProbeReport:
     """Runs a probe to its end."""
     target.codes.clear()
-    target.longest_gap_ms = 0.0
     stalls.take()
     health.begin()
     await probe.run(target)
@@ -319,7 +310,6 @@ async def run_probe(probe: Probe, target: Target, stalls: StallFile, health: Hea
         num_health_checks=len(health_ms),
         health_p50_ms=round(cuts[49], 2),
         health_p99_ms=round(cuts[98], 2),
-        longest_gap_ms=round(target.longest_gap_ms, 1),
         problems=[*problems, *(f"{probe.name}: health {status}" for status in sorted(statuses - {"SERVING"}))],
     )
 
@@ -353,12 +343,12 @@ def main(
 
 async def _probe(names: list[str], seconds: float) -> list[ProbeReport]:
     reports = []
-    print(f"{'probe':20} {'stall':>8} {'wall':>8} {'health p50':>11} {'p99':>8} {'gap':>8}  answers")
+    print(f"{'probe':20} {'stall':>8} {'wall':>8} {'health p50':>11} {'p99':>8}  answers")
     async with Stack(LOG_DIR / "probes") as stack:
         async for one in run_probes(stack, names, seconds):
             reports.append(one)
             times = f"{one.stall_ms:8.1f} {one.stall_wall_ms:8.1f} {one.health_p50_ms:11.1f} {one.health_p99_ms:8.1f}"
-            print(f"{one.name:20} {times} {one.longest_gap_ms:8.0f}  {one.codes}", flush=True)
+            print(f"{one.name:20} {times}  {one.codes}", flush=True)
     return reports
 
 

@@ -73,8 +73,6 @@ class ServingRun:
     algorithm: str
     fraction: float
     offered_requests_per_second: float
-    offered_tokens_per_second: float
-    """Output tokens offered per second, by the lengths that were drawn."""
     report: LoadReport
     failures: list[str]
     """There should be none."""
@@ -141,7 +139,6 @@ async def _run(
         algorithm=algorithm,
         fraction=fraction,
         offered_requests_per_second=rate,
-        offered_tokens_per_second=sum(arrival.request.max_new_tokens for arrival in arrivals) / plan.seconds,
         report=report_of(run, plan.warm_up_s),
         failures=failures(run),
     )

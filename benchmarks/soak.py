@@ -18,21 +18,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from statistics import linear_regression, mean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
 
 from slipstream.benchmarks.models import STANDALONE, DeviceOption, JsonOption
+from slipstream.benchmarks.process_usage import Growth, Usage
 from slipstream.benchmarks.result_files import host, write_json
-from slipstream.benchmarks.up_server import SERVICES, STOP_SIGNALS, UpServer, bundled_options, up_server
+from slipstream.benchmarks.up_server import FAULTS, SERVICES, UpServer, bundled_options, up_server
 from slipstream.bundled import prompts
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
@@ -46,17 +45,11 @@ MAX_NEW_TOKENS = 64
 NUM_PROMPTS = 8
 PARTS = (("draft", "verify"), ("gateway", "scheduler"), SERVICES)
 """The services that have faults, in each third of the time."""
-FAULTS = (*STOP_SIGNALS, "pause")
 LONGEST_PAUSE_S = 4.0
 NUM_SAMPLES = 180
 QUIET_TIMEOUT_S = 90.0
 """A gateway that came back cancels jobs of Generate calls that do not come back after 30 s."""
 POLL_S = 0.1
-WARM_UP = 0.2
-LEAST_FIT_S = 60.0
-"""A process that lived for less is not judged."""
-BOUNDS = {"memory_mib": 0.05, "threads": 1.0, "descriptors": 1.0}
-"""The most that a process may gain: a share of its mean memory; a number of threads and descriptors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +60,7 @@ class Plan:
     clients: int = 16
     fault_every_s: float = 8.0
     """Mean time between faults."""
-    faults: tuple[str, ...] = FAULTS
+    faults: tuple[str, ...] = tuple(FAULTS)
     seed: int = 1
     device: str = "cpu"
 
@@ -75,45 +68,6 @@ class Plan:
     def num_quiet(self) -> int:
         """Moments without clients: one in each third at least, one in about 2 minutes."""
         return len(PARTS) * max(1, round(self.minutes / 6))
-
-
-@dataclass(slots=True)
-class Usage:
-    """Samples of the memory, threads and descriptors of one process."""
-
-    service: str
-    pid: int
-    at_s: list[float] = field(default_factory=list)
-    """Since the start of the run."""
-    memory_mib: list[float] = field(default_factory=list)
-    threads: list[int] = field(default_factory=list)
-    descriptors: list[int] = field(default_factory=list)
-
-    def growths(self) -> list[Growth]:
-        """Fits a line through each quantity behind the warm-up; empty for a process that lived too briefly."""
-        first = int(WARM_UP * len(self.at_s))
-        times = self.at_s[first:]
-        if not times or times[-1] - times[0] < LEAST_FIT_S:
-            return []
-        found = []
-        for name, bound in BOUNDS.items():
-            values = getattr(self, name)[first:]
-            gained = linear_regression(times, values).slope * (times[-1] - times[0])
-            most = bound * mean(values) if name == "memory_mib" else bound
-            found.append(Growth(self.service, name, round(times[-1] - times[0]), round(gained, 3), round(most, 3)))
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """The fitted growth of a quantity of one process."""
-
-    service: str
-    quantity: str
-    seconds: float
-    gained: float
-    """Over these seconds."""
-    bound: float
 
 
 @dataclass(slots=True)
@@ -181,16 +135,11 @@ class Soak:
         while (pause_s := rng.expovariate(1 / self._plan.fault_every_s)) < deadline - time.monotonic():
             await asyncio.sleep(pause_s)
             service, fault = rng.choice(services), rng.choice(self._plan.faults)
-            paused_s = rng.uniform(0.0, LONGEST_PAUSE_S)
-            try:
-                process = self._server.send(service, STOP_SIGNALS.get(fault, signal.SIGSTOP))
-            except (KeyError, psutil.NoSuchProcess):
-                continue  # it has not come back from a fault before
-            self.report.faults.append((self._now(), service, fault))
-            if fault == "pause":
-                await asyncio.sleep(paused_s)
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGCONT)
+            stopped_s, at_s = rng.uniform(0.0, LONGEST_PAUSE_S), self._now()
+            # Without the service, it has not come back from a fault before.
+            with suppress(KeyError, psutil.NoSuchProcess):
+                await self._server.fault(service, fault, pause_s=stopped_s)
+                self.report.faults.append((at_s, service, fault))
         await asyncio.sleep(max(0.0, deadline - time.monotonic()))
 
     async def _quiet(self) -> None:
@@ -219,11 +168,7 @@ class Soak:
             for service, process in {"up": self._server.process, **self._server.services()}.items():
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     usage = self.report.usage.setdefault(process.pid, Usage(service, process.pid))
-                    with process.oneshot():
-                        usage.memory_mib.append(round(process.memory_info().rss / 2**20, 1))
-                        usage.threads.append(process.num_threads())
-                        usage.descriptors.append(process.num_fds())
-                    usage.at_s.append(self._now())
+                    usage.sample(self._now())
             await asyncio.sleep(interval_s)
 
     async def _client(self, rng: random.Random) -> None:

@@ -37,7 +37,6 @@ from slipstream.cli.cancellation import background
 from slipstream.cli.up.control import request_swap
 from slipstream.client import AsyncClient
 from slipstream.common.api.draft_swap import SwapTerms
-from slipstream.common.errors import SlipstreamError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -187,16 +186,16 @@ class Swaps:
             recovery_tokens=recovery.tokens,
         )
 
-    async def returns(self) -> Recovery:
-        """Kills the draft some times; returns how it came back, all times together."""
+    async def returns(self, algorithm: str) -> Recovery:
+        """Kills the draft that is there some times; returns how it came back, all times together."""
         recovery = Recovery()
-        for _ in range(self._plan.kills):
+        for _ in range(self._plan.kills if algorithm != NONE else 0):
             self.streams.forget()
-            async with background(self._joined(await self._draft(), STANDALONE)) as (joined,):
+            async with background(self._joined(await self._draft(), algorithm)) as (joined,):
                 self._server.send("draft", signal.SIGKILL)
                 since = await joined
             await self._jobs_of(since)
-            recovery.add(self.streams, since, self._references[STANDALONE])
+            recovery.add(self.streams, since, self._references[algorithm])
         return recovery
 
     async def _draft(self) -> int:
@@ -205,16 +204,11 @@ class Swaps:
             return _draft_pid(await client.server_info())
 
     async def _joined(self, before: int, algorithm: str) -> float:
-        """Waits until another draft process than `before` takes part; returns the time."""
-        async with AsyncClient(self._server.address) as client:
-            while True:
-                try:
-                    state = await client.server_info()
-                except SlipstreamError:
-                    state = None
-                if state is not None and state.algorithm == algorithm and _draft_pid(state) not in (0, before):
-                    return time.monotonic()
-                await asyncio.sleep(POLL_S)
+        """Waits until another draft process than `before` takes part; returns the time. Raises TimeoutError."""
+        await self._server.until_state(
+            lambda state: state.algorithm == algorithm and _draft_pid(state) not in (0, before), poll_s=POLL_S
+        )
+        return time.monotonic()
 
     async def _jobs_of(self, at: float) -> None:
         """Waits until the jobs that run at this time are over."""
@@ -264,7 +258,7 @@ async def measure(plan: Plan) -> dict[str, Any]:
                     rows.append(await swaps.swap(before, after, drafts[after]))
                     before = before if rows[-1].rolled_back else after
                     print(_line(rows[-1]), flush=True)
-                recovery = await swaps.returns()
+                recovery = await swaps.returns(STANDALONE if before == RANDOM else before)
     return {
         "host": host(plan.device),
         "plan": asdict(plan),

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from slipstream.common.rpc.scrape import scrape
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from slipstream.common.api.server_state import ServerState
     from slipstream.common.rpc.scrape import Scrape
 
 SERVICES = ("gateway", "scheduler", "verify", "draft")
@@ -31,8 +32,8 @@ LOG_DIR_VARIABLE = "SLIPSTREAM_BENCHMARK_LOG_DIR"
 START_TIMEOUT_S = 300.0
 RESTORE_TIMEOUT_S = 120.0
 POLL_S = 0.05
-STOP_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-"""The signals of a service's faults, by name."""
+FAULTS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "pause": signal.SIGSTOP}
+"""The signals of a service's faults, by name; a pause ends with SIGCONT."""
 ANY_DEATHS = ("--restart-window-s", "0.001")
 """A benchmark kills more often than a server's bound on restarts allows."""
 
@@ -80,24 +81,37 @@ class UpServer:
                     return metrics
                 await asyncio.sleep(POLL_S)
 
+    async def fault(self, service: str, fault: str, *, pause_s: float) -> psutil.Process:
+        """Gives a service one of FAULTS, and returns the process that got it. Raises KeyError if there is none."""
+        process = self.send(service, FAULTS[fault])
+        if fault == "pause":
+            await asyncio.sleep(pause_s)
+            with suppress(psutil.NoSuchProcess):  # found to hang, and replaced
+                process.send_signal(signal.SIGCONT)
+        return process
+
+    async def until_state(self, is_so: Callable[[ServerState], bool], *, poll_s: float = POLL_S) -> None:
+        """Waits until the server's state is so; meanwhile it may be away. Raises TimeoutError."""
+        async with asyncio.timeout(RESTORE_TIMEOUT_S), AsyncClient(self.address) as client:
+            while True:
+                with suppress(SlipstreamError):
+                    if is_so(await client.server_info()):
+                        return
+                await asyncio.sleep(poll_s)
+
     async def restored(self, algorithm: str, *, without: psutil.Process | None = None) -> None:
         """Waits until every service is there, drafts are made by `algorithm`, and `without` runs no more.
 
         Raises TimeoutError.
         """
-        async with asyncio.timeout(RESTORE_TIMEOUT_S), AsyncClient(self.address) as client:
-            while True:
-                try:
-                    state = await client.server_info()
-                except SlipstreamError:
-                    await asyncio.sleep(POLL_S)
-                    continue
-                pids = {service.pid for service in state.services}
-                known = {process.pid for process in self.services().values()}
-                is_new = without is None or without.pid not in pids | known
-                if is_new and state.algorithm == algorithm and pids == known:
-                    return
-                await asyncio.sleep(POLL_S)
+
+        def is_restored(state: ServerState) -> bool:
+            pids = {service.pid for service in state.services}
+            known = {process.pid for process in self.services().values()}
+            is_new = without is None or without.pid not in pids | known
+            return is_new and state.algorithm == algorithm and pids == known
+
+        await self.until_state(is_restored)
 
 
 def bundled_options(device: str, slots: int, mps: str = "off") -> tuple[str, ...]:

@@ -9,7 +9,17 @@ import pytest
 import typer.main
 from smg_grpc_proto import vllm_engine_pb2
 
-from slipstream.benchmarks.figures import BEGIN, CPU_PAGE, GPU_PAGE, RELIABILITY_PAGE, cpu_page, gpu_page, table
+from slipstream.benchmarks.figures import (
+    BEGIN,
+    CAPACITY_PAGE,
+    CPU_PAGE,
+    GPU_PAGE,
+    RELIABILITY_PAGE,
+    cpu_page,
+    gpu_page,
+    table,
+)
+from slipstream.benchmarks.load_results import capacity_section
 from slipstream.benchmarks.reliability import filled
 from slipstream.cli.main import app
 
@@ -120,6 +130,7 @@ def test_the_readme_has_one_table_of_at_most_eight_figures() -> None:
 
 def test_the_figures_are_those_of_the_committed_results() -> None:
     assert table() in README.read_text(encoding="utf-8")
+    assert capacity_section() in CAPACITY_PAGE.read_text(encoding="utf-8")
     assert cpu_page() == CPU_PAGE.read_text(encoding="utf-8")
     assert gpu_page() == GPU_PAGE.read_text(encoding="utf-8")
     reliability = RELIABILITY_PAGE.read_text(encoding="utf-8")

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from slipstream.benchmarks.soak import Plan, Usage, soak
+from slipstream.benchmarks.process_usage import Usage
+from slipstream.benchmarks.soak import Plan, soak
 
 
 @pytest.mark.slow

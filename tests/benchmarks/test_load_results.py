@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from slipstream.benchmarks import load_results, pages
-from slipstream.benchmarks.load_results import PEER_RESULTS, capacity_page, load_sections, readme_rows
+from slipstream.benchmarks.load_results import PEER_RESULTS, capacity_section, load_sections, readme_rows
 from slipstream.benchmarks.models import EAGLE3, NONE
 from slipstream.benchmarks.result_files import write_rows
 from tests.benchmarks.test_load import CAPACITY, result
@@ -31,7 +31,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_without_results_there_are_no_figures(results: Path) -> None:
     assert (load_sections("load_h200"), readme_rows()) == ([], [])
-    assert capacity_page().count("not measured yet") == 4
+    assert capacity_section().count("not measured yet") == 4
     write_rows([result(model=MODEL)], results / "load_h200.json")
     assert readme_rows() == []
 
@@ -48,7 +48,7 @@ def test_figures_stand_beside_those_of_the_peer(results: Path) -> None:
 
 def test_the_page_of_the_capacity(results: Path) -> None:
     write_rows([CAPACITY], results / "capacity_h200.json")
-    page = capacity_page()
+    page = capacity_section()
     assert "| bundled | none | 4.0 | 1,000 | 90 | 5.0 |" in page
     assert "| llama-3.1-8b | EAGLE-3 | not measured yet |" in page
 
