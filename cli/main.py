@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from slipstream.cli.connection_options import ConnectionOptions
 from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.swap_draft import SwapOptions, run_swap
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from slipstream.cli.status import ServerStatus
+    from slipstream.client.connection import AccessOptions
     from slipstream.client.requests import Prompt, RequestOptions
 
 app = typer.Typer(
@@ -49,6 +49,23 @@ StateDirOption = Annotated[
 ServerOption = Annotated[
     str, typer.Option(metavar="ADDRESS", help="HOST:PORT or unix:PATH of the server.", callback=_checked_server)
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions(Settings):
+    """The options of commands that connect to a server, as in `AccessOptions` of the client."""
+
+    api_key: str | None = setting(
+        None, unit="TOKEN", help="Other users of this host see it here.", unset="the variable SLIPSTREAM_API_KEY"
+    )
+    tls: bool = setting(False, help="Connect with TLS, and trust the authorities that gRPC brings.")
+    tls_ca: Path | None = setting(None, unit="FILE", help="Connect with TLS, and trust these authorities, PEM.")
+    tls_cert: Path | None = setting(None, unit="FILE", help="Mutual TLS: the client's certificate, PEM.")
+    tls_key: Path | None = setting(None, unit="FILE", help="Its private key, PEM.")
+
+    def access(self) -> AccessOptions:
+        """For the client."""
+        return cast("AccessOptions", {field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,8 +276,7 @@ def health(
     **values: Any,
 ) -> None:
     """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
-    from slipstream.cli.hung_service import check_or_kill
-    from slipstream.cli.status import check
+    from slipstream.cli.status import check, check_or_kill
     from slipstream.common.rpc.address import parse_address
 
     parsed = str(parse_address(address, field="ADDRESS"))

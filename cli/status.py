@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
+import struct
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.client import AsyncClient
 from slipstream.client.connection import open_async_channel
-from slipstream.common.errors import UnavailableError
+from slipstream.common.errors import ConfigError, UnavailableError
+from slipstream.common.rpc.address import UnixAddress, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,6 +33,9 @@ ELSEWHERE = "ELSEWHERE"
 """The service's socket can only be opened on its own host, which is another."""
 HEALTHY = ("SERVING", ELSEWHERE)
 
+NUM_CHECKS = 4
+"""Health checks in a row that a service leaves without an answer before it is killed; each waits 2 s."""
+_CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.05
 _CHECK_TIMEOUT_S = 2.0
 _TIMEOUT_S = 5.0
@@ -68,6 +76,40 @@ async def check(address: str, **access: Unpack[AccessOptions]) -> str:
             raise UnavailableError(f"{address} does not answer: {error.details()}") from error
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     return name
+
+
+async def check_or_kill(address: str) -> str:
+    """Returns the health of the service at unix:PATH. Kills the process that listens there and does not answer.
+
+    Raises UnavailableError when no process listens there, and when one was killed.
+    """
+    parsed = parse_address(address, field="ADDRESS")
+    if not isinstance(parsed, UnixAddress):
+        raise ConfigError("kill_hung", address, "unix:PATH, whose process is known")
+    num_missed = 0
+    while True:
+        try:
+            return await check(address)
+        except UnavailableError as error:
+            if (pid := _listener(parsed)) is None:
+                raise
+            num_missed += 1
+            if num_missed == NUM_CHECKS:
+                os.kill(pid, signal.SIGKILL)
+                raise UnavailableError(f"{address} does not answer: its process {pid} was killed") from error
+
+
+def _listener(address: UnixAddress) -> int | None:
+    """Id of the process that listens there; None if there is none, or none that can be seen from here."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog of a process that is stopped
+        try:
+            probe.connect(str(address.path))
+        except OSError:
+            return None
+        # Those of the process that called `listen`, in our own namespace: 0 if it is not there.
+        pid, _, _ = _CREDENTIALS.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

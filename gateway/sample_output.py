@@ -11,8 +11,7 @@ from itertools import accumulate, chain
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk, TokenLogprobs
-from slipstream.gateway.plain_chunk import PlainChunkEncoder
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk, PlainChunkEncoder, TokenLogprobs
 from slipstream.gateway.stop_strings import StopMatcher
 
 if TYPE_CHECKING:

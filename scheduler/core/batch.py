@@ -11,6 +11,7 @@ from slipstream.common.errors import DeadlineExceededError, InternalError
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.accounts import SlotAccounts
 from slipstream.scheduler.core.allocators import NO_SLOT, SlotAllocator
+from slipstream.scheduler.core.batch_sizes import BatchCounts, BatchSizes
 from slipstream.scheduler.core.committed import CommittedTokens
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
@@ -19,7 +20,6 @@ from slipstream.scheduler.core.results import Step, StepSlots
 
 if TYPE_CHECKING:
     from slipstream.scheduler.core.accounts import Bools, Ints, TakenIn
-    from slipstream.scheduler.core.batch_sizes import BatchSizes
     from slipstream.scheduler.core.prefix_cache import DraftKV
     from slipstream.scheduler.core.results import StepResult
     from slipstream.scheduler.core.sequence import Sequence
@@ -41,18 +41,6 @@ class _Decoding(NamedTuple):
     """The K that it was made for."""
     is_drafted: bool
     top_logprobs: dict[int, int]
-
-
-class BatchCounts(NamedTuple):
-    """What happened in a batch since it was made; the numbers only grow."""
-
-    not_finite: int = 0
-    """Sequences that ended because the model's logits were NaN or infinite."""
-    preemptions: int = 0
-    prefix_query_tokens: int = 0
-    """Prompt tokens that were looked for in the prefix cache."""
-    prefix_hit_tokens: int = 0
-    """Those of them that it had."""
 
 
 class Batch:

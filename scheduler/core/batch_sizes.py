@@ -1,8 +1,9 @@
-"""The sizes of a batch."""
+"""The sizes of a batch, and the counts of what happens in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +34,15 @@ class BatchSizes:
     def pages_of(self, num_tokens: int) -> int:
         """Pages for so many tokens and no more."""
         return -(-num_tokens // self.page_tokens)
+
+
+class BatchCounts(NamedTuple):
+    """What happened in a batch since it was made; the numbers only grow."""
+
+    not_finite: int = 0
+    """Sequences that ended because the model's logits were NaN or infinite."""
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens that were looked for in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """Those of them that it had."""

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from slipstream.common.rpc.metrics import HOST_STALL_SECONDS, counter, gauge, histogram
 from slipstream.common.worker.step import StepKind
-from slipstream.scheduler.core.batch import BatchCounts
+from slipstream.scheduler.core.batch_sizes import BatchCounts
 from slipstream.scheduler.core.draft_policy import RestCause
 from slipstream.scheduler.telemetry.step_timing import EDGES
 

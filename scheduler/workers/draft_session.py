@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, SlipstreamError, UnavailableError
 from slipstream.common.host import name_this_thread
 from slipstream.scheduler.telemetry.draft_metrics import LossCause, SwapResult
-from slipstream.scheduler.workers.admission import Admission
 from slipstream.scheduler.workers.attachment import DraftAttachment, Retired, draft_sizes
-from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, drafting, state_of
-from slipstream.scheduler.workers.retries import Retries
+from slipstream.scheduler.workers.held import DraftStatus, DraftTarget, Held, Retries, drafting, state_of
+from slipstream.scheduler.workers.sharing import Admission
 from slipstream.scheduler.workers.swap import Swap
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""The drafts of an epoch that a session knows of: what is wanted, what is attached, and what people are told."""
+"""The drafts of an epoch that a session knows of: what is wanted, attached and told, and when the next try is due."""
 
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
@@ -70,3 +71,41 @@ def state_of(held: Iterable[Held], *, is_expected: bool) -> str:
     if any(one.has_joined for one in staying):
         return "attached"
     return "catching up" if staying else "missing" if is_expected else ""
+
+
+FIRST_S, LONGEST_S = 0.2, 5.0
+"""Between two tries to attach a draft: the time doubles while they fail."""
+LONGEST_AFTER_TIMEOUT_S = 60.0
+"""The same for a draft that is slower than the watchdog again and again: each try costs the steps that wait for it."""
+STEADY_S = 10.0
+"""A draft that was lost after it took part for so long is tried again at once; sooner than that the time doubles."""
+
+
+class Retries:
+    """The time of the next try. Belongs to the session's lock."""
+
+    def __init__(self) -> None:
+        self.due = 0.0
+        """On time.monotonic's clock."""
+        self._after_failure_s = self._after_loss_s = FIRST_S
+
+    def failed(self) -> None:
+        """A try has failed."""
+        self.due = time.monotonic() + self._after_failure_s
+        self._after_failure_s = min(2 * self._after_failure_s, LONGEST_S)
+
+    def joined(self) -> None:
+        """A draft takes part: tries succeed again."""
+        self._after_failure_s = FIRST_S
+
+    def left(self, cause: LossCause, joined_at: float) -> None:
+        """A draft takes part no more. `joined_at`: since when it did, infinity if it never did."""
+        now = time.monotonic()
+        if cause in (LossCause.SWAPPED, LossCause.LEFT):
+            self.due = now + FIRST_S
+            return
+        if now - joined_at >= STEADY_S:
+            self._after_loss_s = FIRST_S
+        longest = LONGEST_AFTER_TIMEOUT_S if cause is LossCause.TIMEOUT else LONGEST_S
+        self.due = now + min(self._after_loss_s, longest)
+        self._after_loss_s = min(2 * self._after_loss_s, longest)

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from slipstream.cli import status
-from slipstream.cli.hung_service import check_or_kill
+from slipstream.cli.status import check_or_kill
 from slipstream.common.errors import UnavailableError
 from tests.harness.running import slipstream
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from slipstream.cli.up import heartbeat
+from slipstream.cli.up import service as service_module
 from slipstream.cli.up.restarts import RestartSettings
 from tests.harness.supervised import Kills, States, supervisor_of, workers_of
 from tests.harness.waiting import until
@@ -53,7 +53,7 @@ async def test_an_answer_between_those_that_are_missed_counts_from_the_start() -
         asked.append(part_s)
         return script[len(asked) - 1]
 
-    await heartbeat._until_missed(answers, 0.004)
+    await service_module._until_missed(answers, 0.004)
     assert asked == [0.001] * len(script)
 
 

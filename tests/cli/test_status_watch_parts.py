@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
@@ -233,3 +235,9 @@ def test_lines_have_no_trailing_blanks_and_an_empty_line_behind_them() -> None:
 
 def test_everything_fits_a_small_terminal() -> None:
     assert len(text(worked(), width=80).splitlines()) <= 22
+
+
+def test_it_starts_without_what_only_workers_need() -> None:
+    code = "import sys, slipstream.cli.status_watch; print('torch' in sys.modules)"
+    found = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True, timeout=30)
+    assert found.stdout == "False\n"

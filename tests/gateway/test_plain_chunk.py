@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.common.api.output_chunk import FinishReason, OutputChunk
+from slipstream.common.api.output_chunk import FinishReason, OutputChunk, PlainChunkEncoder
 from slipstream.common.api.sampling import SamplingParams
 from slipstream.common.api.sequence import SequenceSpec
 from slipstream.gateway.detokenizer import Vocabulary
-from slipstream.gateway.plain_chunk import PlainChunkEncoder
 from slipstream.gateway.sample_output import MAX_SHARED_TOKENS, SampleOutput
 from slipstream.gateway.validation import CheckedRequest
 from slipstream.protos import generation_pb2

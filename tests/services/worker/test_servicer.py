@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.benchmarks.dummy_model import DummyDraft
 from slipstream.cli.status import check
-from slipstream.cli.up.heartbeat import until_hung
+from slipstream.cli.up.service import until_hung
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, StaleEpochError, UnavailableError
 from slipstream.common.rpc.status import error_from_rpc
 from slipstream.common.worker.step import FenceName, Role
