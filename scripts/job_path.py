@@ -89,10 +89,11 @@ def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
     target, head = str(bundled.target_dir()), str(bundled.eagle3_dir())
     address = {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
+    patient = ("--draft-timeout-ms", "20000")  # a machine that is busy loses no draft: its return has files of its own
     options = {
         "verify": ("--model", target, "--device", "cpu"),
         "draft": ("--model", head, "--algorithm", ALGORITHM, "--target", target, "--device", "cpu"),
-        "scheduler": ("--verify", address["verify"], "--draft", address["draft"], "--device", "cpu"),
+        "scheduler": ("--verify", address["verify"], "--draft", address["draft"], "--device", "cpu", *patient),
         "gateway": ("--scheduler", address["scheduler"]),
     }
     processes: dict[str, subprocess.Popen[bytes]] = {}

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from prometheus_client import Counter, Metric
 
+    from slipstream.scheduler.core.batch import Batch
     from slipstream.scheduler.telemetry.step_timing import StepTiming
 
 WINDOW_S = 10.0
@@ -168,8 +169,9 @@ class StepMetrics:
         self._timings: list[StepTiming] = []
         self._num_accepted: list[NDArray[np.int64]] = []
         self._num_draft_tokens = 0
-        self._batch_counts: Callable[[], BatchCounts] = BatchCounts
-        self._batch_counted = BatchCounts()
+        self._batch: Batch | None = None
+        self._batch_counts = BatchCounts()
+        """Those that were counted."""
         self._label(mps, algorithm)
         families.before_collecting(self._count)
 
@@ -231,10 +233,10 @@ class StepMetrics:
         with self._lock:
             self._families.rests[cause].inc()
 
-    def count_batch(self, counts: Callable[[], BatchCounts]) -> None:
-        """Counts what happens in a batch from its beginning on; `counts` is called on any thread."""
+    def count_batch(self, batch: Batch) -> None:
+        """Counts what happens in a batch from its beginning on."""
         with self._lock:
-            self._batch_counts = counts
+            self._batch = batch
 
     def drafted(self, num_accepted: NDArray[np.int64], num_draft_tokens: int) -> None:
         """Counts the drafts of a step: the accepted tokens of each, and K."""
@@ -262,10 +264,11 @@ class StepMetrics:
         for site, seconds in self._stalled_s.items():
             self._stall[site].inc(seconds)
             self._stalled_s[site] = 0.0
-        counts, before = self._batch_counts(), self._batch_counted
-        self._batch_counted = counts
-        for counter_of, now, then in zip(self._families.batch_counts, counts, before, strict=True):
-            counter_of.inc(now - then)
+        if self._batch is not None:
+            counts, before = self._batch.counts, self._batch_counts
+            self._batch_counts = counts
+            for family, now, then in zip(self._families.batch_counts, counts, before, strict=True):
+                family.inc(now - then)
 
     def _count_times(self, timing: StepTiming) -> None:
         phase = _PHASES[timing.kind]

@@ -62,7 +62,7 @@ class Epoch:
         self.link = link
         """Verify's."""
         self.batch = Batch(sizes.batch)
-        metrics.count_batch(lambda: self.batch.counts)
+        metrics.count_batch(self.batch)
         self.fence_kind = device.fence_kind
         self.recorder = StepRecorder()
         """Records of the last steps."""

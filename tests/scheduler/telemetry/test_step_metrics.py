@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -151,12 +152,13 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_happens_in_a_batch_is_counted_across_epochs(measured: Measured) -> None:
-    batch = BatchCounts(not_finite=1, preemptions=2, prefix_query_tokens=30, prefix_hit_tokens=20)
-    measured.metrics.count_batch(lambda: batch)
+    batch: Any = SimpleNamespace(counts=BatchCounts(1, 2, prefix_query_tokens=30, prefix_hit_tokens=20))
+    measured.metrics.count_batch(batch)
     assert measured.registry.get_sample_value("slipstream_preemptions_total") == 2
-    batch = batch._replace(preemptions=3)
+    batch.counts = BatchCounts(1, 3, prefix_query_tokens=30, prefix_hit_tokens=20)
     following = StepMetrics(measured.families, **LABELS)
-    following.count_batch(lambda: BatchCounts(preemptions=1))
+    batch = SimpleNamespace(counts=BatchCounts(preemptions=1))
+    following.count_batch(batch)
     found = [
         measured.registry.get_sample_value(f"slipstream_{name}_total")
         for name in ("sequences_not_finite", "preemptions", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
