@@ -126,9 +126,9 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
         if (sample := _sample(jobs, key)) is not None and not sample.output.num_tokens:
             sample.stats.cached_tokens = num_tokens
     end = 0
-    for key, num_tokens, num_accepted, reason in zip(
-        step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons, strict=True
-    ):
+    columns = (step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons)
+    is_beyond = step.is_beyond_draft or [False] * len(step.sequences)
+    for key, num_tokens, num_accepted, reason, is_beyond_draft in zip(*columns, is_beyond, strict=True):
         start, end = end, end + num_tokens
         if (sample := _sample(jobs, key)) is not None:
             sample.add(
@@ -138,6 +138,7 @@ def add_rows(row: bytes, jobs: Mapping[int, Job]) -> None:
                 reason,
                 num_draft_tokens=step.num_draft_tokens,
                 published_ns=step.published_ns - _UNIX_EPOCH_NS,
+                is_beyond_draft=is_beyond_draft,
             )
 
 
@@ -162,6 +163,7 @@ def _sample_to_pb(sample: Sample) -> journal_pb2.JournaledSample:
         total_draft_tokens=stats.total_draft_tokens,
         drafts_by_accepted=stats.drafts_by_accepted,
         cached_tokens=stats.cached_tokens,
+        tokens_beyond_draft=stats.tokens_beyond_draft,
         admitted_ns=_to_unix(stats.admitted_at),
         first_token_ns=_to_unix(stats.first_token_at),
         last_token_ns=_to_unix(stats.last_token_at),
@@ -188,6 +190,7 @@ def _stats_from_pb(message: journal_pb2.JournaledSample) -> SequenceStats:
         total_draft_tokens=message.total_draft_tokens,
         drafts_by_accepted=list(message.drafts_by_accepted),
         cached_tokens=message.cached_tokens,
+        tokens_beyond_draft=message.tokens_beyond_draft,
         admitted_at=_from_unix(message.admitted_ns),
         first_token_at=_from_unix(message.first_token_ns),
         last_token_at=_from_unix(message.last_token_ns),

@@ -287,11 +287,11 @@ class JobManager:
         """Adds the output of a step to its jobs, and wakes their readers."""
         running, alive = self._link.running, self._alive
         tokens, num_draft_tokens, published_ns = step.tokens, step.num_draft_tokens, step.published_ns
-        logprobs = step.logprobs
+        logprobs, is_beyond = step.logprobs, step.is_beyond_draft or [False] * len(step.sequences)
         changed: dict[Job, None] = {}
         end = 0
-        for number, num_tokens, num_accepted, reason in zip(
-            step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons, strict=True
+        for number, num_tokens, num_accepted, reason, is_beyond_draft in zip(
+            step.sequences, step.num_tokens, step.num_accepted, step.finish_reasons, is_beyond, strict=True
         ):
             start, end = end, end + num_tokens
             sequence = running.get(number)
@@ -309,6 +309,7 @@ class JobManager:
                         reason,
                         num_draft_tokens=num_draft_tokens,
                         published_ns=published_ns,
+                        is_beyond_draft=is_beyond_draft,
                     ):
                         self._link.cancel(sequence)
                 except Exception:

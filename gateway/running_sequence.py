@@ -23,6 +23,8 @@ class SequenceStats:
     """Tokens that the draft proposed: K for each checked draft, also where fewer may be accepted."""
     drafts_by_accepted: list[int] = field(default_factory=list)
     """[i]: drafts that the target checked, and accepted i tokens of."""
+    tokens_beyond_draft: int = 0
+    """Tokens that were decoded plainly because the sequence had become too long for the draft."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had, when the first token was to come."""
     submitted_at: float | None = None

@@ -60,13 +60,19 @@ class Sample:
         *,
         num_draft_tokens: int,
         published_ns: int,
+        is_beyond_draft: bool = False,
     ) -> bool:
-        """Adds the output of a step; ignored after the end. Returns True if the scheduler must end the sequence."""
+        """Adds the output of a step; ignored after the end. Returns True if the scheduler must end the sequence.
+
+        `is_beyond_draft`: nothing was drafted for it as it is too long for the draft.
+        """
         if self._usage is not None:
             return False
         output, stats = self.output, self.stats
         was_cut = output.is_cut
-        if num_draft_tokens and token_ids and self._is_drafted:
+        if is_beyond_draft:
+            stats.tokens_beyond_draft += len(token_ids)
+        elif num_draft_tokens and token_ids and self._is_drafted:
             stats.add_draft(num_draft_tokens, num_accepted)
         if token_ids and not was_cut:
             stats.last_token_at = published_ns / 1e9
@@ -171,4 +177,5 @@ class Sample:
             end_to_end_seconds=ended_at - arrived_at,
             mean_inter_token_latency_seconds=decoding_s / max(1, num_tokens - 1),
             cached_tokens=stats.cached_tokens,
+            tokens_beyond_draft=stats.tokens_beyond_draft,
         )

@@ -282,7 +282,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "total_draft_tokens", "total_accepted_tokens", "num_verify_steps", "mean_accept_length", "seed", "queue_seconds", "time_to_first_token_seconds", "end_to_end_seconds", "accepted_per_position", "mean_inter_token_latency_seconds", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "total_draft_tokens", "total_accepted_tokens", "num_verify_steps", "mean_accept_length", "seed", "queue_seconds", "time_to_first_token_seconds", "end_to_end_seconds", "accepted_per_position", "mean_inter_token_latency_seconds", "cached_tokens", "tokens_beyond_draft")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +296,7 @@ class Usage(_message.Message):
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     MEAN_INTER_TOKEN_LATENCY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_BEYOND_DRAFT_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     total_draft_tokens: int
@@ -309,7 +310,8 @@ class Usage(_message.Message):
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
     mean_inter_token_latency_seconds: float
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_draft_tokens: _Optional[int] = ..., total_accepted_tokens: _Optional[int] = ..., num_verify_steps: _Optional[int] = ..., mean_accept_length: _Optional[float] = ..., seed: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., time_to_first_token_seconds: _Optional[float] = ..., end_to_end_seconds: _Optional[float] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., mean_inter_token_latency_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    tokens_beyond_draft: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_draft_tokens: _Optional[int] = ..., total_accepted_tokens: _Optional[int] = ..., num_verify_steps: _Optional[int] = ..., mean_accept_length: _Optional[float] = ..., seed: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., time_to_first_token_seconds: _Optional[float] = ..., end_to_end_seconds: _Optional[float] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., mean_inter_token_latency_seconds: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., tokens_beyond_draft: _Optional[int] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)

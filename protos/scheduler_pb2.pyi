@@ -87,7 +87,7 @@ class SchedulerState(_message.Message):
     def __init__(self, serving: _Optional[_Union[SchedulerDescription, _Mapping]] = ..., paused: _Optional[str] = ..., is_final: _Optional[bool] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("sequences", "num_tokens", "num_accepted", "finish_reasons", "tokens", "num_draft_tokens", "published_ns", "admitted", "admitted_ns", "logprobs", "cached_tokens")
+    __slots__ = ("sequences", "num_tokens", "num_accepted", "finish_reasons", "tokens", "num_draft_tokens", "published_ns", "admitted", "admitted_ns", "logprobs", "cached_tokens", "is_beyond_draft")
     class CachedTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class StepOutput(_message.Message):
     ADMITTED_NS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_BEYOND_DRAFT_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: _containers.RepeatedScalarFieldContainer[int]
@@ -117,7 +118,8 @@ class StepOutput(_message.Message):
     admitted_ns: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[SequenceLogprobs]
     cached_tokens: _containers.ScalarMap[int, int]
-    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[_Union[_generation_pb2.FinishReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., published_ns: _Optional[int] = ..., admitted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    is_beyond_draft: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, sequences: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[_Union[_generation_pb2.FinishReason, str]]] = ..., tokens: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., published_ns: _Optional[int] = ..., admitted: _Optional[_Iterable[int]] = ..., admitted_ns: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[SequenceLogprobs, _Mapping]]] = ..., cached_tokens: _Optional[_Mapping[int, int]] = ..., is_beyond_draft: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class SequenceLogprobs(_message.Message):
     __slots__ = ("sequence", "tokens")

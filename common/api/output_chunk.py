@@ -113,6 +113,8 @@ class Usage:
     """From a token to the next; 0 when there are fewer than two."""
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had, of the sample or of the first one."""
+    tokens_beyond_draft: int = 0
+    """Tokens that were decoded plainly because prompt and output had become too long for the draft."""
 
     @classmethod
     def together(cls, samples: Sequence[Usage]) -> Usage:
@@ -139,6 +141,7 @@ class Usage:
             end_to_end_seconds=max(usage.end_to_end_seconds for usage in samples),
             mean_inter_token_latency_seconds=waited / max(1, sum(gaps)),
             cached_tokens=samples[0].cached_tokens,
+            tokens_beyond_draft=sum(usage.tokens_beyond_draft for usage in samples),
         )
 
     def to_pb(self) -> generation_pb2.Usage:

@@ -45,6 +45,8 @@ class StepOutput:
     """By sequence id, for each new token, of the sequences that asked for logprobs."""
     cached_tokens: Mapping[int, int] = field(default_factory=dict)
     """By sequence id, of those that have begun since: tokens of the prompt that the prefix cache had."""
+    is_beyond_draft: Sequence[bool] = ()
+    """For each of `sequences`, whether it was decoded plainly as it is too long for the draft; empty if none was."""
 
     def to_pb(self) -> scheduler_pb2.StepOutput:
         return scheduler_pb2.StepOutput(
@@ -59,6 +61,7 @@ class StepOutput:
             admitted_ns=self.admitted_ns,
             logprobs=_logprobs_to_pb(self.logprobs),
             cached_tokens=self.cached_tokens,
+            is_beyond_draft=self.is_beyond_draft,
         )
 
     @classmethod
@@ -78,6 +81,7 @@ class StepOutput:
                 item.sequence: tuple(TokenLogprobs.from_pb(token) for token in item.tokens) for item in message.logprobs
             },
             cached_tokens=dict(message.cached_tokens),
+            is_beyond_draft=list(message.is_beyond_draft),
         )
 
 
@@ -101,12 +105,16 @@ class PackedStep(NamedTuple):
     admitted_ns: Sequence[int] = ()
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
     cached_tokens: Mapping[int, int] = MappingProxyType({})
+    is_beyond_draft: bytes = b""
+    """8 bits each; empty if none was."""
 
     def to_pb(self) -> scheduler_pb2.StepOutput:
         parts: list[bytes] = []
         columns = (self.sequences, self.num_tokens, self.num_accepted, self.finish_reasons, self.tokens)
         for before, column in zip(_COLUMN_TAGS, columns, strict=True):
             parts += before, varint(len(column)), column
+        if self.is_beyond_draft:
+            parts += _BEYOND_TAG, varint(len(self.is_beyond_draft)), self.is_beyond_draft
         message = scheduler_pb2.StepOutput.FromString(b"".join(parts))
         message.num_draft_tokens, message.published_ns = self.num_draft_tokens, self.published_ns
         if self.admitted:
@@ -123,6 +131,7 @@ _COLUMN_TAGS = [
     tag(scheduler_pb2.StepOutput.DESCRIPTOR.fields_by_name[name].number, LENGTH_DELIMITED)
     for name in PackedStep._fields[:5]
 ]
+_BEYOND_TAG = tag(scheduler_pb2.StepOutput.IS_BEYOND_DRAFT_FIELD_NUMBER, LENGTH_DELIMITED)
 
 
 def _logprobs_to_pb(logprobs: Mapping[int, tuple[TokenLogprobs, ...]]) -> list[scheduler_pb2.SequenceLogprobs]:

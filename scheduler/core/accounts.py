@@ -69,7 +69,7 @@ class PendingLengths:
         self._most_more[rows] = pending - most_more
         return before
 
-    def most(self, rows: Ints) -> Ints:
+    def most(self, rows: Ints | int) -> Ints:
         """Upper bounds once the steps under way are done."""
         bounds: Ints = self._known[rows] + self._most_more[rows]
         return bounds
@@ -99,6 +99,8 @@ class TakenIn(NamedTuple):
     """[rows, K + 1]: True for those that count."""
     is_speculating: Bools
     """True if a draft was checked for the sequence."""
+    is_beyond_draft: Bools
+    """True if none was because the sequence is too long for it."""
     logprobs: dict[int, tuple[TokenLogprobs, ...]]
     """By sequence's place in these arrays, as many as it has new tokens."""
 
@@ -111,6 +113,7 @@ class _Columns(NamedTuple):
     most_more: Ints
     """Most tokens that the step brings to each."""
     is_speculating: Bools
+    is_beyond_draft: Bools
     streams: Ints
     ids: NDArray[np.uint64]
     max_new_tokens: Ints
@@ -125,7 +128,7 @@ class SlotAccounts:
         self.lengths = PendingLengths(num_slots)
         """Of the outputs, with what the sequences came with."""
         self.num_drafted = np.zeros(num_slots, np.int64)
-        """How many tokens drafted in a step may be for the sequence, whichever draft is there."""
+        """How many tokens drafted in a step may be for the sequence; 0 while it is too long for the draft."""
         self.top_logprobs = np.full(num_slots, -1, np.int64)
         """Most likely tokens that it asked for at each place; -1 for no logprobs."""
         self._num_draft_tokens = num_draft_tokens
@@ -145,7 +148,7 @@ class SlotAccounts:
         slot, spec = sequence.lease.slot, sequence.spec
         self._last_columns = None
         self.lengths.reset(slot, len(spec.output))
-        self.num_drafted[slot] = sequence.num_drafted(self._num_draft_tokens)
+        self.count_drafted(sequence)
         self.top_logprobs[slot] = -1 if spec.top_logprobs is None else spec.top_logprobs
         self._streams[slot], self._ids[slot] = sequence.stream, sequence.id
         self._max_new_tokens[slot] = spec.max_new_tokens
@@ -156,6 +159,10 @@ class SlotAccounts:
             self._most_stops = max(self._most_stops, len(spec.stop_token_ids))
         else:
             self._many_stops[slot] = spec.stop_token_ids
+
+    def count_drafted(self, sequence: Sequence) -> None:
+        """Writes `num_drafted` of a sequence that has a slot. Counts for steps that are made from now on."""
+        self.num_drafted[sequence.lease.slot] = sequence.num_drafted(self._num_draft_tokens)
 
     def most_accepted(self, rows: Ints, num_draft_tokens: int) -> Ints:
         """The most tokens that each of these slots can accept of `num_draft_tokens` drafted ones."""
@@ -196,6 +203,7 @@ class SlotAccounts:
             tokens=tokens,
             is_new=self._places[: tokens.shape[1]] < num_tokens[:, None],
             is_speculating=columns.is_speculating,
+            is_beyond_draft=columns.is_beyond_draft,
             logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()},
         )
 
@@ -203,13 +211,18 @@ class SlotAccounts:
         columns, slots = self._last_columns, step.yielding
         if is_current is None and columns is not None and columns.slots is slots:
             return columns
-        rows = slots.rows if is_current is None else slots.rows[is_current]
-        most_more = self.most_accepted(rows, step.num_draft_tokens) + 1
+        rows, num_rows = slots.rows, len(slots.rows)
+        # As of the step's making: what a sequence may accept can have changed since.
+        most_more = np.ones(num_rows, np.int64) if step.most_more is None else step.most_more
+        is_beyond = np.zeros(num_rows, np.bool_) if step.is_beyond_draft is None else step.is_beyond_draft
+        if is_current is not None:
+            rows, most_more, is_beyond = rows[is_current], most_more[is_current], is_beyond[is_current]
         columns = _Columns(
             slots=slots,
             rows=rows,
             most_more=most_more,
             is_speculating=most_more > 1,
+            is_beyond_draft=is_beyond,
             streams=self._streams[rows],
             ids=self._ids[rows],
             max_new_tokens=self._max_new_tokens[rows],

@@ -13,6 +13,7 @@ from slipstream.scheduler.core.accounts import SlotAccounts
 from slipstream.scheduler.core.allocators import NO_SLOT, SlotAllocator
 from slipstream.scheduler.core.batch_sizes import BatchCounts, BatchSizes
 from slipstream.scheduler.core.committed import CommittedTokens
+from slipstream.scheduler.core.draft_reach import DraftReach
 from slipstream.scheduler.core.outbox import Outbox
 from slipstream.scheduler.core.page_lists import PageLists
 from slipstream.scheduler.core.prefix_cache import NO_DRAFT, Prefix, PrefixCache
@@ -40,6 +41,8 @@ class _Decoding(NamedTuple):
     num_draft_tokens: int
     """The K that it was made for."""
     is_drafted: bool
+    is_beyond_draft: Bools | None
+    """See `DraftReach.is_beyond`."""
     top_logprobs: dict[int, int]
 
 
@@ -52,6 +55,7 @@ class Batch:
         self._page_lists = PageLists(sizes, self.pages)
         self.slots = SlotAllocator(sizes.num_slots)
         self.accounts = SlotAccounts(sizes.num_slots, sizes.num_draft_tokens)
+        self._reach = DraftReach(sizes, self.accounts, self._page_lists)
         self.committed = CommittedTokens(sizes.num_slots)
         """The tokens of the running sequences."""
         self.outbox = Outbox()
@@ -70,6 +74,8 @@ class Batch:
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
         self._num_covered = 0
         """The pages of all sequences of `_decoding` last for so many steps more."""
+        self._num_drafted = 0
+        """The draft has room for those of `_decoding` that it drafts for, for so many steps more."""
         self._preempted: list[Sequence] = []
         """Sequences that are to wait in the queue again."""
         self._over: list[Sequence] = []
@@ -104,6 +110,7 @@ class Batch:
             # Its new pages are not to take the place of those that it begins with.
             self.pages.touch(sequence.prefix, self.committed.row(sequence.lease.slot), len(sequence.tokens))
             self._page_lists.begin(sequence)
+            self._reach.look(sequence)
             self._running[sequence.lease.slot] = sequence
             self._prefilling.append(sequence)
             if not sequence.was_preempted:
@@ -118,9 +125,10 @@ class Batch:
         turn in any case. `draft`: takes part, and drafts.
         """
         if draft != self._draft:
-            self._draft = draft
+            self._draft, self._decoding = draft, None
             for sequence in self._running.values():
                 sequence.prefix.draft = NO_DRAFT
+            self._reach.change(draft, self._running.values())
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prefilling and not decoding.members.slots:
             return None
@@ -226,7 +234,8 @@ class Batch:
 
     def _decoding_with(self, num_draft_tokens: int) -> _Decoding:
         decoding = self._decoding
-        if decoding is None or decoding.num_draft_tokens != num_draft_tokens or self._has_sure_end(decoding):
+        is_same = decoding is not None and decoding.num_draft_tokens == num_draft_tokens and self._num_drafted > 0
+        if decoding is None or not is_same or self._has_sure_end(decoding):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
         while self._num_covered <= 0 and not self._has_pages(decoding):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
@@ -255,13 +264,23 @@ class Batch:
         is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
         rows = is_decoding.nonzero()[0]
         members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
+        beyond, self._num_drafted = self._reach.ends(rows)
+        for slot in beyond:
+            self._leave_draft(self._running[slot])
         most = self.accounts.most_accepted(rows, num_draft_tokens)
         is_drafted = bool(most.any())
         if not is_drafted:
             for slot in rows.tolist():
                 self._running[slot].prefix.draft = NO_DRAFT
         self._room = self._num_covered = 0
-        return _Decoding(members, most + 1, num_draft_tokens, is_drafted, self._top_logprobs(rows))
+        is_beyond, top_logprobs = self._reach.is_beyond(rows), self._top_logprobs(rows)
+        return _Decoding(members, most + 1, num_draft_tokens, is_drafted, is_beyond, top_logprobs)
+
+    def _leave_draft(self, sequence: Sequence) -> None:
+        """The draft has no room for a sequence that decodes from now on; for its pages so far it had."""
+        self._keep_pages(sequence, self._num_settled(sequence))
+        sequence.prefix.draft = NO_DRAFT
+        self._reach.look(sequence)
 
     def _top_logprobs(self, rows: Ints) -> dict[int, int]:
         asked = self.accounts.top_logprobs[rows]
@@ -310,7 +329,9 @@ class Batch:
         cache, prefix, num_tokens = self.pages, sequence.prefix, len(sequence.tokens)
         tokens = self.committed.row(sequence.lease.slot)
         # Penalties count the tokens of the prompt, so all of them are sent.
-        draft = self._draft if not sequence.spec.sampling.has_penalty else self._draft._replace(is_paged=False)
+        draft = NO_DRAFT if sequence.is_beyond_draft else self._draft
+        if sequence.spec.sampling.has_penalty:
+            draft = draft._replace(is_paged=False)
         found = cache.begin(prefix, tokens, num_tokens, draft, filling)
         if found is None:
             return False
@@ -344,12 +365,15 @@ class Batch:
         self.accounts.lengths.begin(decoding.members.rows, decoding.most_more)
         self._room -= 1
         self._num_covered -= 1
+        self._num_drafted -= 1
         return Step(
             number=self.last_step,
             kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,
             members=decoding.members,
             yielding=decoding.members,
             num_draft_tokens=decoding.num_draft_tokens if decoding.is_drafted else 0,
+            most_more=decoding.most_more,
+            is_beyond_draft=decoding.is_beyond_draft,
             top_logprobs=decoding.top_logprobs,
             updates=self._page_lists.take_updates(),
         )

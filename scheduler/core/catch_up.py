@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.worker.step import PrefillChunk, StepCommand, StepKind
+from slipstream.scheduler.core.draft_reach import room_for
 from slipstream.scheduler.core.plan import catch_up
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class CatchUp:
             return 0
         missing = 0
         for sequence, num_known in self._batch.begun():
-            given = self._find(sequence)
-            missing += num_known + 1 if given is None else num_known - given.num_tokens
+            given, num_wanted = self._find(sequence), 0 if self._is_beyond(sequence, num_known) else num_known
+            missing += num_wanted + 1 if given is None else max(0, num_wanted - given.num_tokens)
         return missing
 
     def is_close(self, missing: int, growth: int) -> bool:
@@ -116,7 +117,9 @@ class CatchUp:
                 # A head's first entry pairs the state before the bonus token with it; of a prompt, what comes next.
                 first = end if sequence.is_prefilling else max(0, end - 1)
                 updates.append(sequence.update_of_running(history_from=0 if self._reads_tokens else first))
-            num_new = min(self._num_placed(sequence, end) - num_given, room) if self._reads_tokens else 0
+            num_new = 0
+            if self._reads_tokens and not self._is_beyond(sequence, num_known):
+                num_new = min(self._num_placed(sequence, end) - num_given, room)
             if num_new > 0:
                 tokens = self._batch.committed.read(slot, num_given, num_given + num_new)
                 chunks.append(PrefillChunk(slot=slot, start=num_given, tokens=tokens, is_last=False))
@@ -138,6 +141,12 @@ class CatchUp:
             )
         )
         return True
+
+    def _is_beyond(self, sequence: Sequence, num_known: int) -> bool:
+        """True for a sequence that is too long for the draft: it will not draft for it."""
+        num_tokens = max(num_known, len(sequence.tokens))
+        room = room_for(sequence, self._attachment.kv, self._batch.sizes)
+        return num_tokens - len(sequence.spec.prompt) > room
 
     def _num_placed(self, sequence: Sequence, num_tokens: int) -> int:
         """Counts a sequence's first `num_tokens` that have a page: the newest may get one with the next step."""

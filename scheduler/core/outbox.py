@@ -154,5 +154,6 @@ def _packed(taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> Pack
         taken_in.tokens[taken_in.is_new].astype(np.uint32).tobytes(),
         num_draft_tokens,
         published_ns,
+        is_beyond_draft=taken_in.is_beyond_draft.tobytes() if taken_in.is_beyond_draft.any() else b"",
         logprobs={int(ids[at]): likely for at, likely in sorted(logprobs.items())},
     )

@@ -35,7 +35,7 @@ class PageLists:
         self._room: NDArray[np.int64] = np.full(sizes.num_slots, _WHOLE)
         """[slots]: output tokens that a slot's pages have room for; _WHOLE if they are all that it can need."""
         self._unsent: dict[Sequence, int] = {}
-        """Sequences that have got pages since the last step, and the index of the first new one."""
+        """Sequences that the workers are to be told of with the next step, and the index of the first new page."""
 
     def fits(self, sequence: Sequence, *, is_alone: bool) -> bool:
         """True if the pages to prefill a sequence are free, beside the kept ones unless it runs alone."""
@@ -75,6 +75,10 @@ class PageLists:
             self._unsent.setdefault(sequence, num_pages)
             self._extend(sequence, num_more)
         return True
+
+    def resend(self, sequence: Sequence) -> None:
+        """Has the workers told anew what `Sequence.page_update` says, whether or not it has got pages."""
+        self._unsent.setdefault(sequence, len(sequence.pages))
 
     def take_updates(self) -> tuple[SlotUpdate, ...]:
         """Returns the new pages since the last call, for the workers."""

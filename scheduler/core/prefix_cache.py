@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+NO_LIMIT = 1 << 62
+"""More tokens than a sequence has."""
 _KEY_BYTES = 16
 
 
 class DraftKV(NamedTuple):
-    """The draft whose keys and values a page has to have beside the target's."""
+    """The draft whose keys and values a page has to have beside the target's, and how far they can go."""
 
     attachment: int = 0
     """Its number; 0 if none drafts."""
@@ -30,6 +32,8 @@ class DraftKV(NamedTuple):
     """False if it knows sequences by slot, not by page: then it has to be sent all of their tokens."""
     reads_hidden: bool = False
     """True for a head, whose entry at a position also depends on the token behind it."""
+    context_tokens: int = NO_LIMIT
+    """Its context: the longest sequence that it has keys and values for."""
 
 
 NO_DRAFT = DraftKV()

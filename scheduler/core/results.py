@@ -66,6 +66,10 @@ class Step:
     """The slots that the step brings tokens for."""
     num_draft_tokens: int = 0
     """K of the draft that takes part, in a decode step; else 0."""
+    most_more: NDArray[np.int64] | None = None
+    """The most tokens that it brings to each of `yielding`; None is one."""
+    is_beyond_draft: NDArray[np.bool_] | None = None
+    """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
     top_logprobs: dict[int, int] = field(default_factory=dict)
     """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
     chunks: tuple[PrefillChunk, ...] = ()

@@ -38,6 +38,8 @@ class Sequence:
     pages: tuple[int, ...] = ()
     num_cached: int = 0
     """Of `tokens`, how many the prefix cache had when it began."""
+    is_beyond_draft: bool = False
+    """True if it is too long for the draft that took part last, so that verify accepts no draft tokens of it."""
     num_prefilled: int = 0
     """Of `tokens`, how many were sent to the workers, or the prefix cache had."""
     was_looked_up: bool = False
@@ -71,9 +73,14 @@ class Sequence:
         self.tokens = self.spec.prompt + output
         self.was_preempted, self.lease, self.num_prefilled = True, NO_SLOT, 0
 
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Draft tokens that verify may accept in a step; None is all of them."""
+        return 0 if self.is_beyond_draft else self.spec.max_draft_tokens
+
     def num_drafted(self, num_draft_tokens: int) -> int:
         """How many of the K tokens drafted in a step are for this sequence."""
-        most = self.spec.max_draft_tokens
+        most = self.max_draft_tokens
         return num_draft_tokens if most is None else min(num_draft_tokens, most)
 
     def slot_update(self) -> SlotUpdate:
@@ -85,7 +92,7 @@ class Sequence:
             pages=self.pages,
             limit_tokens=self.num_tokens_at_most,
             sampling=spec.sampling,
-            max_draft_tokens=spec.max_draft_tokens,
+            max_draft_tokens=self.max_draft_tokens,
             prompt_tokens=len(spec.prompt) if spec.output else None,
             cached_tokens=self.num_cached,
         )
@@ -96,14 +103,14 @@ class Sequence:
         return replace(self.slot_update(), prompt_tokens=prompt_tokens, history_from=history_from, cached_tokens=0)
 
     def page_update(self, first: int) -> SlotUpdate:
-        """Its pages from index `first` on, for a worker that has those before."""
+        """Its pages from index `first` on, for a worker that has those before, and what may change while it runs."""
         return SlotUpdate(
             slot=self.lease.slot,
             generation=self.lease.generation,
             first_page_index=first,
             pages=self.pages[first:],
             limit_tokens=self.num_tokens_at_most,
-            max_draft_tokens=self.spec.max_draft_tokens,
+            max_draft_tokens=self.max_draft_tokens,
             prompt_tokens=len(self.spec.prompt),
         )
 

@@ -14,7 +14,7 @@ from slipstream.common.worker.contract import Attachment, DraftRegion, DraftSize
 from slipstream.common.worker.layout import GIVEN_FENCES, OWN_FENCES, BufferName
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.scheduler.core.plan import DraftTraits
-from slipstream.scheduler.core.prefix_cache import DraftKV
+from slipstream.scheduler.core.prefix_cache import NO_LIMIT, DraftKV
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Arena, Device, Fence
@@ -52,8 +52,13 @@ class DraftAttachment:
         self.num_draft_tokens = shape.num_draft_tokens
         """K."""
         self.traits = DraftTraits(is_present=True, reads_hidden=shape.hidden_width > 0)
-        self.kv = DraftKV(number, is_paged=description.has_paged_kv, reads_hidden=shape.hidden_width > 0)
-        """What it means for pages that sequences share."""
+        self.kv = DraftKV(
+            number,
+            is_paged=description.has_paged_kv,
+            reads_hidden=shape.hidden_width > 0,
+            context_tokens=description.max_context_tokens or NO_LIMIT,
+        )
+        """The sequences and the shared pages that it can work with."""
         self.is_released = False
         """True once steps may have gone on without the tokens that they waited for."""
         self.is_let_go = False

@@ -291,7 +291,8 @@ def make_state(
     """Allocates the state that all roles need. `blocked`: see `PinnedStaging`."""
     make_future_map, make_region = _classes(device)
     shape, shared, is_debug = attachment.shape, memory.buffers(), attachment.is_debug
-    vocab_size = description.vocab_size
+    # A draft is told, and proposes, ids of the target.
+    vocab_size = (attachment.peer or description).vocab_size
     made: FutureMap | Region
     if isinstance(shape, DraftShape):
         sizes = DraftSizes(num_draft_tokens=shape.num_draft_tokens, hidden_width=shape.hidden_width)

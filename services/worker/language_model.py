@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.services.models.adjustments import adjust
@@ -157,10 +158,13 @@ class PagedSlots:
     ) -> torch.Tensor:
         """Samples the tokens at `positions` ([B, W] int64) from their logits ([B, W, vocab_size]): [B, W].
 
+        A draft may have more or fewer ids than the target, by padding: those beyond the target's are never chosen.
         `chain`: [B, L] int64, tokens of the input that are not output yet; see `adjust`. `token_ids`: the tokens of the
         logits, where these are not all; only on a GPU, and without adjustments.
         """
         (num_rows, width), table = positions.shape, self.state.slots
+        if token_ids is None and (num_missing := table.vocab_size - logits.shape[-1]):
+            logits = F.pad(logits, (0, num_missing), value=float("-inf"))
         if mode is SamplingMode.ADJUSTMENTS:
             assert token_ids is None, "bias, penalties and masks are by the target's ids"
             chain = positions[:, :0] if chain is None else chain

@@ -49,7 +49,8 @@ class SlotTable:
         self._max_pages = attachment.slot_pages
         self._max_limit = attachment.context_tokens
         self._longest = attachment.context_tokens if longest is None else longest
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
+        """Token ids are below it: the target's, for a draft, too."""
         self.page_table = torch.zeros((slots, self._max_pages), dtype=torch.int64, device=device)
         """[slots, pages] int64 page numbers; 0 where a slot has none."""
         self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -169,7 +170,7 @@ class SlotTable:
             if not chunk.tokens:
                 raise InvalidArgumentError("chunks.tokens", chunk.tokens, "at least one token")
             _check("chunks.start", chunk.start, 0, self._max_limit - len(chunk.tokens))
-            _check("chunks.tokens", max(chunk.tokens), 0, self._vocab_size - 1)
+            _check("chunks.tokens", max(chunk.tokens), 0, self.vocab_size - 1)
         _check("chunks.tokens", sum(len(chunk.tokens) for chunk in command.chunks), 0, self._chunk_tokens)
 
     def _check_update(self, update: SlotUpdate) -> None:
@@ -182,7 +183,7 @@ class SlotTable:
         for page in update.pages:
             _check("updates.pages", page, 1, self._num_pages - 1)
         if update.sampling is not None:
-            update.sampling.check_token_ids(self._vocab_size)
+            update.sampling.check_token_ids(self.vocab_size)
 
 
 def _check(field: str, value: int, low: int, high: int) -> None:

@@ -30,6 +30,7 @@ class JobStats:
     accepted_per_position: list[int] = field(default_factory=list)
     admitted_ns: int | None = None
     cached_tokens: int = 0
+    tokens_beyond_draft: int = 0
 
     def add_draft(self, num_proposed: int, num_accepted: int) -> None:
         """Counts a checked draft."""
@@ -63,14 +64,16 @@ class OutputRow(NamedTuple):
     tokens: list[int]
     num_accepted: int
     finish_reason: FinishReason | None
+    is_beyond_draft: bool
 
 
 def rows_of(output: StepOutput) -> Iterator[OutputRow]:
     """The rows of a step's output."""
     tokens = iter(output.tokens)
     columns = (output.sequences, output.num_tokens, output.num_accepted, output.finish_reasons)
-    for sequence, count, num_accepted, reason in zip(*columns, strict=True):
-        yield OutputRow(sequence, [next(tokens) for _ in range(count)], num_accepted, reason)
+    beyond = output.is_beyond_draft or [False] * len(output.sequences)
+    for sequence, count, num_accepted, reason, is_beyond in zip(*columns, beyond, strict=True):
+        yield OutputRow(sequence, [next(tokens) for _ in range(count)], num_accepted, reason, is_beyond)
     assert next(tokens, None) is None, "every token belongs to a sequence"
 
 
@@ -124,7 +127,11 @@ class JobBook:
             self.outputs[job] += row.tokens
             self.logprobs[job] += likely
             job.stats.num_output_tokens += len(row.tokens)
-            if output.num_draft_tokens and job.spec.max_draft_tokens != 0 and row.tokens:
+            if row.is_beyond_draft:
+                assert job.spec.max_draft_tokens != 0
+                assert row.num_accepted == 0
+                job.stats.tokens_beyond_draft += len(row.tokens)
+            elif output.num_draft_tokens and job.spec.max_draft_tokens != 0 and row.tokens:
                 job.stats.add_draft(output.num_draft_tokens, row.num_accepted)
             if row.finish_reason is not None:
                 self.ends[job] = row.finish_reason

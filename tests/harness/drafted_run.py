@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from slipstream.common.worker.step import StepCommand, StepKind
 from slipstream.scheduler.core.batch_sizes import BatchSizes
 from slipstream.scheduler.core.plan import DraftTraits, OrderedStep, consume, initial_state, plan_step, with_draft
-from slipstream.scheduler.core.prefix_cache import DraftKV
+from slipstream.scheduler.core.prefix_cache import NO_DRAFT as NO_KV
 from slipstream.scheduler.core.speculation import Speculation
 from tests.harness.fake_drafts import FakeDraft
 from tests.harness.simulated_run import Run, make_job, reference, token_of
@@ -82,8 +82,7 @@ class DraftedRun(Run):
         step, attachment = None, None
         if part is not None:
             attachment = part.attachment
-            # The drafts of these runs are to be told every token.
-            kv = DraftKV(attachment.number, is_paged=False) if attachment and part.num_draft_tokens else DraftKV()
+            kv = attachment.kv if attachment is not None and part.num_draft_tokens else NO_KV
             step = (
                 self.batch.empty_step()
                 if part.is_empty
@@ -138,7 +137,7 @@ class DraftedRun(Run):
 
     def _check_pages_of(self, draft: FakeDraft, slot: int) -> None:
         held = self.batch._running[slot]
-        if held.spec.max_draft_tokens != 0:
+        if held.max_draft_tokens != 0:
             assert draft.slots[slot].pages == held.pages, "a draft has the pages of what it drafts for"
 
     def _command(self, step: Step, draft: FakeDraft, ops: object) -> StepCommand:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.common.errors import SlipstreamError, UnavailableError
 from slipstream.common.worker.step import FenceName, Role, StepKind
 from slipstream.scheduler.core.plan import DraftTraits
+from slipstream.scheduler.core.prefix_cache import NO_LIMIT, DraftKV
 
 if TYPE_CHECKING:
     from slipstream.common.worker.step import SlotUpdate, StepCommand
@@ -45,6 +46,8 @@ class DraftedSlot:
     pages: tuple[int, ...] = ()
     tokens: list[int] = field(default_factory=list)
     """Taken in, from position 0 on."""
+    limit_tokens: int = 0
+    max_draft_tokens: int | None = None
 
 
 class FakeDraft:
@@ -52,10 +55,19 @@ class FakeDraft:
 
     role = Role.DRAFT
 
-    def __init__(self, number: int, num_draft_tokens: int, *, reads_hidden: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        num_draft_tokens: int,
+        *,
+        reads_hidden: bool = False,
+        context_tokens: int = NO_LIMIT,
+    ) -> None:
         self.number = number
         self.num_draft_tokens = num_draft_tokens
         self.traits = DraftTraits(is_present=True, reads_hidden=reads_hidden)
+        # Not paged: these drafts are to be told every token.
+        self.kv = DraftKV(number, is_paged=False, context_tokens=context_tokens)
         self.link = self
         self.failure: SlipstreamError | None = None
         self.has_refused = False
@@ -110,13 +122,19 @@ class FakeDraft:
             slot.tokens += chunk.tokens
         if command.kind is StepKind.DECODE:
             for row in command.slots:
-                self._take_in_stash(self.slots[row], *self.stashed[row])
+                if self.slots[row].max_draft_tokens != 0:
+                    self._take_in_stash(self.slots[row], *self.stashed[row])
 
     def _update(self, update: SlotUpdate) -> None:
         if update.sampling is not None:
-            self.slots[update.slot] = DraftedSlot(update.generation, update.history_from, update.pages)
+            slot = DraftedSlot(update.generation, update.history_from, update.pages)
+            slot.limit_tokens, slot.max_draft_tokens = update.limit_tokens, update.max_draft_tokens
+            self.slots[update.slot] = slot
             return
         slot = self.slots[update.slot]
+        slot.max_draft_tokens = update.max_draft_tokens
+        if slot.max_draft_tokens == 0:
+            return  # it may have missed updates
         assert slot.generation == update.generation
         assert update.prompt_tokens is not None, "chunks that follow may have output"
         assert 0 < update.first_page_index <= len(slot.pages), "no page is left out"
@@ -125,6 +143,8 @@ class FakeDraft:
 
     def _take_in_stash(self, slot: DraftedSlot, position: int, last_tokens: list[int]) -> None:
         first = position + 1 - len(last_tokens)
+        end = min(position + 1 + self.num_draft_tokens, slot.limit_tokens)
+        assert end <= self.kv.context_tokens, "what it drafts has room in its context"
         if self.traits.reads_hidden and not slot.tokens:
             assert slot.history_from == first - 1, "the first entry pairs the state before the new token with it"
             slot.tokens = [-1] * first

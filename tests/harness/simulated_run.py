@@ -132,10 +132,12 @@ class Device:
             self.slots[update.slot].take_in(self._read(update.pages, update.cached_tokens))
             return
         slot = self.slots[update.slot]
-        assert update.pages, "an update of a running request brings pages"
+        is_changed = update.max_draft_tokens != slot.max_draft_tokens
+        assert update.pages or is_changed, "an update of a running request brings pages, or another bound"
         assert update.first_page_index == len(slot.pages), "each page is sent once"
-        assert (update.limit_tokens, update.max_draft_tokens) == (slot.limit_tokens, slot.max_draft_tokens)
+        assert update.limit_tokens == slot.limit_tokens
         slot.pages += update.pages
+        slot.max_draft_tokens = update.max_draft_tokens
 
     def _prefill(self, step: Step) -> None:
         assert 0 < sum(len(chunk.tokens) for chunk in step.chunks) <= self.sizes.chunk_tokens

@@ -15,6 +15,7 @@ from slipstream.common.errors import DeadlineExceededError, UnavailableError
 from slipstream.common.worker.step import FenceName, FenceOps, FencePoint, StepKind
 from slipstream.scheduler.core.catch_up import CatchUp
 from slipstream.scheduler.core.plan import PlannedStep
+from slipstream.scheduler.core.prefix_cache import NO_LIMIT
 from slipstream.scheduler.telemetry.draft_metrics import LossCause
 from tests.harness.drafted_run import SIZES, DraftedRun, check, lost_run, make_jobs
 from tests.harness.fake_drafts import FakeDraft, FakeFence
@@ -54,7 +55,11 @@ def test_drafts_come_and_go_at_any_time(reads_hidden: bool, run_ahead: int, chun
             if to_submit and rng.random() < (0.8 if number % 2 else 0.1):
                 run.jobs.add(to_submit.popleft())
             if rng.random() < 0.04:
-                drafts.append(FakeDraft(len(drafts) + 10, rng.randrange(1, 4), reads_hidden=reads_hidden))
+                context_tokens = rng.choice((NO_LIMIT, 15, 40, 70))
+                draft = FakeDraft(
+                    len(drafts) + 10, rng.randrange(1, 4), reads_hidden=reads_hidden, context_tokens=context_tokens
+                )
+                drafts.append(draft)
                 run.offer(drafts[-1])
             if drafts and rng.random() < 0.02:
                 rng.choice(drafts[-2:]).fail()
