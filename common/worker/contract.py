@@ -48,6 +48,7 @@ class WorkerDescription:
     tokenizer_sha256: str
     dtype: str
     max_context_tokens: int
+    """Verify's is the server's limit, a draft's that of drafting; 0 for a draft without one."""
     kv_bytes_per_token: int
     model: str
     """Name, for people."""

@@ -52,7 +52,7 @@ class EpochSizes:
 
         Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
         """
-        # A draft guesses at random beyond its own context.
+        # A draft's own context limits what it drafts for, and nothing else.
         longest = workers.verify.max_context_tokens
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:

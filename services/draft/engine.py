@@ -55,6 +55,7 @@ class DraftEngine:
         self._drafter = drafter
         self.description = description
         self._graphs: DraftGraphs | None = None
+        self._longest = description.max_context_tokens
 
     def open(self, state: EpochState) -> None:
         self._drafter.open(state)
@@ -78,7 +79,8 @@ class DraftEngine:
         if command.kind is StepKind.CATCH_UP and reads_hidden and command.chunks:
             accepted = "none to catch up with, for a draft that reads hidden states"
             raise InvalidArgumentError("chunks", len(command.chunks), accepted)
-        if not command.slots:
+        # Nothing is drafted behind chunks past the model's context.
+        if not command.slots or min((chunk.start for chunk in command.chunks), default=0) >= self._longest:
             return [Phase(lambda: None, FenceName.DRAFT_DONE)]
         if command.kind is StepKind.DECODE and self._graphs is not None:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]

@@ -270,11 +270,12 @@ def _pair_dimensions(decoder: Decoder) -> None:
 
 
 def copy_finite(target: torch.Tensor, files: WeightFiles, name: str) -> None:
-    """Copies a tensor of a checkpoint. Raises `CheckpointError` where a value is NaN or infinite in `target`'s dtype.
+    """Copies a tensor of a checkpoint, as many rows as `target` has.
 
-    With such a weight every logit is NaN, and the output means nothing.
+    Raises `CheckpointError` where a value is NaN or infinite in `target`'s dtype: with such a weight every logit is
+    NaN, and the output means nothing.
     """
-    target.copy_(files.read(name))
+    target.copy_(files.read(name)[: len(target)])
     least, greatest = (bound.item() for bound in target.aminmax())  # NaN if any value is
     if not (math.isfinite(least) and math.isfinite(greatest)):
         dtype = str(target.dtype).removeprefix("torch.")

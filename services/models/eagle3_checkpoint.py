@@ -117,6 +117,9 @@ def _copy_target_embedding(embedding: torch.Tensor, path: Path, target: Path | N
     if target is None:
         raise CheckpointError(f"{path}: missing tensors: {_EMBEDDING}; it can be the target's, if that is named")
     with WeightFiles(target) as files:
-        slots = {_TARGET_EMBEDDING: Slot("embedding", 0, tuple(embedding.shape))}
+        num_rows = ModelConfig.from_directory(target).vocab_size
+        slots = {_TARGET_EMBEDDING: Slot("embedding", 0, (num_rows, embedding.shape[1]))}
         check_tensors(files, slots, "the target", lambda name: name != _TARGET_EMBEDDING)
-        copy_finite(embedding, files, _TARGET_EMBEDDING)
+        # The two may be padded differently.
+        copy_finite(embedding[:num_rows], files, _TARGET_EMBEDDING)
+        embedding[num_rows:].zero_()

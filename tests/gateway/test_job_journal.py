@@ -12,10 +12,11 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.common.api.step_output import StepOutput
 from slipstream.gateway.job import Job
 from slipstream.gateway.job_journal import JobJournal
-from slipstream.gateway.journal_codec import record_of, rows_of
+from slipstream.gateway.journal_codec import output_of, record_of, rows_of
 from slipstream.gateway.journal_file import Accepted, JournalFile, JournalMode
 from slipstream.gateway.running_sequence import RunningSequence
 from slipstream.gateway.validation import CheckedRequest
+from slipstream.protos import journal_pb2
 from tests.harness.generation_server import model_of
 from tests.harness.scripted_scheduler import DESCRIPTION
 
@@ -40,6 +41,7 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
         finish_reasons=[FinishReason.ABORT],
         tokens=[71],
         published_ns=1,
+        is_beyond_draft=[True],
     )
     file = JournalFile.open(tmp_path / "journal", JournalMode.PROCESS)
     file.commit([Accepted(1, record_of(job))], [rows_of(last, {7: sequence.key})])
@@ -48,3 +50,5 @@ async def test_a_job_ends_as_cancelled_only_if_a_client_cancelled_it(tmp_path: P
     await journal.close()
     assert (restored.is_over, restored.num_tokens) == (True, 1)
     assert restored.can_go_on != is_cancelled
+    assert restored.samples[0].stats.tokens_beyond_draft == 1
+    assert journal_pb2.JournaledOutput.FromString(output_of(restored)).samples[0].tokens_beyond_draft == 1

@@ -62,6 +62,16 @@ async def test_each_sample_is_whole(server: GenerationServer, client: AsyncClien
     assert server.metric("inter_token_latency_seconds_count") == 297
 
 
+async def test_tokens_behind_the_drafts_context_are_no_drafts(server: GenerationServer, client: AsyncClient) -> None:
+    server.loop.beyond_tokens = 60
+    chunks = await collect(client.generate(TEXT, n=2, max_new_tokens=100))
+    for usage in (chunks[-1].usage, chunks[-1].job_usage):
+        assert usage is not None
+        num_samples = usage.completion_tokens // 100
+        assert usage.tokens_beyond_draft == 40 * num_samples
+        assert (usage.num_verify_steps, usage.total_draft_tokens) == (20 * num_samples, 40 * num_samples)
+
+
 async def test_all_find_room_in_the_queue_or_none() -> None:
     async with generation_server(capacity=4, slots=1) as server, AsyncClient(server.address) as client:
         server.loop.may_step.clear()

@@ -121,6 +121,9 @@ class DraftedRun(Run):
             is_prefill = step.kind is StepKind.PREFILL
             self.speculation.sending(step.number, attachment, planned, brings_tokens=is_prefill)
             assert not any(event == ("let go", attachment.number) for event in self.listener.events)
+        running = self.batch._running.items()
+        for one in self._drafts.values():
+            one.undrafted = frozenset(slot for slot, sequence in running if sequence.max_draft_tokens == 0)
         if draft is not None and planned.draft is not None and draft.failure is None:
             draft.send(self._command(step, draft, planned.draft))
             if step.kind is StepKind.DECODE:

@@ -47,7 +47,6 @@ class DraftedSlot:
     tokens: list[int] = field(default_factory=list)
     """Taken in, from position 0 on."""
     limit_tokens: int = 0
-    max_draft_tokens: int | None = None
 
 
 class FakeDraft:
@@ -79,7 +78,9 @@ class FakeDraft:
         """By slot, as verify wrote it: position of the bonus token, and the tokens of the last step."""
         self.kinds: list[StepKind] = []
         self._last_number = 0
-        self._queue: deque[StepCommand] = deque()
+        self.undrafted = frozenset[int]()
+        """Slots that verify accepts no draft tokens of now. It is not told: plain steps have no command for a draft."""
+        self._queue: deque[tuple[StepCommand, frozenset[int]]] = deque()
 
     def fail(self) -> None:
         """The process dies."""
@@ -98,43 +99,44 @@ class FakeDraft:
         assert command.epoch == self.number
         assert command.step > self._last_number, "numbers grow"
         self._last_number = command.step
-        self._queue.append(command)
+        self._queue.append((command, self.undrafted))
 
     def work(self, up_to: int | None = None) -> None:
         """Does the next command, or all up to a step."""
-        while self._queue and (up_to is None or self._queue[0].step <= up_to):
-            command = self._queue.popleft()
+        while self._queue and (up_to is None or self._queue[0][0].step <= up_to):
+            command, undrafted = self._queue.popleft()
             self.kinds.append(command.kind)
-            self._do(command)
+            self._do(command, undrafted)
             assert [point.fence for point in command.ops.signals] == [FenceName.DRAFT_DONE]
             self.done.value = command.ops.signals[0].value
             if up_to is None:
                 return
 
-    def _do(self, command: StepCommand) -> None:
+    def _do(self, command: StepCommand, undrafted: frozenset[int]) -> None:
         for update in command.updates:
             self._update(update)
         for chunk in command.chunks:
             slot = self.slots[chunk.slot]
+            if chunk.slot in undrafted and chunk.start != len(slot.tokens):
+                continue  # what is too long was not brought
             if self.traits.reads_hidden and not slot.tokens:
                 slot.tokens = [-1] * slot.history_from
             assert chunk.start == len(slot.tokens), "chunks follow each other, from the first token on"
             slot.tokens += chunk.tokens
         if command.kind is StepKind.DECODE:
             for row in command.slots:
-                if self.slots[row].max_draft_tokens != 0:
+                if row not in undrafted:
                     self._take_in_stash(self.slots[row], *self.stashed[row])
 
     def _update(self, update: SlotUpdate) -> None:
         if update.sampling is not None:
             slot = DraftedSlot(update.generation, update.history_from, update.pages)
-            slot.limit_tokens, slot.max_draft_tokens = update.limit_tokens, update.max_draft_tokens
+            slot.limit_tokens = update.limit_tokens
             self.slots[update.slot] = slot
             return
         slot = self.slots[update.slot]
-        slot.max_draft_tokens = update.max_draft_tokens
-        if slot.max_draft_tokens == 0:
-            return  # it may have missed updates
+        if update.max_draft_tokens == 0 and update.first_page_index > len(slot.pages):
+            return  # plain steps have brought pages meanwhile
         assert slot.generation == update.generation
         assert update.prompt_tokens is not None, "chunks that follow may have output"
         assert 0 < update.first_page_index <= len(slot.pages), "no page is left out"

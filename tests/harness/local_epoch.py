@@ -201,6 +201,7 @@ class Way:
     """0 is without a draft."""
     run_ahead: int = 1
     slots: int = 4
+    context_tokens: int = 96
     chunk_tokens: int = 8
     page_tokens: int = 4
     num_pages: int | None = None
@@ -215,7 +216,7 @@ class Way:
             draft_timeout_ms=PATIENCE_MS,
             run_ahead=self.run_ahead,
             slots=self.slots,
-            context_tokens=96,
+            context_tokens=self.context_tokens,
             chunk_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
             debug=self.debug,

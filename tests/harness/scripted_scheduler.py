@@ -91,6 +91,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
     def __init__(self, description: SchedulerDescription = DESCRIPTION, *, slots: int = 64) -> None:
         self.may_step = threading.Event()
         self.may_step.set()
+        self.beyond_tokens: int | None = None
+        """Sequences with more output than this are too long for the draft, if it is set."""
         self.pause_tokens: int | None = None
         """A sequence that has as many tokens gets no more."""
         self.stuck: set[str] = set()
@@ -222,7 +224,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
             ended = [sequence for sequence, _, reason in rows if reason is not None]
             stream.running = [sequence for sequence in stream.running if sequence not in ended]
         if rows or admitted:
-            return scheduler_pb2.RunResponse(output=_step_output(rows, admitted).to_pb())
+            return scheduler_pb2.RunResponse(output=_step_output(rows, admitted, self.beyond_tokens).to_pb())
         self._changed.wait(0.002 if stream.running else 0.5)
         return None
 
@@ -245,7 +247,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 def _step_output(
-    rows: list[tuple[FakeSequence, list[int], FinishReason | None]], admitted: list[FakeSequence]
+    rows: list[tuple[FakeSequence, list[int], FinishReason | None]],
+    admitted: list[FakeSequence],
+    beyond_tokens: int | None,
 ) -> StepOutput:
     now_ns = time.monotonic_ns()
     return StepOutput(
@@ -256,6 +260,7 @@ def _step_output(
         tokens=[token for _, tokens, _ in rows for token in tokens],
         num_draft_tokens=TOKENS_PER_STEP - 1 if any(tokens for _, tokens, _ in rows) else 0,
         published_ns=now_ns,
+        is_beyond_draft=[] if beyond_tokens is None else [one.num_tokens > beyond_tokens for one, _, _ in rows],
         admitted=[sequence.id for sequence in admitted],
         admitted_ns=[now_ns for _ in admitted],
         # A sequence that goes on elsewhere may find more in that cache.

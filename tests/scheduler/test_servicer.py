@@ -233,15 +233,15 @@ async def test_a_verify_that_does_not_fit_is_final(tmp_path: Path, capsys: pytes
 
 async def test_a_draft_that_does_not_fit_is_left_out_with_the_reason(tmp_path: Path) -> None:
     verify, _ = dummies()
-    draft = DummyDraft(describe(Role.DRAFT, vocab_size=99), 0.0)
+    draft = DummyDraft(describe(Role.DRAFT, tokenizer_sha256="99"), 0.0)
     async with served_scheduler(tmp_path, verify, draft) as served, Gateway(served) as gateway:
         await gateway.attached()
         await gateway.run(SPEC)
         message = await served.stub.Describe(pb.DescribeSchedulerRequest())
         server = SchedulerDescription.from_pb(message).server
         assert (server.algorithm, server.draft_state) == ("none", "missing")
-        assert "vocabulary size: verify has 272, draft has 99" in server.draft_problem
-        with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size") as caught:
+        assert "draft has '99'" in server.draft_problem
+        with pytest.raises(grpc.aio.AioRpcError, match="tokenizer") as caught:
             await served.stub.SwapDraft(pb.SwapDraftRequest(address="unix:/none"))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 

@@ -78,8 +78,10 @@ class PagedTokens:
             return
         held = self.slots[update.slot]
         num_missed = max(0, update.first_page_index - len(held.pages))
-        assert not num_missed or held.max_draft_tokens == 0, "a draft misses pages only where it has nothing to draft"
-        assert (update.limit_tokens, update.max_draft_tokens) == (held.limit_tokens, held.max_draft_tokens)
+        is_drafted = 0 not in (held.max_draft_tokens, update.max_draft_tokens)
+        assert not (num_missed and is_drafted), "a draft misses pages only where it has nothing to draft"
+        assert update.limit_tokens == held.limit_tokens
+        held.max_draft_tokens = update.max_draft_tokens
         missed = np.zeros(num_missed, np.int64)
         held.pages = np.concatenate((held.pages[: update.first_page_index], missed, pages))
 

@@ -95,9 +95,16 @@ class Schedule:
             is_watched=self.skill.is_watched,
             is_paged=seed % 4 > 0,
         )
+        self._shorten_contexts(Random(f"contexts {seed}"))
         if random.random() < 0.4:
             # Drafts rest and come back at random, see `substitutes`.
             self.config = replace(self.config, num_draft_tokens=None)
+
+    def _shorten_contexts(self, random: Random) -> None:
+        """Has drafts of some schedules be for shorter sequences than verify."""
+        contexts = [random.choice((512, 512, 48, 24, 12)) for _ in range(2)]
+        self.skill = replace(self.skill, context_tokens=contexts[0])
+        self.other_skill = replace(self.other_skill, context_tokens=contexts[1])
 
     def _lack_pages(self, random: Random) -> None:
         """Has long outputs share the pages of one in some of the schedules, so that sequences are preempted."""
@@ -164,6 +171,7 @@ class Schedule:
                 hidden_width=width,
                 pid=pid,
                 has_paged_kv=role is Role.VERIFY or skill.is_paged,
+                max_context_tokens=512 if role is Role.VERIFY else skill.context_tokens,
             )
             return SimulatedWorker(world, name, host, description, skill, self.fence_kind)
 

@@ -369,7 +369,9 @@ class SimulatedWorker(Process):
                 state = extend(_states_of(stash.hidden_states[row])[num_new - 1], new[-1:])
             else:
                 state = extend(epoch.tokens.state(slot, length), new[-1:])
-            guesses.append(self._guess(state, region.shape.num_draft_tokens))
+            guess = self._guess(state, region.shape.num_draft_tokens)
+            has_room = length + 1 + len(guess) <= self.skill.context_tokens
+            guesses.append(guess if has_room else [token + 1 for token in guess])
         region.propose(command.step, rows, torch.tensor(guesses))
 
     def _guess(self, state: int, count: int) -> list[int]:

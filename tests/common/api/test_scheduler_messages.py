@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,7 @@ def test_an_output_comes_out_the_same() -> None:
         admitted_ns=[100],
         logprobs={3: (TokenLogprobs(-1.5, ((7, -1.5), (1, -2.0))), TokenLogprobs(-0.25, ()))},
         cached_tokens={3: 16},
+        is_beyond_draft=[False, False, True],
     )
     assert StepOutput.from_pb(scheduler_pb2.StepOutput.FromString(output.to_pb().SerializeToString())) == output
     packed = PackedStep(
@@ -111,8 +113,10 @@ def test_an_output_comes_out_the_same() -> None:
         output.admitted_ns,
         output.logprobs,
         output.cached_tokens,
+        bytes(output.is_beyond_draft),
     )
     assert packed.to_pb() == output.to_pb()
+    assert packed._replace(is_beyond_draft=b"").to_pb() == replace(output, is_beyond_draft=[]).to_pb()
 
 
 @pytest.mark.parametrize(

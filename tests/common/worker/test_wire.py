@@ -335,10 +335,10 @@ def test_commands_that_make_no_sense_are_refused(message: pb.StepCommand, field:
 
 def test_a_peer_that_does_not_fit_is_told_in_everything_that_differs() -> None:
     mine = description_from_pb(pb.DescribeResponse(role="draft", vocab_size=5, dtype="float32", protocol_version=1))
-    theirs = description_from_pb(pb.DescribeResponse(role="verify", vocab_size=6, dtype="float32", protocol_version=2))
-    with pytest.raises(Exception, match="protocol version: draft has 1, verify has 2; vocabulary size: draft has 5"):
+    theirs = description_from_pb(pb.DescribeResponse(role="verify", vocab_size=6, dtype="float16", protocol_version=2))
+    with pytest.raises(Exception, match="protocol version: draft has 1, verify has 2; dtype: draft has 'float32'"):
         mine.check_fits(theirs)
-    mine.check_fits(mine)
+    mine.check_fits(replace(mine, vocab_size=6))
 
 
 def test_an_unknown_fence_word_is_a_manifest_error() -> None:

@@ -247,8 +247,8 @@ class Listener:
         self.is_attached.set()
 
 
-@pytest.mark.parametrize("wrong", [{"kv_bytes_per_token": 2**40}, {"vocab_size": 9}], ids=["too large", "misfit"])
-def test_no_draft_ends_the_scheduler_as_the_memory_is_planned(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize("wrong", [{"kv_bytes_per_token": 2**40}, {"dtype": "float16"}], ids=["too large", "misfit"])
+def test_no_draft_ends_the_scheduler_as_the_memory_is_planned(wrong: dict[str, object]) -> None:
     links = {Role.VERIFY: FakeLink(VERIFY), Role.DRAFT: FakeLink(describe(Role.DRAFT, **wrong))}
     queue, listener = WaitingQueue(8), Listener()
     session = WorkerSession(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import pytest
 
 from slipstream.common.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from slipstream.common.worker.step import Role
-from tests.harness.checkpoints import write_checkpoint, write_guesser
+from tests.harness.checkpoints import write_checkpoint, write_guesser, write_json
 from tests.harness.counted_jobs import Job
 from tests.harness.waiting import until
 from tests.harness.worker_processes import Client, WorkerProcesses, running_session
@@ -216,20 +217,23 @@ async def test_a_worse_draft_gives_way_to_the_one_before(
 async def test_a_draft_that_does_not_fit_is_refused_and_the_scheduler_serves_on(
     processes: WorkerProcesses, models: dict[Role, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    misfit = write_checkpoint(tmp_path / "misfit", seed=SEED, vocab_size=300)
+    misfit = write_checkpoint(tmp_path / "misfit", seed=SEED)
+    tokenizer = json.loads((misfit / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"].pop()
+    write_json(misfit / "tokenizer.json", tokenizer)
     (tmp_path / "other").mkdir(mode=0o700)
     with WorkerProcesses(tmp_path / "other", models | {DRAFT: misfit}) as others:
         others.start(*Role)
         with running_session(others, **calm()) as client:
             await client.served(with_draft=False)
-            await until(lambda: "vocabulary size" in client.drafts.status.problem)
+            await until(lambda: "tokenizer" in client.drafts.status.problem)
             assert len(await client.run(*make_jobs(2))) == 2
-            with pytest.raises(FailedPreconditionError, match="vocabulary size"):
+            with pytest.raises(FailedPreconditionError, match="tokenizer"):
                 await client.swap(others.address(DRAFT))
             with pytest.raises(InvalidArgumentError, match="num_draft_tokens: got 9, accepted: 1 to 3"):
                 await client.swap(others.address(DRAFT), num_draft_tokens=9)
             with pytest.raises(UnavailableError):
                 await client.swap("unix:/nowhere.sock")
             await asyncio.sleep(1.0)
-        assert sum("vocabulary size" in record.message for record in caplog.records) <= 2
+        assert sum("tokenizer" in record.message for record in caplog.records) <= 2
         assert client.errors == client.reasons == []

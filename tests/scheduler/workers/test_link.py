@@ -163,8 +163,8 @@ async def test_what_the_worker_refuses_arrives_as_what_it_is(
 ) -> None:
     async with served(tmp_path, Role.DRAFT) as draft:
         link = WorkerLink(Role.DRAFT, draft.server.address, thread, on_failure=ignore)
-        with pytest.raises(MismatchError, match="vocabulary size: draft has 272, verify has 5"):
-            await asyncio.to_thread(link.attach, attachment_to(arena, peer=describe(Role.VERIFY, vocab_size=5)))
+        with pytest.raises(MismatchError, match="dtype: draft has 'float32', verify has 'float16'"):
+            await asyncio.to_thread(link.attach, attachment_to(arena, peer=describe(Role.VERIFY, dtype="float16")))
         await asyncio.to_thread(link.attach, attachment_to(arena))
         link.send(decode(1, 99))
         with pytest.raises(UnavailableError, match="the draft service is lost: slots: got 99"):

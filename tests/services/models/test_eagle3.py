@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from slipstream.common.errors import CheckpointError
 from slipstream.services.models.attention import ForwardBatch, PagedKV
@@ -174,8 +175,18 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     path = write_head(tmp_path / "head")
     with pytest.raises(CheckpointError, match=r"for a target of hidden size 64, that of .* is 128"):
         load(path, write_checkpoint(tmp_path / "wide", hidden_size=128))
-    with pytest.raises(CheckpointError, match=r"for a target of vocabulary size 272, that of .* is 300"):
-        load(path, write_checkpoint(tmp_path / "wordy", vocab_size=300))
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 28])
+def test_a_target_whose_vocabulary_is_padded_otherwise_lends_the_rows_that_both_have(
+    tmp_path: Path, vocab_size: int
+) -> None:
+    target = write_checkpoint(tmp_path / "target", vocab_size=vocab_size)
+    head = load(write_head(tmp_path / "head", has_embedding=False), target)
+    theirs = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    num_shared = min(vocab_size, VOCAB_SIZE)
+    assert torch.equal(head.embedding[:num_shared], theirs[:num_shared])
+    assert not head.embedding[num_shared:].any()
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
