@@ -21,7 +21,7 @@ MAX_LAYERS = 1024
 MAX_HIDDEN_SIZE = 2**17
 _MAX_INTERMEDIATE_SIZE = 2**20
 _MAX_HEADS = _MAX_HEAD_DIM = 2**12
-_MAX_VOCAB_SIZE = 2**24
+MAX_VOCAB_SIZE = 2**24
 """Several times what the largest models have; what is derived of these sizes fits the messages between services."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -191,7 +191,7 @@ class ModelConfig:
         fields = given.over(family.defaults)
         if fields.get("hidden_act") != "silu":
             raise fields.error("hidden_act", "'silu'")
-        vocab_size = fields.count("vocab_size", high=_MAX_VOCAB_SIZE)
+        vocab_size = fields.count("vocab_size", high=MAX_VOCAB_SIZE)
         num_heads = fields.count("num_attention_heads", high=_MAX_HEADS)
         num_kv_heads = fields.count("num_key_value_heads", num_heads, high=_MAX_HEADS)
         if num_heads % num_kv_heads:

@@ -26,6 +26,7 @@ from slipstream.common.worker.layout import (
 )
 from slipstream.common.worker.step import FenceName, Role
 from slipstream.common.worker.wire import hidden_of
+from slipstream.services.models.config import MAX_VOCAB_SIZE
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region
 from slipstream.services.worker.graphs import CudaCapture, GraphedStep, HostCapture
 from slipstream.services.worker.slots import SlotTable
@@ -348,6 +349,9 @@ def check_attachment(attachment: Attachment, own: WorkerDescription, last_epoch:
         raise StaleEpochError(f"epoch {attachment.epoch}: this worker was attached to {last_epoch} before")
     if attachment.peer is not None:
         own.check_fits(attachment.peer)
+        vocab_size = attachment.peer.vocab_size
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise MismatchError([f"vocabulary size: verify has {vocab_size}, not 1 to {MAX_VOCAB_SIZE}"])
     shape, is_draft = attachment.shape, own.role is Role.DRAFT
     if isinstance(shape, DraftShape) is not is_draft:
         raise ManifestError(f"the memory that verify gives is {'missing' if is_draft else 'for a draft alone'}")

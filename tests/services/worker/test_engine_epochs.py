@@ -237,6 +237,7 @@ def test_a_manifest_without_a_fence_is_refused(draft: Recorder) -> None:
     ("changes", "message"),
     [
         ({"protocol_version": 9}, f"protocol version: scheduler has 9, this worker has {PROTOCOL_VERSION}"),
+        ({"peer": describe(Role.VERIFY, vocab_size=0)}, "vocabulary size: verify has 0"),
         ({"peer": describe(Role.VERIFY, tokenizer_sha256="1")}, "tokenizer"),
         ({"peer": describe(Role.VERIFY, dtype="bfloat16")}, "dtype: draft has 'float32', verify has 'bfloat16'"),
         ({"peer": describe(Role.VERIFY, device="GPU-1")}, "device"),
