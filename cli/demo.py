@@ -107,7 +107,7 @@ class _Demo:
         drafted = await self._measure(config, f"drafting {config.models.num_draft_tokens} tokens a step")
         # The workers stay: verify decodes plainly for a scheduler that has no draft.
         await self._supervisor.stop("scheduler", "gateway")
-        plain = replace(config, models=replace(config.models, draft=None))
+        plain = replace(config, models=config.models.without_draft())
         undrafted = await self._measure(plain, "no drafting")
         return report(self._console, drafted, undrafted)
 

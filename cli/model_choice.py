@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
 from slipstream import bundled
@@ -10,9 +10,12 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
 from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_draft_tokens
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
-from slipstream.services.worker.config import EAGLE3, STANDALONE
+from slipstream.services.worker.config import EAGLE3, NGRAM, STANDALONE
 
-ALGORITHMS = (*WORKER_ALGORITHMS, "none")
+NONE = "none"
+ALGORITHMS = (*WORKER_ALGORITHMS, NONE)
+WITHOUT_MODEL = {NGRAM: "algorithm ngram has no model", NONE: "algorithm none has none"}
+"""Algorithms that take no draft model, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +25,20 @@ class ModelChoice:
     target: Path
     """Directory of the target model."""
     draft: Path | None
-    """Directory of the draft model; None when nothing drafts."""
-    draft_algorithm: str = STANDALONE
-    """Draft algorithm of the draft model; unused when nothing drafts."""
+    """Directory of the draft model; None when nothing drafts, or what drafts has no model."""
+    algorithm: str
+    """How drafts are made; "none" when nothing drafts."""
     num_draft_tokens: int | None = None
     """Tokens drafted in each step; None is the scheduler's "auto". Unused when nothing drafts."""
 
     @property
-    def algorithm(self) -> str:
-        """The draft algorithm; "none" when nothing drafts."""
-        return "none" if self.draft is None else self.draft_algorithm
+    def has_draft(self) -> bool:
+        """True if there is a draft service."""
+        return self.algorithm != NONE
+
+    def without_draft(self) -> ModelChoice:
+        """The same target, with nothing that drafts."""
+        return ModelChoice(target=self.target, draft=None, algorithm=NONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +63,24 @@ class ModelOptions(Settings):
     def choose(self) -> ModelChoice:
         """Decides; a target alone has no draft. Raises ConfigError naming what contradicts another or has no model."""
         target, draft = self.target or bundled.target_dir(), self.draft
-        algorithm = self.algorithm or ("none" if self.target is not None and draft is None else STANDALONE)
-        if algorithm == "none":
-            for name in ("draft", "num_draft_tokens"):
-                if (given := getattr(self, name)) is not None:
-                    raise ConfigError(name, str(given), "only with a draft, and algorithm none has none")
-            _check_model("target", target)
-            return ModelChoice(target=target, draft=None)
-        if draft is None:
+        algorithm = self.algorithm or (NONE if self.target is not None and draft is None else STANDALONE)
+        check_without_model(algorithm, draft=draft, num_draft_tokens=self.num_draft_tokens)
+        if draft is None and algorithm not in WITHOUT_MODEL:
             if self.target is not None:
-                raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm none")
+                raise ConfigError("draft", None, f"a draft model for {target}; or give --algorithm ngram or none")
             draft = bundled.eagle3_dir() if algorithm == EAGLE3 else bundled.standalone_dir()
         _check_model("target", target)
-        _check_model("draft", draft)
-        choice = ModelChoice(target=target, draft=draft, draft_algorithm=algorithm)
-        return choice if self.num_draft_tokens is None else replace(choice, num_draft_tokens=self.num_draft_tokens)
+        if draft is not None:
+            _check_model("draft", draft)
+        return ModelChoice(target=target, draft=draft, algorithm=algorithm, num_draft_tokens=self.num_draft_tokens)
+
+
+def check_without_model(algorithm: str | None, *, draft: Path | str | None, num_draft_tokens: int | None) -> None:
+    """Raises ConfigError for what an algorithm without a draft model, or without a draft, has no use for."""
+    if draft is not None and algorithm in WITHOUT_MODEL:
+        raise ConfigError("draft", str(draft), f"only with a draft model, and {WITHOUT_MODEL[algorithm]}")
+    if num_draft_tokens is not None and algorithm == NONE:
+        raise ConfigError("num_draft_tokens", num_draft_tokens, "only with a draft, and algorithm none has none")
 
 
 def _check_model(option: str, path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slipstream.cli.model_choice import ALGORITHMS
+from slipstream.cli.model_choice import ALGORITHMS, WITHOUT_MODEL, check_without_model
 from slipstream.common.api.draft_swap import (
     DEFAULT_JUDGE_STEPS,
     DEFAULT_ROLLBACK_BELOW,
@@ -28,7 +28,9 @@ class SwapOptions(Settings):
         None, unit="DIR", help="Directory of the new draft model; with --address, the address of its service."
     )
     algorithm: str | None = setting(
-        None, choices=ALGORITHMS, help="How it drafts; none takes the draft away. With --address, only none."
+        None,
+        choices=ALGORITHMS,
+        help="How it drafts; ngram has no model, none takes the draft away. With --address, only none.",
     )
     num_draft_tokens: int | None = setting(
         None, unit="K", help="Tokens drafted in a step.", unset="as many as the server was started with", low=1, high=16
@@ -54,15 +56,12 @@ class SwapOptions(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.algorithm == "none":
-            for name in ("draft", "num_draft_tokens"):
-                if (given := getattr(self, name)) is not None:
-                    raise ConfigError(name, given, "only with a draft, and algorithm none has none")
-        elif self.draft is None:
-            raise ConfigError("draft", None, "a draft, or --algorithm none")
-        elif self.address is None and self.algorithm is None:
+        check_without_model(self.algorithm, draft=self.draft, num_draft_tokens=self.num_draft_tokens)
+        if self.draft is None and self.algorithm not in WITHOUT_MODEL:
+            raise ConfigError("draft", None, "a draft, or --algorithm ngram or none")
+        if self.address is None and self.algorithm is None:
             raise ConfigError("algorithm", None, ", ".join(ALGORITHMS))
-        elif self.address is not None and self.algorithm is not None:
+        if self.address is not None and self.algorithm not in (None, "none"):
             raise ConfigError("algorithm", self.algorithm, "only none with --address: a draft service has its own")
         for name in ("address", "draft") if self.address is not None else ():
             if (given := getattr(self, name)) is not None:

@@ -230,7 +230,7 @@ def check_models(models: ModelChoice) -> Iterator[Finding]:
     from slipstream.services.models.eagle3 import Eagle3Config
 
     def describe(path: Path, *, is_draft: bool) -> str:
-        if is_draft and models.draft_algorithm == EAGLE3:
+        if is_draft and models.algorithm == EAGLE3:
             Eagle3Config.from_directory(path)
             return "an EAGLE-3 head"
         architecture = ModelConfig.from_directory(path).architecture

@@ -24,7 +24,7 @@ from slipstream.common.settings import arguments, setting, shared
 from slipstream.gateway.config import LISTEN, GatewayConfig, GatewaySettings
 from slipstream.gateway.home import gateway_name
 from slipstream.scheduler.config import SchedulerConfig, ServingSettings
-from slipstream.services.worker.config import EAGLE3, ComputeSettings, WorkerConfig
+from slipstream.services.worker.config import NGRAM, PROMPT_LOOKUP, STANDALONE, ComputeSettings, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,19 +124,26 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
     @property
     def workers(self) -> tuple[str, ...]:
         """Names of the services that hold a model."""
-        return ("verify",) if self.models.draft is None else ("verify", "draft")
+        return ("verify", "draft") if self.models.has_draft else ("verify",)
 
     def worker(self, name: str) -> WorkerConfig:
         """Settings of the "verify" or the "draft" service."""
-        model = self.models.draft if name == "draft" else self.models.target
-        assert model is not None, "a draft service without a draft"
+        models = self.models
+        # Prompt lookup's bounds are for a draft that comes with a swap, too.
+        bounds = {} if name == "draft" and models.algorithm == NGRAM else dict.fromkeys(PROMPT_LOOKUP)
         if name == "verify":
             width = self.scheduler.most_draft_tokens + 1 if self.deterministic else None
-            return shared(WorkerConfig, self, model=model, deterministic_width=width)
-        settings = shared(WorkerConfig, self, model=model, simulate_accept_length=None)
-        if self.models.algorithm == EAGLE3:
-            return replace(settings, algorithm=EAGLE3, target=self.models.target)
-        return settings
+            return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **bounds)
+        target = None if models.algorithm == STANDALONE else models.target
+        return shared(
+            WorkerConfig,
+            self,
+            model=models.draft,
+            algorithm=models.algorithm,
+            target=target,
+            simulate_accept_length=None,
+            **bounds,
+        )
 
     @property
     def scheduler(self) -> SchedulerConfig:
@@ -145,7 +152,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
             SchedulerConfig,
             self,
             verify=self.socket("verify"),
-            draft=None if self.models.draft is None else self.socket(self.draft_instance),
+            draft=self.socket(self.draft_instance) if self.models.has_draft else None,
             num_draft_tokens=self.models.num_draft_tokens,
             # A page that decode steps have filled may be rounded otherwise than by the chunk of a prompt.
             no_prefix_cache=self.no_prefix_cache or self.deterministic,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from slipstream.cli.cancellation import background, shielded
-from slipstream.cli.model_choice import ModelOptions
+from slipstream.cli.model_choice import NONE, ModelOptions
 from slipstream.cli.up.config import scheduler_command, worker_command
 from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.errors import (
@@ -72,7 +72,7 @@ class DraftSwaps:
 
     def _with_draft(self, draft: Path | None, algorithm: str, terms: SwapTerms) -> UpConfig:
         models = self._config.models
-        if draft is None and algorithm == "none" and models.draft is None:
+        if algorithm == NONE and not models.has_draft:
             raise FailedPreconditionError("there is no draft to take away")
         try:
             chosen = ModelOptions(
@@ -107,7 +107,7 @@ class DraftSwaps:
         return outcome
 
     def _start(self, config: UpConfig) -> Service | None:
-        if config.models.draft is None:
+        if not config.models.has_draft:
             return None
         # At a free port until the old one has left its own.
         command = worker_command(replace(config, metrics_port=0), DRAFT)

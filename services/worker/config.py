@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
 
 STANDALONE = "standalone"
 EAGLE3 = "eagle3"
-ALGORITHMS = (STANDALONE, EAGLE3)
+NGRAM = "ngram"
+ALGORITHMS = (STANDALONE, EAGLE3, NGRAM)
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_ACCEPT_LENGTH = 17
@@ -18,7 +20,10 @@ MAX_ACCEPT_LENGTH = 17
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 _CHECKPOINT: dict[str, Any] = {"accepts": Path.is_dir, "accepted": "a directory with a checkpoint"}
-ONLY_DRAFT = ("algorithm", "target")
+_LOOKUP_TOKENS = 5
+"""Tokens of a match, if neither bound is given: as in vLLM."""
+PROMPT_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
+ONLY_DRAFT = ("algorithm", "target", *PROMPT_LOOKUP)
 ONLY_VERIFY = ("simulate_accept_length", "deterministic_width")
 """Settings that the other of both services has no use for, and no option."""
 
@@ -52,17 +57,51 @@ class ComputeSettings(Settings):
         high=MAX_ACCEPT_LENGTH,
         accepted=f"1 to {MAX_ACCEPT_LENGTH}, the bonus token included",
     )
+    prompt_lookup_min: int | None = setting(
+        None,
+        help="Algorithm ngram: tokens at the end of a sequence that must have stood in it before, at least.",
+        unit="N",
+        low=1,
+        high=64,
+        unset=f"prompt-lookup-max, or {_LOOKUP_TOKENS}",
+    )
+    prompt_lookup_max: int | None = setting(
+        None,
+        help="Algorithm ngram: tokens that are compared at most; the longest match counts.",
+        unit="N",
+        low=1,
+        high=64,
+        unset=f"prompt-lookup-min, or {_LOOKUP_TOKENS}",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shortest, longest = self.prompt_lookup
+        if shortest > longest:
+            raise ConfigError("prompt_lookup_min", shortest, f"at most prompt_lookup_max, {longest}")
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """The fewest and the most tokens of a match of algorithm ngram. One that is not given follows the other."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        return shortest or longest or _LOOKUP_TOKENS, longest or shortest or _LOOKUP_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig(ComputeSettings):
     """The settings of a worker. Checked when it is built; the command lines of both take their options from here."""
 
-    model: Path = setting(help="Hugging Face directory of the model.", unit="DIR", **_CHECKPOINT)
+    model: Path | None = setting(
+        None,
+        help="Hugging Face directory of the model.",
+        unit="DIR",
+        unset="none, for algorithm ngram alone",
+        **_CHECKPOINT,
+    )
     algorithm: str = setting(STANDALONE, help="How drafts are made.", choices=ALGORITHMS)
     target: Path | None = setting(
         None,
-        help="The target's directory, for a head without embedding or tokenizer of its own.",
+        help="The target's directory: for algorithm ngram, and a head without embedding or tokenizer of its own.",
         unit="DIR",
         **_CHECKPOINT,
     )
@@ -85,3 +124,24 @@ class WorkerConfig(ComputeSettings):
     access_log_dir: Path | None = setting(
         None, help="Debugging: log accesses to shared memory there, for the happens-before checker.", unit="DIR"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.algorithm == NGRAM:
+            if self.model is not None:
+                raise ConfigError("model", str(self.model), "none with algorithm ngram, which has no model")
+            if self.target is None:
+                raise ConfigError("target", None, "the target's directory, for its tokenizer and vocabulary")
+            return
+        if self.model is None:
+            raise ConfigError("model", None, _CHECKPOINT["accepted"])
+        for name in PROMPT_LOOKUP:
+            if (given := getattr(self, name)) is not None:
+                raise ConfigError(name, given, "only with algorithm ngram")
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the model; of the target, where what drafts has none."""
+        found = self.model or self.target
+        assert found is not None, "checked with the settings"
+        return found.resolve()

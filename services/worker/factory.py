@@ -12,22 +12,24 @@ import torch
 from slipstream.common.device.manifest import DTYPE_NAMES, DTYPES
 from slipstream.common.errors import ConfigError
 from slipstream.common.host import pid_namespace, shm_device
-from slipstream.common.worker.contract import WorkerDescription
+from slipstream.common.worker.contract import DeviceMemory, WorkerDescription
 from slipstream.common.worker.step import Role
 from slipstream.services.draft.drafters import Eagle3Drafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
+from slipstream.services.draft.ngram import NgramDrafter
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.models.eagle3 import Eagle3Config, Eagle3Head
 from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
-from slipstream.services.worker.config import EAGLE3
+from slipstream.services.worker.config import EAGLE3, NGRAM
 from slipstream.services.worker.language_model import LanguageModel
-from slipstream.services.worker.memory import loading, needed_for_work
+from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
+    from slipstream.services.draft.engine import Drafter
     from slipstream.services.worker.config import WorkerConfig
     from slipstream.services.worker.engine import RoleEngine
 
@@ -50,10 +52,15 @@ def make_verify(config: WorkerConfig, device: Device, metrics_port: int) -> Role
 
 
 def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleEngine:
-    """Loads the draft model. Raises CheckpointError, OutOfMemoryError."""
+    """Loads the draft model, if the algorithm has one. Raises CheckpointError, OutOfMemoryError."""
     description = describe_draft(config, device, metrics_port)
-    is_head = config.algorithm == EAGLE3
-    return DraftEngine(_load_head(config, device) if is_head else StandaloneDrafter(_load(config, device)), description)
+    return DraftEngine(_make_drafter(config, device), description)
+
+
+def _make_drafter(config: WorkerConfig, device: Device) -> Drafter:
+    if config.algorithm == NGRAM:
+        return NgramDrafter(*config.prompt_lookup, device.torch_device)
+    return _load_head(config, device) if config.algorithm == EAGLE3 else StandaloneDrafter(_load(config, device))
 
 
 def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
@@ -67,14 +74,14 @@ def dtype_of(config: WorkerConfig, device: Device) -> torch.dtype:
 
 
 def _load(config: WorkerConfig, device: Device) -> LanguageModel:
-    path, where, dtype = config.model, device.torch_device, dtype_of(config, device)
+    path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
     with loading(path.name, where, lambda meta: Decoder(ModelConfig.from_directory(path), device=meta, dtype=dtype)):
         decoder = load_decoder(path, device=where, dtype=dtype, load_format=LoadFormat(config.load_format))
     return LanguageModel(decoder, where, dtype)
 
 
 def _load_head(config: WorkerConfig, device: Device) -> Eagle3Drafter:
-    path, where, dtype = config.model, device.torch_device, dtype_of(config, device)
+    path, where, dtype = config.directory, device.torch_device, dtype_of(config, device)
     load_format = LoadFormat(config.load_format)
     with loading(
         path.name, where, lambda meta: Eagle3Head(Eagle3Config.from_directory(path), device=meta, dtype=dtype)
@@ -85,21 +92,25 @@ def _load_head(config: WorkerConfig, device: Device) -> Eagle3Drafter:
 
 def describe_verify(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
     """Describes the verify service, without loading its weights. Raises CheckpointError."""
-    model = ModelConfig.from_directory(config.model)
+    model = ModelConfig.from_directory(config.directory)
     return replace(
         _describe(Role.VERIFY, config, model, device, metrics_port),
         hidden_width=len(fused_layers(model.num_layers)) * model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
-        tokenizer_path=str(config.model.resolve()),
+        tokenizer_path=str(config.directory),
     )
 
 
 def describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> WorkerDescription:
     """Describes the draft service, without loading its weights. Raises CheckpointError."""
     if config.algorithm != EAGLE3:
-        model = ModelConfig.from_directory(config.model)
-        return replace(_describe(Role.DRAFT, config, model, device, metrics_port), algorithm=config.algorithm)
-    head = Eagle3Config.from_directory(config.model)
+        model = ModelConfig.from_directory(config.directory)
+        found = replace(_describe(Role.DRAFT, config, model, device, metrics_port), algorithm=config.algorithm)
+        if config.algorithm != NGRAM:
+            return found
+        memory = DeviceMemory(work=WORK_BYTES)
+        return replace(found, model=_ngrams(config), kv_bytes_per_token=torch.int32.itemsize, memory=memory)
+    head = Eagle3Config.from_directory(config.directory)
     return replace(
         _describe(Role.DRAFT, config, head.layer, device, metrics_port),
         hidden_width=head.fused_width,
@@ -112,7 +123,7 @@ def _describe(
     role: Role, config: WorkerConfig, model: ModelConfig, device: Device, metrics_port: int
 ) -> WorkerDescription:
     """`model`: the layers that keep keys and values."""
-    directory = config.model.resolve()
+    directory = config.directory
     dtype = dtype_of(config, device)
     tokenizer = directory
     if config.target is not None and not (directory / "tokenizer.json").is_file():
@@ -141,4 +152,9 @@ def _name(config: WorkerConfig) -> str:
     notes = [] if config.load_format != LoadFormat.DUMMY.value else ["random weights"]
     if config.simulate_accept_length is not None:
         notes.append(f"accept length simulated: {config.simulate_accept_length:g}")
-    return config.model.resolve().name + (f" ({', '.join(notes)})" if notes else "")
+    return config.directory.name + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _ngrams(config: WorkerConfig) -> str:
+    shortest, longest = config.prompt_lookup
+    return f"n-grams of {longest} tokens" if shortest == longest else f"n-grams of {shortest} to {longest} tokens"

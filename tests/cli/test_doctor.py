@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import socket
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(120)
 
-BUNDLED = ModelChoice(target=bundled.target_dir(), draft=bundled.standalone_dir())
+BUNDLED = ModelChoice(target=bundled.target_dir(), draft=bundled.standalone_dir(), algorithm="standalone")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -171,12 +172,12 @@ async def test_an_address_that_is_nobodys_here() -> None:
 
 def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
-    models = ModelChoice(target=bundled.target_dir(), draft=tmp_path)
+    models = replace(BUNDLED, draft=tmp_path)
     target, draft = check_models(models)
     assert target.verdict is Verdict.OK
     assert draft.verdict is Verdict.FAILED
     got, supported = draft.detail.split(", supported: ")
     assert got == f"{tmp_path}: config.json: architectures: got ['MambaForCausalLM']"
     assert all(architecture in supported for architecture in FAMILIES)
-    head = ModelChoice(target=bundled.target_dir(), draft=bundled.eagle3_dir(), draft_algorithm="eagle3")
+    head = ModelChoice(target=bundled.target_dir(), draft=bundled.eagle3_dir(), algorithm="eagle3")
     assert [finding.verdict for finding in check_models(head)] == [Verdict.OK, Verdict.OK]

@@ -101,7 +101,7 @@ async def up(tmp_path: Path, fake_service: MakeCommand, monkeypatch: pytest.Monk
     (state_dir / "sockets").mkdir(parents=True)
     for folder in (state_dir, state_dir / "sockets"):
         folder.chmod(0o700)
-    models = ModelChoice(target=tmp_path / "target", draft=tmp_path / "old")
+    models = ModelChoice(target=tmp_path / "target", draft=tmp_path / "old", algorithm="standalone")
     config = UpConfig(models=models, device="cpu", state_dir=state_dir, listen="127.0.0.1:0")
     scheduler, logs = ScriptedScheduler(), list[Path]()
     service = ("slipstream.v1.Scheduler", scheduler_pb2_grpc.add_SchedulerServicer_to_server, scheduler)

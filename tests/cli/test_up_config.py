@@ -27,7 +27,7 @@ from slipstream.gateway import config as gateway_config
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 # Checked by then: any directory will do.
-MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), num_draft_tokens=3)
+MODELS = ModelChoice(target=Path("/usr"), draft=Path("/tmp"), algorithm="standalone", num_draft_tokens=3)
 
 
 def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_metrics_are_where_prometheus_expects_them_unless_clients_take_any_port(
 
 
 def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
-    config = UpConfig(models=ModelChoice(target=Path("/usr"), draft=None), state_dir=tmp_path)
+    config = UpConfig(models=MODELS.without_draft(), state_dir=tmp_path)
     assert config.workers == ("verify",)
     assert "--draft" not in scheduler_command(config).argv
 

@@ -49,7 +49,7 @@ def main() -> None:
     folder = options.state_dir
     scheduler = _fake(folder, "scheduler", "--journal", str(folder / "journal"))
     services = [[scheduler], [replace(_fake(folder, "gateway"), restarts=True)]]
-    models = ModelChoice(target=Path("/usr"), draft=None)
+    models = ModelChoice(target=Path("/usr"), draft=None, algorithm="none")
     gpu = {"device": "cuda", "mps": "on"} if options.mps else {"device": "cpu"}
     config = UpConfig(models=models, state_dir=folder, listen="127.0.0.1:0", **gpu)
     with (
