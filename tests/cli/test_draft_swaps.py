@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from slipstream.cli.model_choice import ModelChoice
+from slipstream.cli.model_choice import WITHOUT_MODEL, ModelChoice
 from slipstream.cli.up import draft_swaps
 from slipstream.cli.up.config import UpConfig
 from slipstream.cli.up.control import control_server, fetch_reports, request_swap
@@ -77,7 +77,7 @@ class Up:
         self.new = config.models.target.parent / "new"
 
     async def swap(self, algorithm: str = "eagle3", draft: Path | None = None, **terms: Any) -> SwapOutcome:
-        draft = None if algorithm == "none" else draft or self.new
+        draft = None if algorithm in WITHOUT_MODEL else draft or self.new
         return await request_swap(self.config.state_dir, draft, algorithm, SwapTerms(**terms))
 
     def drafts(self) -> list[str]:
@@ -155,6 +155,16 @@ async def test_the_new_draft_takes_over_and_is_the_one_that_is_started_again(up:
     assert "--swapped-draft-tokens" not in words
     with pytest.raises(FailedPreconditionError, match="there is no draft to take away"):
         await up.swap("none")
+
+
+async def test_a_draft_without_a_model_comes_and_goes_like_one_with_a_model(up: Up) -> None:
+    assert await up.swap("ngram") == SWAPPED
+    assert up.drafts() == ["draft"]
+    assert not up.old_process.is_running()
+    words = up.supervisor.service("scheduler").command.argv
+    assert words[words.index("--draft") + 1] == up.config.socket("draft-2")
+    assert await up.swap("none") == SWAPPED
+    assert up.drafts() == []
 
 
 async def test_a_draft_that_is_rolled_back_is_ended_and_the_old_one_stays(up: Up) -> None:

@@ -44,7 +44,10 @@ def test_without_options_the_bundled_pair() -> None:
     )
     head = choose(algorithm="eagle3")
     assert (head.draft, head.algorithm) == (bundled.eagle3_dir(), "eagle3")
-    assert choose(algorithm="none").draft is None
+    none = choose(algorithm="none")
+    assert (none.draft, none.has_draft) == (None, False)
+    lookup = choose(algorithm="ngram", num_draft_tokens=3)
+    assert (lookup.target, lookup.draft, lookup.has_draft) == (bundled.target_dir(), None, True)
     assert choose(num_draft_tokens=2).num_draft_tokens == 2
 
 
@@ -53,12 +56,14 @@ def test_a_target_alone_has_no_draft(model: Path) -> None:
     assert (chosen.target, chosen.draft, chosen.algorithm) == (model, None, "none")
     assert choose(target=model, draft=model).algorithm == "standalone"
     assert choose(target=model, draft=model, algorithm="eagle3").algorithm == "eagle3"
+    assert choose(target=model, algorithm="ngram") == ModelChoice(target=model, draft=None, algorithm="ngram")
 
 
 @pytest.mark.parametrize(
     ("field", "given"),
     [
         ("draft", {"algorithm": "none", "draft": "MODEL"}),
+        ("draft", {"algorithm": "ngram", "draft": "MODEL"}),
         ("draft", {"algorithm": "standalone", "target": "MODEL"}),
         ("draft", {"target": "MODEL", "draft": "NOTHING"}),
         ("target", {"target": "NOTHING"}),

@@ -44,7 +44,9 @@ class _Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         ("algorithm", {"draft": "d", "algorithm": "medusa"}),
         ("algorithm", {"draft": "unix:/d", "algorithm": "eagle3", "address": "unix:/s"}),
         ("draft", {"algorithm": "eagle3"}),
+        ("algorithm", {"algorithm": "ngram", "address": "unix:/s"}),
         ("draft", {"algorithm": "none", "draft": "d"}),
+        ("draft", {"algorithm": "ngram", "draft": "d"}),
         ("draft", {"draft": "d", "address": "unix:/s"}),
         ("num_draft_tokens", {"algorithm": "none", "num_draft_tokens": 2}),
         ("address", {"algorithm": "none", "address": "nowhere"}),
@@ -80,3 +82,4 @@ def test_a_relative_directory_is_that_of_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert SwapOptions(draft="d", algorithm="eagle3").directory == tmp_path / "d"
     assert SwapOptions(algorithm="none").directory is None
+    assert SwapOptions(algorithm="ngram", num_draft_tokens=3).directory is None

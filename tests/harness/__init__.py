@@ -13,6 +13,7 @@ Workers in this process
     served_worker            one worker behind gRPC
     hosted                   the same, for tests that play a hostile scheduler
     inline_device            a CPU device that captures and replays steps as a GPU does
+    prompt_lookup            prompt lookup in plain Python, the reference
     paged_model              a model with its KV pages, without a worker
     recording_role           a role that records its commands and computes nothing
     simulated_run            the scheduler's batch and plan over simulated workers with a simulated clock

@@ -17,7 +17,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.models.decoder import Decoder
 from slipstream.services.verify import graphs as verify_graphs
 from slipstream.services.verify.engine import VerifyEngine
-from slipstream.services.worker.config import EAGLE3, WorkerConfig
+from slipstream.services.worker.config import EAGLE3, NGRAM, WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
 from slipstream.services.worker.language_model import LanguageModel
 from tests.harness.checkpoints import write_checkpoint, write_guesser
@@ -45,7 +45,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.8, top_k=30, presence_penalty=0.7, repetition_penalty=1.3, seed=4),
     SamplingParams(frequency_penalty=0.5, logit_bias=((65, 5.0),)),
 )
-DRAFTS = ("none", "standalone", "eagle3")
+DRAFTS = ("none", "standalone", "eagle3", "ngram")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | Non
         made.append(make_draft(WorkerConfig(model=checkpoints.standalone), device, 0))
     if draft == EAGLE3:
         config = WorkerConfig(model=checkpoints.eagle3, algorithm=EAGLE3, target=checkpoints.target)
+        made.append(make_draft(config, device, 0))
+    if draft == NGRAM:
+        config = WorkerConfig(algorithm=NGRAM, target=checkpoints.target, prompt_lookup_min=1)
         made.append(make_draft(config, device, 0))
     return made
 
