@@ -1,19 +1,24 @@
-"""Mean accept length of the bundled drafts, through the real services.
+"""Mean accept length of the bundled drafts and of prompt lookup, through the real services.
 
 K = 4: at T = 0.8 with three seeds over the first 128 tokens behind each held-out prompt, and greedy over the first
 16. Small models repeat themselves, which makes drafting easy: the share of tokens in a repeated 5-gram is beside it.
+
+Edits of a given text, greedy over 48 tokens: the prompt is a held-out one, the same with another name in it, and the
+first third of one with a third name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import keyword
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
-from slipstream.benchmarks.models import NUM_DRAFT_TOKENS, JsonOption, Models
+from slipstream.benchmarks.models import EAGLE3, NGRAM, NUM_DRAFT_TOKENS, STANDALONE, JsonOption, Models
 from slipstream.benchmarks.result_files import write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
@@ -24,9 +29,10 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.output_chunk import OutputChunk
 
-ALGORITHMS = ("standalone", "eagle3")
+HELD_OUT, EDITS = "held-out", "edits"
 CONCURRENCY = 8
 GRAM = 5
+NAME = re.compile(r"\b[a-z_]{5,}\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +42,13 @@ class Setting:
     temperature: float
     max_new_tokens: int
     seeds: tuple[int, ...]
+    workload: str = HELD_OUT
 
 
 SETTINGS = (
     Setting(temperature=0.8, max_new_tokens=128, seeds=(1, 2, 3)),
     Setting(temperature=0.0, max_new_tokens=16, seeds=(0,)),
+    Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=EDITS),
 )
 
 
@@ -49,6 +57,7 @@ class AcceptLength:
     """The result for one draft, setting and seed."""
 
     algorithm: str
+    workload: str
     num_draft_tokens: int
     temperature: float
     max_new_tokens: int
@@ -77,11 +86,24 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
     return inside / max(1, sum(map(len, outputs)))
 
 
+def edit_of(text: str) -> str:
+    """A prompt that asks for the text once more with another name in it, after an example; with the start of it."""
+    counts = Counter(name for name in NAME.findall(text) if not keyword.iskeyword(name))
+    name = next((name for name, count in counts.most_common(1) if count > 1), None)
+    lines = text.splitlines(keepends=True)
+    example, begun = (
+        part if name is None else re.sub(rf"\b{name}\b", other, part)
+        for part, other in ((text, "first"), ("".join(lines[: max(1, len(lines) // 3)]), "second"))
+    )
+    return "\n\n\n".join((text, example, begun))
+
+
 def main(json_file: JsonOption = None) -> None:
-    """Measures the standalone draft and the EAGLE-3 head."""
+    """Measures the standalone draft, the EAGLE-3 head and prompt lookup."""
     results = asyncio.run(_measure_all())
     for result in results:
-        print(f"{result.algorithm}, T = {result.temperature:g}: mean accept length {result.mean_accept_length:.3f}")
+        about = f"{result.algorithm}, {result.workload}, T = {result.temperature:g}"
+        print(f"{about}: mean accept length {result.mean_accept_length:.3f}")
     write_rows(results, json_file)
 
 
@@ -89,7 +111,7 @@ async def _measure_all() -> list[AcceptLength]:
     results = []
     async with Stack() as stack:
         await stack.models(Models())
-        for algorithm in ALGORITHMS:
+        for algorithm in (STANDALONE, EAGLE3, NGRAM):
             scheduler = stack.scheduler(algorithm, num_draft_tokens=NUM_DRAFT_TOKENS)
             async with scheduler as served, AsyncClient(served.address) as client:
                 cases = [(setting, seed) for setting in SETTINGS for seed in setting.seeds]
@@ -107,13 +129,14 @@ async def _measure(client: AsyncClient, algorithm: str, setting: Setting, seed: 
             )
             return [chunk async for chunk in chunks]
 
-    texts = [prompt.text for prompt in prompts()]
+    texts = [prompt.text if setting.workload == HELD_OUT else edit_of(prompt.text) for prompt in prompts()]
     answers = await asyncio.gather(*map(run, texts))
     usages = [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
     steps = sum(usage.num_verify_steps for usage in usages)
     accepted = sum(usage.total_accepted_tokens for usage in usages)
     return AcceptLength(
         algorithm=algorithm,
+        workload=setting.workload,
         num_draft_tokens=NUM_DRAFT_TOKENS,
         temperature=setting.temperature,
         max_new_tokens=setting.max_new_tokens,

@@ -1,7 +1,7 @@
 """Compares the tokens of requests that are served in many ways: they must be the same in all of them.
 
 Held-out prompts, each greedy and sampled, with and without penalties, bias and a least length; without a draft, with
-the bundled drafts and with the NumPy drafter; alone and in batches of eight, prompts in one piece and in chunks,
+the bundled drafts and prompt lookup; alone and in batches of eight, prompts in one piece and in chunks,
 run-ahead 0, 1 and 2, and with drafts off for every other request of a batch. Everything is compared with plain
 decoding, alone, in one piece, run-ahead 0. Status 1 if any differs.
 """
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.benchmarks.models import ALGORITHMS, NGRAM, NONE, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import ALGORITHMS, NONE, JsonOption, Models, draft_of
 from slipstream.benchmarks.result_files import write_json
 from slipstream.benchmarks.stack import Stack
-from slipstream.bundled import prompts, target_dir
+from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ REFERENCE = Way(NONE, 0, IN_ONE_PIECE, 1)
 
 def _ways() -> Iterator[Way]:
     """Each pair of values of any two dimensions, with each algorithm."""
-    for algorithm in (*ALGORITHMS, NGRAM):
+    for algorithm in ALGORITHMS:
         for run_ahead, alone, together in (
             (0, IN_ONE_PIECE, IN_CHUNKS),
             (1, IN_CHUNKS, IN_ONE_PIECE),
@@ -128,8 +128,6 @@ async def serve(stack: Stack, ways: Sequence[Way], cases: Sequence[Case]) -> dic
     """
     algorithms = {way.algorithm for way in ways}
     await stack.models(Models().with_drafts(*algorithms))
-    if NGRAM in algorithms:
-        await stack.ngram(target_dir())
     outputs: dict[Way, list[Output]] = {}
     for (algorithm, run_ahead, chunk_tokens), group in itertools.groupby(ways, lambda way: way.scheduler):
         scheduler = stack.scheduler(draft_of(algorithm), run_ahead=run_ahead, chunk_tokens=chunk_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +16,12 @@ from slipstream.bundled import eagle3_dir, standalone_dir, target_dir
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-NONE, STANDALONE, EAGLE3 = "none", "standalone", "eagle3"
+NONE, STANDALONE, EAGLE3, NGRAM = "none", "standalone", "eagle3", "ngram"
 STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
 """These drafts, which draft as long as that is faster than plain decoding."""
-NGRAM = "ngram"
-"""The NumPy drafter of the examples, which has no model."""
-ALGORITHMS = (NONE, STANDALONE, EAGLE3)
+ALGORITHMS = (NONE, STANDALONE, EAGLE3, NGRAM)
+DRAFT_OPTIONS: Mapping[str, Mapping[str, int]] = {NGRAM: {"prompt_lookup_min": 1, "prompt_lookup_max": 5}}
+"""Options of a draft service, by algorithm. Prompts and outputs are short, so a match of one token counts, too."""
 DEVICES = ("cpu", "cuda")
 BUNDLED = "bundled"
 NUM_DRAFT_TOKENS = 4
@@ -47,8 +48,8 @@ DeviceOption = Annotated[str, typer.Option("--device", help="cpu or cuda.", call
 JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for the results.")]
 
 
-def _bundled_drafts() -> Mapping[str, Path]:
-    return {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir()}
+def _bundled_drafts() -> Mapping[str, Path | None]:
+    return {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), NGRAM: None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,8 @@ class Models:
     """A target and its drafts: the bundled models, unless others are named."""
 
     target: Path = field(default_factory=target_dir)
-    drafts: Mapping[str, Path] = field(default_factory=_bundled_drafts)
-    """By algorithm."""
+    drafts: Mapping[str, Path | None] = field(default_factory=_bundled_drafts)
+    """By algorithm; None for one without a model."""
 
     def with_drafts(self, *algorithms: str) -> Models:
         """The same target with the drafts of these algorithms alone; there is none for "none"."""

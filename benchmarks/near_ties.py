@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tokenizers import Tokenizer
 
-from slipstream.benchmarks.models import ALGORITHMS, NONE, NUM_DRAFT_TOKENS, DeviceOption, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import (
+    ALGORITHMS,
+    DRAFT_OPTIONS,
+    NONE,
+    NUM_DRAFT_TOKENS,
+    DeviceOption,
+    JsonOption,
+    Models,
+    draft_of,
+)
 from slipstream.benchmarks.near_tie_scores import BOUND, Scores
 from slipstream.benchmarks.result_files import host, write_json
 from slipstream.benchmarks.stack import Stack
@@ -246,7 +255,14 @@ async def _serving(stack: Stack, draft: str, *, is_deterministic: bool) -> Async
     verify, drafting = f"verify{suffix}", draft_of(draft) and f"{draft}{suffix}"
     await stack.worker("verify", name=verify, model=models.target, deterministic_width=width)
     if drafting is not None:
-        await stack.worker("draft", name=drafting, model=models.drafts[draft], target=models.target, algorithm=draft)
+        await stack.worker(
+            "draft",
+            name=drafting,
+            model=models.drafts[draft],
+            target=models.target,
+            algorithm=draft,
+            **DRAFT_OPTIONS.get(draft, {}),
+        )
     async with stack.scheduler(
         drafting,
         name=f"scheduler{suffix}",

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.benchmarks.models import NGRAM, NUM_DRAFT_TOKENS
+from slipstream.benchmarks.models import DRAFT_OPTIONS, NUM_DRAFT_TOKENS
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
@@ -33,7 +33,6 @@ LOG_DIR = Path("build/benchmarks")
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 GATEWAY = (sys.executable, "-m", "slipstream.gateway.main")
-NUMPY_DRAFTER = Path(__file__).resolve().parent.parent / "examples" / "numpy_drafter" / "main.py"
 
 _GATEWAY_OPTIONS = {member.name for member in fields(GatewayConfig)}
 
@@ -117,13 +116,8 @@ class Stack:
         starts = [self.worker("verify", model=models.target)]
         for algorithm, path in models.drafts.items():
             draft: dict[str, Any] = {"model": path, "target": models.target, "algorithm": algorithm}
-            starts.append(self.worker("draft", name=algorithm, **draft))
+            starts.append(self.worker("draft", name=algorithm, **draft, **DRAFT_OPTIONS.get(algorithm, {})))
         await asyncio.gather(*starts)
-
-    async def ngram(self, target: Path) -> None:
-        """Starts the NumPy drafter of the examples, named NGRAM."""
-        options = words(tokenizer=target, listen=self.socket(NGRAM))
-        await self.process(NGRAM, sys.executable, str(NUMPY_DRAFTER), *options)
 
     async def process(self, name: str, *command: str) -> None:
         """Starts any program that serves at the address of `name`; returns when it serves."""
