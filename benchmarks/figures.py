@@ -265,8 +265,8 @@ def _accept_length_section() -> list[str]:
     words = (
         f"The bundled drafts and prompt lookup (1 to 5 tokens), K = {results[0]['num_draft_tokens']}, "
         f"{results[0]['num_prompts']} held-out prompts, and edits: the same ones, a copy with another name, and the "
-        "beginning of a further copy, with which the small target seldom goes on. Small models repeat themselves, which "
-        "makes drafting easy: the last column is the largest share of tokens in a repeated 5-gram."
+        "beginning of a further copy, with which the small target seldom goes on. Small models repeat themselves, "
+        "which makes drafting easy: the last column is the largest share of tokens in a repeated 5-gram."
     )
     table = markdown_table("draft | prompts | T | tokens | seeds | mean accept length | repeated", rows)
     return section("Accept length", "accept_length", "accept_length_cpu", "", words, table)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ NONE, STANDALONE, EAGLE3, NGRAM = "none", "standalone", "eagle3", "ngram"
 STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
 """These drafts, which draft as long as that is faster than plain decoding."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3, NGRAM)
-DRAFT_OPTIONS: Mapping[str, Mapping[str, int]] = {NGRAM: {"prompt_lookup_min": 1, "prompt_lookup_max": 5}}
+DRAFT_OPTIONS: Mapping[str, Mapping[str, Any]] = {NGRAM: {"prompt_lookup_min": 1, "prompt_lookup_max": 5}}
 """Options of a draft service, by algorithm. Prompts and outputs are short, so a match of one token counts, too."""
 DEVICES = ("cpu", "cuda")
 BUNDLED = "bundled"

@@ -20,7 +20,7 @@ from slipstream.services.worker.epoch import EpochState
 from slipstream.services.worker.factory import describe_draft, describe_verify
 from slipstream.services.worker.future_map import NextStepState, Region
 from slipstream.services.worker.slots import SamplingMode, SlotTable
-from slipstream.services.worker.staging import HostStaging, PaddedChunks
+from slipstream.services.worker.staging import FlatChunks, HostStaging
 from tests.harness.prompt_lookup import continued
 from tests.harness.workers import SharedArenas, attachment_to
 
@@ -99,7 +99,7 @@ def test_it_knows_what_chunks_and_stashes_bring_and_nothing_else(
                 if tokens[first:end]
             ]
             if chunks:
-                drafter.prefill(PaddedChunks.of(chunks, HostStaging()), None)
+                drafter.prefill(FlatChunks.of(chunks, HostStaging()), None)
         for _ in range(3):
             new = {slot: data.draw(st.lists(TOKENS, min_size=1, max_size=num_draft_tokens + 1)) for slot in known}
             for slot, tokens in new.items():
