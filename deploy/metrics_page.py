@@ -83,7 +83,7 @@ Labels that come again and again:
 LABELS = {
     "fence": "how streams wait for each other: `host` on a CPU, `timeline` or `event` on a GPU",
     "mps": "whether the workers share the GPU through MPS: `on`, `off`",
-    "algorithm": "how tokens are drafted: `standalone`, `eagle3`, … or `none`",
+    "algorithm": "how tokens are drafted: `standalone`, `eagle3`, `ngram`, … or `none`",
     "phase": "`decode`, or `prefill` for steps that take in prompts",
     "service": "`gateway`, `scheduler`, `draft`, `verify`",
     "edge": "between which works the time was lost: `verify_to_draft`, `draft_to_verify`, or `verify_to_verify` in "

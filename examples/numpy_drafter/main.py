@@ -90,7 +90,7 @@ def _describe(arguments: argparse.Namespace) -> pb.DescribeResponse:
         dtype=arguments.dtype,
         max_context_tokens=2**24,  # counts have no limit of their own
         kv_bytes_per_token=0,
-        algorithm="ngram",
+        algorithm="numpy_ngram",
         model="numpy-ngram",
         pid=os.getpid(),
     )

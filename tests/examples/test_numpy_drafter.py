@@ -102,7 +102,7 @@ async def serve(
     with running_session(processes, has_draft=has_draft, **settings(**changes)) as client:
         await client.served(with_draft=has_draft)
         assert client.epoch is not None
-        assert client.epoch.algorithm == ("ngram" if has_draft else "none")
+        assert client.epoch.algorithm == ("numpy_ngram" if has_draft else "none")
         outputs = await client.run(*jobs)
     assert client.errors == client.reasons == []
     return outputs
