@@ -48,7 +48,7 @@ def table() -> str:
     shapes = {m.batch: m for m in decode_report.medians(decode) if m.shape == "llama-3.1-8b"}
     rows = [
         f"decode step, 8B shape, batch {m.batch}; baseline: one process"
-        f" | {m.step_ms:.2f} ms | {m.one_process_ms:.2f} ms | {m.over_one:.3f}"
+        f" | {m.of('step_ms'):.2f} ms | {m.one_process_ms:.2f} ms | {m.of('step_ms') / m.one_process_ms:.3f}"
         for m in (shapes[min(shapes)], shapes[max(shapes)])
     ]
     pair = _pairs(kernels)[0]
@@ -160,17 +160,17 @@ def _decode_section() -> list[str]:
     for shape in dict.fromkeys(m.shape for m in found):
         mine = [m for m in found if m.shape == shape]
         in_ms = [
-            f"{m.batch} | {m.tokens_per_second:,.0f} | "
-            + " | ".join(f"{time:.3f}" for time in (m.step_ms, m.draft_ms, m.verify_ms, m.bubble_ms))
-            + "".join(f" | {m.cpu_ms[name]:.2f}" for name in (STEP_LOOP, "scheduler", "draft", "verify"))
+            f"{m.batch} | {m.of('tokens_per_second'):,.0f} | "
+            + " | ".join(f"{m.of(name):.3f}" for name in ("step_ms", "draft_ms", "verify_ms", "bubble_ms"))
+            + "".join(f" | {m.cpu_ms(name):.2f}" for name in (STEP_LOOP, "scheduler", "draft", "verify"))
             for m in mine
         ]
         in_ratios = [
-            f"{m.batch} | {m.overlap_efficiency:.4f} | {m.over_one:.4f}"
-            + "".join(" | " if f is None else f" | {f:.2f}" for f in (m.verify_over_floor, m.draft_over_floor))
+            f"{m.batch} | {m.overlap_efficiency:.4f} | {m.of('step_ms') / m.one_process_ms:.4f}"
+            + "".join(" | " if f is None else f" | {f:.2f}" for f in map(m.over_floor, ("verify", "draft")))
             for m in mine
         ]
-        repeats = f"{mine[0].num_repeats} repeats of each mode, in turns."
+        repeats = f"{len(mine[0].three)} repeats of each mode, in turns."
         sections += [
             f"### {shape}",
             repeats,

@@ -153,6 +153,8 @@ async def _server(plan: Plan, draft: str, sizes: Sizes) -> AsyncIterator[UpServe
     )
     async with up_server(*options, *shlex.split(plan.options)) as server:
         await _make(plan, server, warm_up(plan.scale, sizes))
+        if (faults := DraftFaults.of(await server.metrics())).losses:
+            print(f"warm-up, draft {draft}: {faults}", flush=True)
         yield server
 
 

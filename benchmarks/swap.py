@@ -161,7 +161,7 @@ class Swaps:
         await asyncio.sleep(0.5)
         gaps = self.streams.longest_gaps(begun, ended + 0.5)
         calm = self.streams.longest_gaps(begun - CALM_S, begun - 0.5)
-        await self._jobs_of(time.monotonic())
+        await self._jobs()
         recovery = Recovery()
         if since is not None:
             if algorithm not in self._references:
@@ -194,7 +194,7 @@ class Swaps:
             async with background(self._joined(await self._draft(), algorithm)) as (joined,):
                 self._server.send("draft", signal.SIGKILL)
                 since = await joined
-            await self._jobs_of(since)
+            await self._jobs()
             recovery.add(self.streams, since, self._references[algorithm])
         return recovery
 
@@ -210,8 +210,8 @@ class Swaps:
         )
         return time.monotonic()
 
-    async def _jobs_of(self, at: float) -> None:
-        """Waits until the jobs that run at this time are over."""
+    async def _jobs(self) -> None:
+        """Waits until the jobs that run now are over."""
         jobs = [stream.jobs[-1] for stream in self.streams.streams]
         await self.streams.until(lambda: all(job.is_over for job in jobs), timeout_s=TIMEOUT_S)
 

@@ -33,12 +33,12 @@ BOTH = (MEASURED, replace(MEASURED, mode=ONE, step_ms=4.0))
 
 def test_both_modes_are_compared() -> None:
     (found,) = medians(BOTH)
-    assert (found.shape, found.batch, found.num_repeats, found.step_ms) == ("small", 1, 1, 5.0)
-    assert (found.one_process_ms, found.over_one) == (4.0, 1.25)
+    assert (found.shape, found.batch, len(found.three), found.of("step_ms")) == ("small", 1, 1, 5.0)
+    assert (found.one_process_ms, found.cpu_ms("scheduler")) == (4.0, 1.25)
     assert found.overlap_efficiency == pytest.approx(0.98)
-    assert (found.verify_over_floor, found.draft_over_floor) == pytest.approx((1.3, 2.0))
+    assert (found.over_floor("verify"), found.over_floor("draft")) == pytest.approx((1.3, 2.0))
 
 
 def test_a_floor_that_is_not_known_is_left_out() -> None:
     (found,) = medians([replace(m, draft_floor_ms=None, verify_floor_ms=None) for m in BOTH])
-    assert found.verify_over_floor is found.draft_over_floor is None
+    assert found.over_floor("verify") is found.over_floor("draft") is None
