@@ -60,7 +60,8 @@ class Medians:
 
     def of(self, name: str) -> float:
         """The median of a quantity in three processes."""
-        return median(getattr(m, name) for m in self.three)
+        values: list[float] = [getattr(m, name) for m in self.three]
+        return median(values)
 
     def cpu_ms(self, name: str) -> float:
         """The median CPU time of a process."""
@@ -78,8 +79,11 @@ class Medians:
 
     def over_floor(self, role: str) -> float | None:
         """The time of "draft" or "verify" over its floor; None where that is not known."""
-        pairs = [(getattr(m, f"{role}_ms"), getattr(m, f"{role}_floor_ms")) for m in self.three]
-        return None if None in pairs[0] else median(time / floor for time, floor in pairs)
+        pairs: list[tuple[float, float | None]] = [
+            (getattr(m, f"{role}_ms"), getattr(m, f"{role}_floor_ms")) for m in self.three
+        ]
+        ratios = [time / floor for time, floor in pairs if floor is not None]
+        return median(ratios) if ratios else None
 
 
 def medians(measurements: Sequence[Measurement]) -> list[Medians]:
