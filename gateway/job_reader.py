@@ -132,10 +132,10 @@ class JobReader:
     def _measure(self, output: SampleOutput, index: int) -> None:
         """Measures a chunk that is sent while the job runs."""
         now = time.monotonic()
-        self._metrics.sent(now - output.published_ns / 1e9)
+        self._metrics.publish_to_send.observe(now - output.published_ns / 1e9)
         is_behind = output.published_before_ns / 1e9 >= self._sent_at + self._interval_s
         if output.num_steps - self._steps[index] > 1 and (is_behind or not self._interval_s):
-            self._metrics.coalesced()
+            self._metrics.coalesced.inc()
         self._sent_at = now
 
     async def _detokenize_up_to_offsets(self) -> None:

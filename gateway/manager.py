@@ -253,10 +253,6 @@ class JobManager:
         job.left_as = DEADLINE if is_late else DISCONNECTED
         self._cancel_sequences(job)
 
-    def cut_off(self) -> None:
-        """Counts a stream that is given up because its client reads nothing."""
-        self._metrics.cut_off()
-
     def deliver(self, step: StepOutput) -> None:
         """See `Receiver.deliver`."""
         self.journal.take_in(step, self._link.running, partial(self._apply, step))
@@ -332,7 +328,7 @@ class JobManager:
                 self.journal.save(job)
                 self._store.end(job)
                 _log_end(job)
-        self._metrics.generated(num_tokens)
+        self._metrics.generation_tokens.inc(num_tokens)
         if not self._alive:
             self._is_idle.set()
 

@@ -99,11 +99,11 @@ class RequestMetrics:
         self._end_to_end = END_TO_END.histogram(registry)
         self._queue = QUEUE_TIME.histogram(registry)
         self._prompt_tokens = PROMPT_TOKENS.counter(registry)
-        self._generation_tokens = GENERATION_TOKENS.counter(registry)
-        self._publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry)
-        self._coalesced = COALESCED.counter(registry)
-        self._cut_off = CUT_OFF.counter(registry)
-        self._given_up = GIVEN_UP.counter(registry)
+        self.generation_tokens = GENERATION_TOKENS.counter(registry)
+        self.publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry)
+        self.coalesced = COALESCED.counter(registry)
+        self.cut_off = CUT_OFF.counter(registry)
+        self.given_up = GIVEN_UP.counter(registry)
         requests = REQUESTS.counter(registry)
         self._outcomes = {outcome: requests.labels(outcome) for outcome in OUTCOMES}
         RUNNING.gauge(registry).set_function(num_running)
@@ -120,10 +120,6 @@ class RequestMetrics:
         if num_tokens:
             self._inter_token.observe(seconds / num_tokens, num_tokens)
 
-    def generated(self, num_tokens: int) -> None:
-        """Counts generated tokens."""
-        self._generation_tokens.inc(num_tokens)
-
     def finished(self, reason: str, seconds: float) -> None:
         """Counts a request that ended with a finish reason, `seconds` after its arrival."""
         self._outcomes[reason].inc()
@@ -132,22 +128,6 @@ class RequestMetrics:
     def lost(self, outcome: str) -> None:
         """Counts a request that ended otherwise: FAILED, REFUSED, DISCONNECTED or DEADLINE."""
         self._outcomes[outcome].inc()
-
-    def sent(self, seconds: float) -> None:
-        """Counts a message to a client, `seconds` after the newest of its tokens was on the host."""
-        self._publish_to_send.observe(seconds)
-
-    def coalesced(self) -> None:
-        """Counts a message with the output of several steps, which could have had one each."""
-        self._coalesced.inc()
-
-    def cut_off(self) -> None:
-        """Counts a stream that is given up because its client reads nothing."""
-        self._cut_off.inc()
-
-    def given_up(self) -> None:
-        """Counts a sequence that failed because work was lost too often while it ran."""
-        self._given_up.inc()
 
 
 class ServerInfo(Collector):

@@ -70,7 +70,7 @@ async def run_gateway(config: GatewayConfig, listener: Listener, metrics_port: i
         own_state = partial(_own_state, config, listener.address, port, link)
         peers = await held.enter_async_context(Peers(config.home, config.private_addresses, jobs, own_state))
         state = partial(_server_state, link, peers, config.queue)
-        writes = StreamWrites(config.read_timeout_s, jobs.cut_off)
+        writes = StreamWrites(config.read_timeout_s, metrics.cut_off.inc)
         servicer = GenerationServicer(
             jobs,
             model=link.model,
@@ -113,7 +113,7 @@ def _make_link(config: GatewayConfig, metrics: RequestMetrics, servers: Sequence
         outage_timeout_s=config.outage_timeout_s,
         max_lost_epochs=config.max_lost_epochs,
         on_serving=set_serving,
-        on_given_up=metrics.given_up,
+        on_given_up=metrics.given_up.inc,
     )
 
 

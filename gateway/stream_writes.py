@@ -10,7 +10,6 @@ from slipstream.common.errors import ResourceExhaustedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-    from types import TracebackType
 
     Write = Callable[[Any], Awaitable[None]]
 
@@ -123,9 +122,7 @@ class WriteWatch:
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._timer.cancel()
 
     def begin(self) -> None:

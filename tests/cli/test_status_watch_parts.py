@@ -65,7 +65,7 @@ class Server:
         for _ in range(2):
             self.requests.started(prompt_tokens=8, queue_seconds=0, first_token_seconds=0.015)
         self.requests.went_on(40, 40 * 0.005)
-        self.requests.generated(42)
+        self.requests.generation_tokens.inc(42)
         self.requests.finished("length", 0.3)
 
 

@@ -131,7 +131,7 @@ async def generation_server(
             capacity=capacity,
             outage_timeout_s=outage_timeout_s,
             on_serving=lambda is_serving: is_linked.set() if is_serving else None,
-            on_given_up=metrics.given_up,
+            on_given_up=metrics.given_up.inc,
         )
         store = JobStore(capacity=kept_jobs, ttl_s=TTL_S, clock=clock)
         manager = JobManager(
@@ -157,7 +157,7 @@ async def generation_server(
             model=lambda: served.model_now(),
             state=state,
             turns=FairTurns(executor),
-            writes=StreamWrites(read_timeout_s, manager.cut_off),
+            writes=StreamWrites(read_timeout_s, metrics.cut_off.inc),
         )
         engine = VllmEngineServicer(
             servicer,

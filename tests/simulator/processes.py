@@ -232,7 +232,7 @@ class GatewayProcess(Process):
             state=None,  # type: ignore[arg-type]  # clients of the simulation ask for none
             turns=FairTurns(None),  # type: ignore[arg-type]  # nor for text to be tokenised
             peers=cast("Peers", _Alone()),
-            writes=StreamWrites(60.0, self.manager.cut_off),
+            writes=StreamWrites(60.0, lambda: None),
         )
         self.loop.create_task(self.link.run(self.manager))
 
