@@ -77,12 +77,16 @@ class DraftMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Brings the time without a draft up to date; has no metrics of its own."""
-        self._count_missing(is_missing=self._missing_since is not None)
+        self.set_missing(is_missing=self._missing_since is not None)
         return ()
 
-    def is_missing(self, *, is_missing: bool) -> None:
+    def set_missing(self, *, is_missing: bool) -> None:
         """A draft is expected and none drafts from now on, or no longer."""
-        self._count_missing(is_missing=is_missing)
+        with self._lock:
+            now = time.monotonic()
+            if self._missing_since is not None:
+                self._missing.inc(now - self._missing_since)
+            self._missing_since = now if is_missing else None
 
     def joined(self, catch_up_s: float) -> None:
         """A draft begins to draft."""
@@ -98,10 +102,3 @@ class DraftMetrics(Collector):
     def swapped(self, result: SwapResult) -> None:
         """A swap is over."""
         self._swaps[result].inc()
-
-    def _count_missing(self, *, is_missing: bool) -> None:
-        with self._lock:
-            now = time.monotonic()
-            if self._missing_since is not None:
-                self._missing.inc(now - self._missing_since)
-            self._missing_since = now if is_missing else None

@@ -391,7 +391,7 @@ class DraftSession:
         self._changed.notify_all()
         is_expected = self._target is not None
         state = state_of(self._held.values(), is_expected=is_expected)
-        self._metrics.is_missing(is_missing=is_expected and self._epoch is not None and state != "attached")
+        self._metrics.set_missing(is_missing=is_expected and self._epoch is not None and state != "attached")
         since = self.status.since if state == self.status.state else time.monotonic()
         told = self.status.problem if problem is None else problem
         self.status = DraftStatus(state, since, told if state == "missing" else "")
