@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,9 @@ MIB = 2**20
 HOST_KV_BYTES = 512 * MIB
 """KV pages on a CPU, if kv_memory_mib is not set."""
 HOST_CHUNK_TOKENS = 512
+"""Prompt tokens in a step, if chunk_tokens is not set: on a CPU, and on a GPU without memory for more."""
 GPU_CHUNK_TOKENS = 2048
-"""Prompt tokens in a step, if chunk_tokens is not set: on a GPU about as many as keep it busy."""
+"""The same on a GPU: about as many as keep it busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +54,23 @@ class EpochSizes:
 
         Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
         """
+        if config.chunk_tokens is None and workers.verify.memory.total:
+            with suppress(OutOfMemoryError):  # smaller steps take less
+                return cls._decide(config, workers, GPU_CHUNK_TOKENS)
+        return cls._decide(config, workers, config.chunk_tokens or HOST_CHUNK_TOKENS)
+
+    @classmethod
+    def _decide(cls, config: SchedulerConfig, workers: Workers, chunk_tokens: int) -> EpochSizes:
         # A draft's own context limits what it drafts for, and nothing else.
         longest = workers.verify.max_context_tokens
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the model was made for")
-        default_chunk = GPU_CHUNK_TOKENS if workers.verify.memory.total else HOST_CHUNK_TOKENS
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=0,
             page_tokens=config.page_tokens,
-            chunk_tokens=min(config.chunk_tokens or default_chunk, context),
+            chunk_tokens=min(chunk_tokens, context),
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,

@@ -16,9 +16,12 @@ _SIZES = (1, 2, 16, 32, 64, 128, 300, 512, 1024)
 
 
 def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
-    """Runs prefill steps of all kinds, of one prompt and of two, in slots without pages."""
+    """Runs prefill steps of all kinds, of one prompt and of two, in slots without pages.
+
+    The largest comes first: the others then live in its memory.
+    """
     shape = state.attachment.shape
-    for size in sorted({min(size, shape.chunk_tokens) for size in (*_SIZES, shape.chunk_tokens)}):
+    for size in sorted({min(size, shape.chunk_tokens) for size in (*_SIZES, shape.chunk_tokens)}, reverse=True):
         lengths = (size,) if size == 1 or shape.num_slots == 2 else (1, size - 1)
         chunks = tuple(
             PrefillChunk(slot=slot, start=0, tokens=(0,) * length, is_last=True)

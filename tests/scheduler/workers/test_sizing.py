@@ -70,6 +70,21 @@ def test_a_chunk_is_larger_on_a_gpu() -> None:
         assert EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens == expected
 
 
+def test_a_gpu_without_memory_for_large_chunks_takes_small_ones() -> None:
+    config = replace(CONFIG, chunk_tokens=None, kv_memory_mib=None, memory_reserve_mib=0)
+
+    def chunk_tokens(free_mib: int) -> int:
+        memory = DeviceMemory(total=free_mib * MIB, free=free_mib * MIB, work_per_token=MIB // 16)
+        verify = replace(VERIFY, max_context_tokens=4096, memory=memory)
+        return EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens
+
+    # 4 MiB of KV and a little for one request, and a 16th for each token of a step.
+    assert chunk_tokens(128 + 5) == 2048
+    assert chunk_tokens(128) == 512
+    with pytest.raises(OutOfMemoryError, match="36 MiB are needed and 32 MiB"):
+        chunk_tokens(32)
+
+
 def test_hidden_states_must_be_as_wide_as_draft_reads_them() -> None:
     device, head = HostDevice(), replace(DRAFT, hidden_width=96)
     check_fits(device, replace(VERIFY, hidden_width=96), DRAFT)
