@@ -58,7 +58,7 @@ class ServingSettings(Settings):
         unit="N",
         low=1,
         high=2**16,
-        unset="512 on a CPU, 2048 on a GPU with room for it",
+        unset="2048 on a GPU with room for it, else 512; on a CPU 64 while other requests wait for their next tokens",
     )
     no_prefix_cache: bool = setting(
         False, help="Compute every prompt whole: share no KV pages of requests that begin with the same tokens."

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _NOT_FINITE = "the model's logits for this sequence are NaN or infinite, so it has no next token"
 _MANY = 1 << 30
 """Steps of no sequence that pages last."""
+_NEW_SHARE = 0.5
+"""Prompts go on while so many that have not begun wait for each sequence that decodes."""
+_MOST_PREFILLS = 8
+"""Steps of prompts, one after the other, while sequences could decode."""
 
 
 class _Decoding(NamedTuple):
@@ -82,7 +86,8 @@ class Batch:
         """Sequences that the queue still counts."""
         self.last_step = 0
         """Number of the last step that was made."""
-        self._was_prefill = False
+        self._num_prefills = 0
+        """Steps of prompts since the last one that decoded."""
         self._draft = NO_DRAFT
         """Takes part in the steps."""
 
@@ -121,6 +126,8 @@ class Batch:
     ) -> Step | None:
         """The next step, or None if there is nothing to do: prompts and decoding take turns.
 
+        After a burst prompts go on: a decode step of few sequences takes about as long as one of many.
+
         `num_draft_tokens`: K of the draft that takes part; 0 decodes plainly. `decodes_first`: what can decode has the
         turn in any case. `draft`: takes part, and drafts.
         """
@@ -132,10 +139,14 @@ class Batch:
         decoding = self._decoding_with(num_draft_tokens)
         if not self._prefilling and not decoding.members.slots:
             return None
-        has_turn = decodes_first or self._was_prefill
-        self._was_prefill = bool(self._prefilling) and not (decoding.members.slots and has_turn)
+        num_decoding = len(decoding.members.slots)
+        has_turn = decodes_first or (self._num_prefills > 0 and not self._prompts_go_on(num_decoding))
         self.last_step += 1
-        return self._prefill_step() if self._was_prefill else self._decode_step(decoding)
+        if not self._prefilling or (num_decoding and has_turn):
+            self._num_prefills = 0
+            return self._decode_step(decoding)
+        self._num_prefills += 1
+        return self._prefill_step(self.sizes.room_for_prompts(num_decoding))
 
     def empty_step(self) -> Step:
         """A plain step of no sequence, which takes next to no time."""
@@ -286,10 +297,14 @@ class Batch:
         asked = self.accounts.top_logprobs[rows]
         return {at: int(asked[at]) for at in (asked >= 0).nonzero()[0].tolist()}
 
-    def _prefill_step(self) -> Step:
+    def _prompts_go_on(self, num_decoding: int) -> bool:
+        num_new = sum(not sequence.num_prefilled for sequence in self._prefilling)
+        return self._num_prefills < _MOST_PREFILLS and num_new >= max(1, _NEW_SHARE * num_decoding)
+
+    def _prefill_step(self, room: int) -> Step:
+        """Takes in chunks of `room` tokens together."""
         chunks, updates = [], []
         members: list[Sequence] = []
-        room = self.sizes.chunk_tokens
         filling = {key for sequence in self._prefilling if sequence.num_prefilled for key in sequence.prefix.filling}
         for sequence in self._prefilling:
             if room == 0:

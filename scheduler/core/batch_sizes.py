@@ -21,11 +21,18 @@ class BatchSizes:
     """The largest K that a draft may have."""
     run_ahead: int
     has_prefix_cache: bool = True
+    shared_chunk_tokens: int | None = None
+    """As `chunk_tokens` while sequences decode, which wait for the step; None is no less."""
 
     @property
     def most_step_tokens(self) -> int:
         """The most tokens that a decode step brings a sequence."""
         return self.num_draft_tokens + 1
+
+    def room_for_prompts(self, num_decoding: int) -> int:
+        """Prompt tokens in a step that so many sequences wait for."""
+        shared = self.shared_chunk_tokens
+        return shared if num_decoding and shared is not None else self.chunk_tokens
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages for so many tokens, prompt and output, with those that run-ahead may add."""

@@ -21,6 +21,8 @@ HOST_KV_BYTES = 512 * MIB
 """KV pages on a CPU, if kv_memory_mib is not set."""
 HOST_CHUNK_TOKENS = 512
 """Prompt tokens in a step, if chunk_tokens is not set: on a CPU, and on a GPU without memory for more."""
+HOST_SHARED_CHUNK_TOKENS = 64
+"""The same on a CPU while sequences decode. Few tokens take no longer each, and a step of them is short."""
 GPU_CHUNK_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
 
@@ -66,6 +68,7 @@ class EpochSizes:
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the model was made for")
+        has_one_size = config.chunk_tokens is not None or workers.verify.memory.total > 0
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=0,
@@ -74,6 +77,7 @@ class EpochSizes:
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,
+            shared_chunk_tokens=None if has_one_size else min(HOST_SHARED_CHUNK_TOKENS, context),
         )
         needed = sizes.pages_for(context) + 1
         choices = config.slots * (sizes.num_draft_tokens + 1)

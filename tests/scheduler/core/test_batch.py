@@ -156,6 +156,46 @@ def test_prompts_and_decoding_take_turns() -> None:
     assert kinds[:5] == [StepKind.PREFILL, StepKind.DECODE, StepKind.PREFILL, StepKind.DECODE, StepKind.PREFILL]
 
 
+def _steps_beside_a_stream(sizes: BatchSizes, num_prompts: int, prompt_tokens: int) -> list[tuple[StepKind, int]]:
+    """Kinds of the steps and their prompt tokens from when prompts come beside a running sequence."""
+    run, steps = _run(sizes), []
+    run.jobs.add(make_job("decodes", (1,), 200))
+    for _ in range(3):
+        run.turn()
+    first = run.device.last_step
+    for number in range(num_prompts):
+        run.jobs.add(make_job(f"prompt {number}", tuple(range(number, number + prompt_tokens)), 200))
+    last = first
+    while run.turn() and len(steps) < 2 * num_prompts:
+        if run.device.last_step > last:
+            last = run.device.last_step
+            step, _ = run.in_flight[-1]
+            steps.append((step.kind, sum(len(chunk.tokens) for chunk in step.chunks)))
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "expected"), [(1, "PDDD"), (8, "PPPPPPDPDPDD"), (30, "PPPPPPPPDPPPPPPPPDPPPPDPDPD")]
+)
+def test_prompts_go_on_after_a_burst(num_prompts: int, expected: str) -> None:
+    """As long as half as many that have not begun wait as decode, and for 8 steps at most."""
+    sizes = replace(SMALL, num_slots=40, num_pages=2000)
+    kinds = [kind for kind, _ in _steps_beside_a_stream(sizes, num_prompts, 8)]
+    letters = "".join("P" if kind is StepKind.PREFILL else "D" for kind in kinds)
+    assert letters[: len(expected)] == expected[: len(letters)]
+    assert letters.count("P") == num_prompts
+
+
+def test_a_step_takes_in_less_while_sequences_decode() -> None:
+    sizes = replace(SMALL, num_pages=200, chunk_tokens=24, shared_chunk_tokens=5)
+    counts = [count for kind, count in _steps_beside_a_stream(sizes, 6, 12) if kind is StepKind.PREFILL]
+    assert max(counts) == 5
+    run = _run(sizes)
+    run.jobs.add(make_job("alone", tuple(range(30)), 2))
+    run.turn()
+    assert [len(chunk.tokens) for chunk in run.in_flight[-1][0].chunks] == [24]
+
+
 def test_workers_are_told_of_a_request_with_the_first_chunk_of_its_prompt() -> None:
     """Not before: a command says no more than its chunks have room for, however many requests there are."""
     sizes = BatchSizes(num_slots=5, num_pages=40, page_tokens=8, chunk_tokens=8, num_draft_tokens=2, run_ahead=1)

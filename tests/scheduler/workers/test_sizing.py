@@ -66,8 +66,11 @@ def test_a_chunk_is_larger_on_a_gpu() -> None:
     longest, gib = 4096, 2**30
     on_host = replace(VERIFY, max_context_tokens=longest)
     on_gpu = replace(on_host, memory=DeviceMemory(total=16 * gib, free=16 * gib))
-    for verify, expected in ((on_host, 512), (on_gpu, 2048)):
-        assert EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens == expected
+    for verify, expected in ((on_host, (512, 64)), (on_gpu, (2048, None))):
+        batch = EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch
+        assert (batch.chunk_tokens, batch.shared_chunk_tokens) == expected
+        given = EpochSizes.decide(replace(config, chunk_tokens=100), Workers(verify=verify, draft=None)).batch
+        assert (given.chunk_tokens, given.shared_chunk_tokens) == (100, None)
 
 
 def test_a_gpu_without_memory_for_large_chunks_takes_small_ones() -> None:
