@@ -1,0 +1,95 @@
+"""Attaching compiles every kernel that steps launch: one that is compiled later holds up all requests, for seconds."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from slipstream.bundled import target_dir
+from slipstream.common.api.sampling import SamplingParams
+from slipstream.common.api.sequence import SequenceSpec
+from slipstream.scheduler.config import SchedulerConfig
+from slipstream.services.worker.config import WorkerConfig
+from slipstream.services.worker.factory import make_draft, make_verify
+from tests.gpu.test_cuda_models import DRAFTS
+from tests.harness.counted_jobs import Job
+from tests.harness.local_epoch import LocalEpoch
+from tests.harness.workers import LocalWorker, local_workers
+
+if TYPE_CHECKING:
+    from slipstream.common.device.cuda.device import CudaDevice
+    from slipstream.common.worker.step import StepCommand
+
+VOCAB_SIZE = 256
+SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=2))
+WAVES = ((1,), (2,), (3, 5), (20, 1), (40, 9, 7), (63, 64, 65), (1, 100, 1, 1), (300, 2, 900), (130,) * 6, (4,) * 6)
+"""Lengths of prompts that come together."""
+
+
+class ListeningWorker(LocalWorker):
+    """Notes each kernel that is compiled, or loaded from Triton's cache, while a step is enqueued."""
+
+    compiled: list[str]
+
+    def send(self, command: StepCommand) -> None:
+        """See `LocalWorker.send`."""
+
+        import triton
+
+        def note(**arguments: Any) -> None:
+            self.compiled.append(f"{command.kind.name}: {arguments['repr']}")
+
+        triton.knobs.runtime.jit_cache_hook = note
+        try:
+            super().send(command)
+        finally:
+            triton.knobs.runtime.jit_cache_hook = None
+
+
+def forget_kernels() -> None:
+    """Has this process compile each kernel anew, or load it from Triton's cache, as if it had just started."""
+    import triton
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("slipstream."):
+            for kernel in vars(module).values():
+                if isinstance(kernel, triton.JITFunction):
+                    kernel.device_caches.clear()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_no_kernel_is_compiled_for_a_request(device: CudaDevice, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_kernels()
+    monkeypatch.setattr(ListeningWorker, "compiled", [], raising=False)
+    path = DRAFTS[draft]
+    roles = [make_verify(WorkerConfig(model=target_dir(), dtype="bfloat16"), device, 0)]
+    if path is not None:
+        config = WorkerConfig(model=path, algorithm=draft, target=target_dir(), dtype="bfloat16")
+        roles.append(make_draft(config, device, 0))
+    settings = SchedulerConfig(
+        verify="unix:/none", num_draft_tokens=4, slots=6, context_tokens=1024, chunk_tokens=700, kv_memory_mib=64
+    )
+    print("prompts from seed 1")
+    generator = random.Random(1)
+    waves = [[job(generator, length, number) for number, length in enumerate(lengths)] for lengths in WAVES]
+    with local_workers(*roles, device=device, make=ListeningWorker) as workers:
+        epoch = LocalEpoch(1, settings, workers, device=device)
+        outputs = epoch.run(*waves)
+    assert all(outputs.values())
+    assert ListeningWorker.compiled == []
+
+
+def job(generator: random.Random, num_tokens: int, number: int) -> Job:
+    """Random tokens."""
+    return Job(
+        SequenceSpec(
+            job_id=f"{generator.random()}",
+            prompt=tuple(generator.randrange(VOCAB_SIZE) for _ in range(num_tokens)),
+            max_new_tokens=12,
+            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            stop_token_ids=frozenset(),
+        )
+    )
