@@ -59,7 +59,7 @@ class NgramDrafter:
         slots, page_tokens = self._opened.slots, self._pages.shape[1]
         positions = positions.clamp(min=0)
         indices = (positions // page_tokens).clamp(max=slots.page_table.shape[1] - 1)
-        pages = torch.where(positions < slots.limits[rows], slots.page_table[rows, indices], PADDING_PAGE)
+        pages = slots.page_table[rows, indices].masked_fill(positions >= slots.limits[rows], PADDING_PAGE)
         places = pages * page_tokens + positions % page_tokens
         self._pages.view(-1).index_copy_(0, places.flatten(), tokens.flatten().to(self._pages.dtype))
 
@@ -94,10 +94,10 @@ def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, short
     is_match = columns < ends
     ranks = columns.repeat(len(history), 1)
     for back in range(min(longest, width)):
-        is_match[:, back:] &= history[:, : width - back] == suffix[:, back : back + 1]
+        is_match[:, back:].logical_and_(history[:, : width - back] == suffix[:, back : back + 1])
         if back >= shortest - 1:
             ranks[:, back:].add_(is_match[:, back:], alpha=width)
     best = ranks.amax(dim=1, keepdim=True)
-    period = torch.where(best < width, 1, ends - best % width)
+    period = (ends - best % width).masked_fill(best < width, 1)
     places = ends + 1 - period + torch.arange(num_tokens, device=device) % period
     return history.gather(1, places).to(torch.int64)
