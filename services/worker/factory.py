@@ -25,7 +25,7 @@ from slipstream.services.models.eagle3_checkpoint import load_eagle3
 from slipstream.services.verify.engine import VerifyEngine, fused_layers
 from slipstream.services.worker.config import EAGLE3, NGRAM
 from slipstream.services.worker.language_model import LanguageModel
-from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work
+from slipstream.services.worker.memory import WORK_BYTES, loading, needed_for_work, with_hidden_states
 
 if TYPE_CHECKING:
     from slipstream.common.device.interface import Device
@@ -111,8 +111,10 @@ def describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> W
         memory = DeviceMemory(work=WORK_BYTES)
         return replace(found, model=_ngrams(config), kv_bytes_per_token=torch.int32.itemsize, memory=memory)
     head = Eagle3Config.from_directory(config.directory)
+    found = _describe(Role.DRAFT, config, head.layer, device, metrics_port)
     return replace(
-        _describe(Role.DRAFT, config, head.layer, device, metrics_port),
+        found,
+        memory=with_hidden_states(found.memory, head.fused_width, dtype_of(config, device)),
         hidden_width=head.fused_width,
         hidden_layers=head.fused_layers,
         algorithm=config.algorithm,

@@ -106,6 +106,7 @@ class PagedSlots:
             message = f"{num_pages} KV pages of {page_tokens} tokens do not fit into memory"
             raise OutOfMemoryError(message) from error
         self._state = state
+        self._warm_up_adjustments()
 
     def close(self) -> None:
         """Frees them."""
@@ -121,6 +122,16 @@ class PagedSlots:
             positions = torch.arange(width, device=self._device)[None]
             slots = self.take(torch.zeros(1, dtype=torch.int64, device=self._device))
             yield slots, torch.zeros_like(positions), positions
+
+    def _warm_up_adjustments(self) -> None:
+        """Samples from adjusted logits, which no graph does. Kernels differ by which rows of their tables are aligned.
+
+        Without it the first request with a bias or penalties lets all others wait for a compiler.
+        """
+        for num_rows in (1, 2, 4):
+            rows = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+            logits = torch.zeros((num_rows, 1, self._config.vocab_size), device=self._device)
+            self.sample(self.take(rows), logits, rows[:, None], SamplingMode.ADJUSTMENTS)
 
     def batch(
         self,

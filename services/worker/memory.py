@@ -94,6 +94,16 @@ def needed_for_work(config: ModelConfig, dtype: torch.dtype) -> DeviceMemory:
     return DeviceMemory(work=WORK_BYTES, work_per_token=layer * dtype.itemsize, work_per_choice=per_choice)
 
 
+def with_hidden_states(needed: DeviceMemory, width: int, dtype: torch.dtype) -> DeviceMemory:
+    """Adds the target's states that a draft reads: in the memory where verify leaves them, and the draft's own copy.
+
+    `width`: numbers of a token's states.
+    """
+    num_bytes = 2 * width * dtype.itemsize
+    per_token, per_choice = needed.work_per_token + num_bytes, needed.work_per_choice + num_bytes
+    return replace(needed, work_per_token=per_token, work_per_choice=per_choice)
+
+
 def measured(needed: DeviceMemory, device: torch.device, weights: int) -> DeviceMemory:
     """Returns `needed` with the device's memory of the moment. Memory of the host is not counted."""
     if device.type != "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,11 +15,13 @@ from slipstream.common.worker.layout import BufferName
 from slipstream.common.worker.step import FenceName, PrefillChunk, Role, SlotUpdate, StepKind
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
+from slipstream.services.worker.language_model import PagedSlots
+from slipstream.services.worker.slots import SamplingMode
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.workers import SHAPE, LocalWorker, SharedArenas, attach, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from slipstream.services.worker.engine import RoleEngine
@@ -71,6 +73,27 @@ def test_a_step_without_slots_is_signalled_all_the_same(
     worker.send(replace(decode(1, role=worker.role), kind=kind))
     worker.stream.synchronize(10.0)
     assert signalled(arena, worker.role) == {1}
+
+
+@pytest.mark.parametrize("role_of", [make_verify, make_draft])
+def test_adjusted_logits_are_sampled_before_there_are_requests(
+    role_of: Callable[..., RoleEngine], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No graph does that, and a GPU compiles kernels when they are first used."""
+    seen: set[int] = set()
+    sample = PagedSlots.sample
+
+    def watched(*arguments: Any, **others: Any) -> torch.Tensor:
+        if SamplingMode.ADJUSTMENTS in arguments:
+            seen.add(len(arguments[2]))
+        return sample(*arguments, **others)
+
+    monkeypatch.setattr(PagedSlots, "sample", watched)
+    arena, worker = SharedArenas(), LocalWorker(role_of(WorkerConfig(model=model), HostDevice(), 0))
+    attach(worker, arena)
+    worker.close()
+    arena.close()
+    assert seen == {1, 2, 4}, "so many rows"
 
 
 def test_plain_steps_are_for_verify(attached: tuple[LocalWorker, SharedArenas], is_dummy: bool) -> None:

@@ -12,9 +12,10 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
+from slipstream.services.models.eagle3 import Eagle3Config
 from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.memory import host_bytes, is_out_of_memory
+from slipstream.services.worker.memory import host_bytes, is_out_of_memory, needed_for_work
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 
@@ -63,6 +64,16 @@ def test_a_head_says_its_own_size(words: str, tmp_path: Path, monkeypatch: pytes
     config = WorkerConfig(model=head, algorithm="eagle3", target=target, device="cpu")
     with pytest.raises(OutOfMemoryError, match=r"the weights of head take \d+ MiB"):
         factory.make_draft(config, HostDevice(), 0)
+
+
+def test_a_head_counts_the_states_that_it_reads(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    head = write_head(tmp_path / "head")
+    device = HostDevice()
+    found = factory.describe_draft(WorkerConfig(model=head, algorithm="eagle3", target=target), device, 0)
+    without = needed_for_work(Eagle3Config.from_directory(head).layer, torch.float32)
+    assert found.memory.work_per_token - without.work_per_token == 2 * 4 * found.hidden_width > 0
+    assert found.memory.work_per_choice - without.work_per_choice == 2 * 4 * found.hidden_width
 
 
 def test_other_errors_are_not_about_memory() -> None:
