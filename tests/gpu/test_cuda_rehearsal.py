@@ -14,7 +14,7 @@ from slipstream.common.api.sequence import SequenceSpec
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_draft, make_verify
-from tests.gpu.test_cuda_models import DRAFTS
+from tests.gpu.test_cuda_models import DRAFTS, MODELS
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import LocalEpoch
 from tests.harness.workers import LocalWorker, local_workers
@@ -64,10 +64,10 @@ def forget_kernels() -> None:
 def test_no_kernel_is_compiled_for_a_request(device: CudaDevice, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_kernels()
     monkeypatch.setattr(ListeningWorker, "compiled", [], raising=False)
-    path = DRAFTS[draft]
     roles = [make_verify(WorkerConfig(model=target_dir(), dtype="bfloat16"), device, 0)]
-    if path is not None:
-        config = WorkerConfig(model=path, algorithm=draft, target=target_dir(), dtype="bfloat16")
+    if draft != "none":
+        model = MODELS.get(draft)
+        config = WorkerConfig(model=model, algorithm=draft, target=target_dir(), dtype="bfloat16")
         roles.append(make_draft(config, device, 0))
     settings = SchedulerConfig(
         verify="unix:/none", num_draft_tokens=4, slots=6, context_tokens=1024, chunk_tokens=700, kv_memory_mib=64
