@@ -1,6 +1,6 @@
 """Lists the project's files that one job passes through: `job_path.py [--json]`.
 
-Starts gateway, scheduler, draft (the bundled EAGLE-3 head) and verify on the CPU, runs one job, and records in each
+Starts gateway, scheduler, draft (the bundled EAGLE-3 head) and verify on the CPU, runs a few jobs, and records in each
 process the files of which a function was entered between the call of Generate and its end. Every process
 runs under `sys.setprofile` by way of this file; the product has no code for it.
 """
@@ -34,6 +34,8 @@ FOLDERS = ("gateway", "scheduler", "services", "common")
 ALGORITHM = "eagle3"
 PROMPT = "def main():\n"
 MAX_NEW_TOKENS = 64
+NUM_JOBS = 4
+"""The one that enters the fewest files counts: a check of health, once a second, may come beside another."""
 READY_TIMEOUT_S = 90.0
 JOB_TIMEOUT_S = 60.0
 _TRACED = "--traced"
@@ -60,7 +62,7 @@ def num_lines(path: str) -> int:
 
 
 def measure() -> JobPath:
-    """Runs the job and returns its path. Raises RuntimeError if a service ends or does not become ready."""
+    """Runs jobs, and returns the path of one. Raises RuntimeError if a service ends or does not become ready."""
     from slipstream.client import Client
 
     with tempfile.TemporaryDirectory(prefix="job-path-") as name:
@@ -71,16 +73,18 @@ def measure() -> JobPath:
             switch = mmap.mmap(file.fileno(), 1)
             with Client(f"unix:{folder}/gateway.sock") as client:
                 _await_ready(client, processes)
-                switch[0] = 1
                 options: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.8, "seed": 1}
-                chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
-                switch[0] = 0
+                for number in range(1, NUM_JOBS + 1):
+                    switch[0] = number
+                    chunks = list(client.generate(PROMPT, timeout_s=JOB_TIMEOUT_S, **options))
+                    switch[0] = 0
             switch.close()
-        files: dict[str, list[str]] = {}
+        jobs: list[dict[str, list[str]]] = [{} for _ in range(NUM_JOBS)]
         for service in processes:
             for line in (folder / f"{service}.files").read_text(encoding="utf-8").splitlines():
-                files.setdefault(line, []).append(service)
-    return JobPath(dict(sorted(files.items())), "".join(chunk.text for chunk in chunks))
+                number_of, _, path = line.partition(" ")
+                jobs[int(number_of) - 1].setdefault(path, []).append(service)
+    return JobPath(dict(sorted(min(jobs, key=len).items())), "".join(chunk.text for chunk in chunks))
 
 
 @contextmanager
@@ -89,7 +93,8 @@ def _services(folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
     target, head = str(bundled.target_dir()), str(bundled.eagle3_dir())
     address = {name: f"unix:{folder}/{name}.sock" for name in _MODULES}
-    patient = ("--draft-timeout-ms", "20000")  # a machine that is busy loses no draft: its return has files of its own
+    # Tracing is slow: still each step is drafted, and no draft is lost. `auto` enters `draft_policy.py`, too.
+    patient = ("--num-draft-tokens", "4", "--draft-timeout-ms", "20000")
     options = {
         "verify": ("--model", target, "--device", "cpu"),
         "draft": ("--model", head, "--algorithm", ALGORITHM, "--target", target, "--device", "cpu"),
@@ -138,20 +143,21 @@ def run_traced(folder: Path, service: str, module: str, arguments: list[str]) ->
     """Runs a service's module and notes the project's files that it enters while the switch is on."""
     with (folder / "switch").open("r+b") as file:
         switch = mmap.mmap(file.fileno(), 1)
-    noted, seen, lock = (folder / f"{service}.files").open("w", encoding="utf-8"), set[str](), threading.Lock()
+    noted, lock = (folder / f"{service}.files").open("w", encoding="utf-8"), threading.Lock()
+    seen: list[set[str]] = [set() for _ in range(NUM_JOBS + 1)]
     roots = tuple(str(ROOT / name) + os.sep for name in FOLDERS)
 
     def profile(frame: Any, event: str, _: object) -> None:
-        if event != "call" or not switch[0] or (path := frame.f_code.co_filename) in seen:
+        if event != "call" or not (job := switch[0]) or (path := frame.f_code.co_filename) in seen[job]:
             return
         if not frame.f_code.co_flags & CO_OPTIMIZED:
             return  # the body of a module or of a class: an import, not a call
         with lock:
-            if path not in seen:
-                seen.add(path)
+            if path not in seen[job]:
+                seen[job].add(path)
                 real = os.path.realpath(path)
                 if real.startswith(roots):
-                    noted.write(f"{Path(real).relative_to(ROOT)}\n")
+                    noted.write(f"{job} {Path(real).relative_to(ROOT)}\n")
                     noted.flush()
 
     sys.argv = [module, *arguments]
