@@ -93,6 +93,8 @@ def test_up_starts_a_dead_service_again(tmp_path: Path, name: str) -> None:
         os.kill(before[name], signal.SIGKILL)
         until(lambda: up.errors().count(f"{name}: ready") == 2, up)
         until(lambda: slipstream("status", "--server", server).returncode == 0, up)
+        # A draft is listed once it takes part, a moment after it is ready.
+        until(lambda: services().keys() == before.keys(), up)
         after = services()
         assert [each for each in after if after[each] != before[each]] == [name]
         found = slipstream("generate", "--server", server, "--max-new-tokens", "8", "def add(a, b):\n")
