@@ -104,6 +104,7 @@ async def check_until_failed(faults: PlantedFaults, state_dir: Path, expected: l
         assert await outputs((state_dir / "server").read_text(), name=f"round-{number}") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_service_that_dies(expected: list[tuple[int, ...]], tmp_path: Path, name: str) -> None:

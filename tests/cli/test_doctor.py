@@ -58,6 +58,7 @@ def examined(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return found.returncode, {finding["name"]: finding for finding in report["findings"]}
 
 
+@pytest.mark.slow
 def test_two_processes_hand_over_on_the_cpu(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--state-dir", str(tmp_path / "state"), "--listen", f"127.0.0.1:{_free_port()}")
     _, findings = examined(*arguments)

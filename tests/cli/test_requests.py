@@ -50,6 +50,7 @@ def generate(client: Client, prompt: Any = PROMPT, **options: Any) -> list[Outpu
     return list(client.generate(prompt, **options))
 
 
+@pytest.mark.slow
 def test_samples_are_what_single_requests_with_their_seeds_are(client: Client) -> None:
     together = generate(client, n=4, **SAMPLED)
     outputs = [tokens_of(together, index) for index in range(4)]

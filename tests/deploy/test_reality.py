@@ -99,6 +99,7 @@ def check_endpoints(observed: Observed) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_every_query_has_a_result_while_the_server_is_busy(tmp_path: Path) -> None:
     if find_prometheus() is None or shutil.which("promtool") is None:

@@ -133,6 +133,7 @@ async def test_the_same_tokens_when_commands_wait_for_acknowledgements(
     assert await serve(processes, make_jobs(9), dispatch="acknowledged", num_draft_tokens=7) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_ahead", [0, 2])
 async def test_everything_it_reads_and_writes_is_in_order(tmp_path: Path, run_ahead: int) -> None:
@@ -188,6 +189,7 @@ async def test_a_killed_drafter_costs_no_sequence_and_is_taken_back(processes: W
     assert client.errors == client.reasons == []
 
 
+@pytest.mark.slow
 async def test_its_steps_are_traced_by_its_stamps_alone(processes: WorkerProcesses) -> None:
     """It does not record what its host does, and need not."""
     with running_session(processes, **settings()) as client:

@@ -73,6 +73,7 @@ def test_it_serves_soon_and_ends_with_a_signal(tmp_path: Path) -> None:
             gateway.wait()
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_comes_again_and_again_leaves_no_thread_and_no_descriptor(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with gateway_processes(tmp_path, 1) as gateways, Client(gateways.addresses[0]) as client:

@@ -100,6 +100,7 @@ def test_a_draft_may_have_fewer_ids_than_the_target_or_more(
     assert sum(job.stats.total_accepted_tokens for job in (*jobs, *adjusted)) > 0
 
 
+@pytest.mark.slow
 def test_the_bundled_head_with_half_its_context_serves_requests_of_900_tokens(tmp_path: Path) -> None:
     device, target = HostDevice(), bundled.target_dir()
     short = write_config(shutil.copytree(bundled.eagle3_dir(), tmp_path / "head"), max_position_embeddings=512)

@@ -127,6 +127,7 @@ def test_the_next_turn_of_a_conversation_finds_the_last_answer(models: Models) -
         assert second.stats.cached_tokens == num_settled // 4 * 4
 
 
+@pytest.mark.slow
 def test_the_bundled_head_guesses_as_well_behind_a_hit_as_without() -> None:
     device, target = HostDevice(), bundled.target_dir()
     verify = make_verify(WorkerConfig(model=target), device, 0)

@@ -122,7 +122,13 @@ def test_a_draft_that_does_not_acknowledge_a_step_is_lost_alone(monkeypatch: pyt
     monkeypatch.setattr(HostFence, "is_releasable", False)
     with workers() as both:
         epoch, job = make_epoch(both, dispatch="acknowledged"), make_job(max_new_tokens=40)
-        monkeypatch.setattr(both[1], "wait_for_acknowledgement", lambda step, _: step < 10)
+
+        def acknowledges(step: int, _: float) -> bool:
+            if step == 10:
+                both[1].stream.synchronize(5.0)  # verify may still wait for the step before
+            return step < 10
+
+        monkeypatch.setattr(both[1], "wait_for_acknowledgement", acknowledges)
         assert len(epoch.run([job])[job]) == 40
         assert [what for what, _ in epoch.events] == ["joined", "timeout", "let go"]
 

@@ -69,6 +69,7 @@ def make_job(max_new_tokens: int = 400) -> Job:
     return Job(spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_ahead", [0, 1])
 async def test_every_process_is_there_in_every_step(processes: WorkerProcesses, run_ahead: int) -> None:
     with running_session(processes, run_ahead=run_ahead, **SETTINGS) as client:

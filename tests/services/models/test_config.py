@@ -268,6 +268,8 @@ def test_fields_that_are_left_out_are_as_in_transformers(tmp_path: Path, family:
             assume(False)
         assume(expected.values["num_heads"] % expected.values["num_kv_heads"] == 0)
         assume(all(token < expected.values["vocab_size"] for token in expected.values["eos_token_ids"]))
+        # Pairs of dimensions are rotated: of an odd part transformers only fails when it runs.
+        assume(int(expected.values["head_dim"] * rope.get("partial_rotary_factor", 1)) % 2 == 0)
         config = ModelConfig.from_directory(tmp_path)
         assert {name: getattr(config, name) for name in expected.values} == expected.values
         assert {name: getattr(config.rope, name) for name in expected.rope} == expected.rope
