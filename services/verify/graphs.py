@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from slipstream.common.worker.access_log import AccessLog
@@ -87,7 +88,6 @@ class VerifyGraphs:
             shape = (self._num_slots, num_tokens)
             self._draft_tokens.setdefault(num_tokens, self._graphed.slots.new_zeros(shape))
             yield from self._capture(num_tokens, layers)
-            self._warm_up(draft)
         yield from self._capture(0, layers or self._plain_layers)
 
     def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
@@ -164,8 +164,8 @@ class VerifyGraphs:
     def _warm_up_for_drafts(self) -> None:
         """Compiles what steps with any draft do outside of graphs, before sequences run that would wait for it."""
         if most := self._state.attachment.shape.num_draft_tokens:
-            for hidden_width in (0, self._target.hidden_size):
-                self._warm_up(DraftSizes(num_draft_tokens=most, hidden_width=hidden_width))
+            for num_tokens, hidden_width in product({1, most}, (0, self._target.hidden_size)):
+                self._warm_up(DraftSizes(num_draft_tokens=num_tokens, hidden_width=hidden_width))
 
     def _warm_up(self, draft: DraftSizes) -> None:
         """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
