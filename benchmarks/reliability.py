@@ -72,7 +72,8 @@ def _outages(name: str) -> list[str]:
             f"{'Bundled models' if model == 'bundled' else model}{where}, {plan['clients']} clients: undisturbed "
             f"{rates} tokens/s and {steps} ms a step, which waits for the draft {watchdog} ms at most."
         )
-        parts += [text(setup), markdown_table(header, rows)]
+        notes = dict.fromkeys(run["note"] for run in mine if "note" in run)
+        parts += [text(" ".join((setup, *notes))), markdown_table(header, rows)]
     return parts
 
 
