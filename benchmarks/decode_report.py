@@ -50,12 +50,12 @@ class Medians:
 
     @property
     def shape(self) -> str:
-        """Of both modes."""
+        """The shape that both modes ran."""
         return self.three[0].shape
 
     @property
     def batch(self) -> int:
-        """Of both modes."""
+        """The number of concurrent requests in both modes."""
         return self.three[0].batch
 
     def of(self, name: str) -> float:

@@ -44,7 +44,7 @@ class BatchSizes:
 
 
 class BatchCounts(NamedTuple):
-    """What happened in a batch since it was made; the numbers only grow."""
+    """Counts of a batch's events since it was made; they only grow."""
 
     not_finite: int = 0
     """Sequences that ended because the model's logits were NaN or infinite."""
@@ -52,4 +52,4 @@ class BatchCounts(NamedTuple):
     prefix_query_tokens: int = 0
     """Prompt tokens that were looked for in the prefix cache."""
     prefix_hit_tokens: int = 0
-    """Those of them that it had."""
+    """Prompt tokens that the prefix cache had."""

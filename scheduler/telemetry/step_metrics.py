@@ -171,7 +171,7 @@ class StepMetrics:
         self._num_draft_tokens = 0
         self._batch: Batch | None = None
         self._batch_counts = BatchCounts()
-        """Those that were counted."""
+        """The batch's counts that the metrics have by now."""
         self._label(mps, algorithm)
         families.before_collecting(self._count)
 

@@ -114,7 +114,7 @@ class GraphedStep:
     stamp_end: Callable[[], None]
     """Stream work: it ends."""
     stamps: tuple[torch.Tensor, torch.Tensor]
-    """What they write to: the start and end of each step in the ring, two [ring] int64."""
+    """The columns that they write: start and end of each step in the ring, two [ring] int64."""
 
     def capture_part(self, work: Callable[[], None]) -> GraphedPart:
         """Stream work: captures a part of a step, which does it once.

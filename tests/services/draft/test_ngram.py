@@ -116,7 +116,7 @@ def test_it_knows_what_chunks_and_stashes_bring_and_nothing_else(
 
 
 def stash(known: list[list[int]], new: list[list[int]], num_draft_tokens: int) -> NextStepState:
-    """What verify stashes of sequences that have got new tokens, with garbage behind those."""
+    """Makes the stash of sequences that have got new tokens, with garbage behind those."""
     last = [(tokens + [7] * num_draft_tokens)[: num_draft_tokens + 1] for tokens in new]
     return NextStepState(
         seq_lens=torch.tensor([len(tokens) - 1 for tokens in known]),

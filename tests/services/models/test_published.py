@@ -47,7 +47,7 @@ def num_parameters(module: torch.nn.Module) -> int:
 
 
 def tables() -> str:
-    """What loads, and what is refused."""
+    """Makes the tables of models that load and of those that are refused."""
     rows = ["| loads | parameters | RoPE | window | most tokens |", "|---|---|---|---|---|"]
     for name, config in LOADED.items():
         size = num_parameters(Decoder(config, device=META, dtype=torch.float32)) / 1e9
