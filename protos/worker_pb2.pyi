@@ -288,7 +288,7 @@ class PromptChunk(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., is_last: _Optional[bool] = ...) -> None: ...
 
 class SlotUpdate(_message.Message):
-    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens", "history_from", "cached_tokens")
+    __slots__ = ("slot", "generation", "first_page_index", "pages", "limit_tokens", "sampling", "max_draft_tokens", "prompt_tokens", "history_from", "cached_tokens", "has_cache_salt")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +299,7 @@ class SlotUpdate(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FROM_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAS_CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     first_page_index: int
@@ -309,7 +310,8 @@ class SlotUpdate(_message.Message):
     prompt_tokens: int
     history_from: int
     cached_tokens: int
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., history_from: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    has_cache_salt: bool
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_page_index: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., limit_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SlotSampling, _Mapping]] = ..., max_draft_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., history_from: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., has_cache_salt: _Optional[bool] = ...) -> None: ...
 
 class SlotSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "masked_before", "masked_token_ids")

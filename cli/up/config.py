@@ -131,11 +131,11 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
     def worker(self, name: str) -> WorkerConfig:
         """Settings of the "verify" or the "draft" service."""
         models = self.models
-        # Prompt lookup's bounds are for a draft that comes with a swap, too.
-        bounds = {} if name == "draft" and models.algorithm == NGRAM else dict.fromkeys(PROMPT_LOOKUP)
+        # Prompt lookup's settings are for a draft that comes with a swap, too.
+        lookup = {} if name == "draft" and models.algorithm == NGRAM else PROMPT_LOOKUP
         if name == "verify":
             width = self.scheduler.most_draft_tokens + 1 if self.deterministic else None
-            return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **bounds)
+            return shared(WorkerConfig, self, model=models.target, deterministic_width=width, **lookup)
         target = None if models.algorithm == STANDALONE else models.target
         return shared(
             WorkerConfig,
@@ -144,7 +144,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
             algorithm=models.algorithm,
             target=target,
             simulate_accept_length=None,
-            **bounds,
+            **lookup,
         )
 
     @property

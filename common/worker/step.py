@@ -95,6 +95,8 @@ class SlotUpdate:
     cached_tokens: int = 0
     """Counts where `sampling` is set: tokens whose keys and values another sequence has left in `pages`. Chunks begin
     behind them, and nothing is written before."""
+    has_cache_salt: bool = False
+    """Counts where `sampling` is set: nothing of the request serves another one, nor anything of another one it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,6 +95,7 @@ class Sequence:
             max_draft_tokens=self.max_draft_tokens,
             prompt_tokens=len(spec.prompt) if spec.output else None,
             cached_tokens=self.num_cached,
+            has_cache_salt=bool(spec.cache_salt),
         )
 
     def update_of_running(self, *, history_from: int) -> SlotUpdate:

@@ -1,5 +1,7 @@
 """Prompt lookup: drafts what followed the last tokens of a sequence where they stood before, without a model.
 
+They stood there in the sequence itself, or, if it is so set, in a recent output of any request (`SuffixCache`).
+
 The tokens of all sequences, prompt and output, lie on the device in pages with the scheduler's numbers, as the keys and
 values of a model would. So a sequence that begins with pages of the prefix cache has their tokens here, too.
 """
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slipstream.services.draft.suffix_cache import Guesses, NewTokens, SuffixCache
 from slipstream.services.models.attention import PADDING_PAGE
 
 if TYPE_CHECKING:
@@ -22,11 +25,13 @@ if TYPE_CHECKING:
 class NgramDrafter:
     """Implements `Drafter` by prompt lookup (Saxena, 2023), for greedy and sampled requests alike."""
 
-    def __init__(self, shortest: int, longest: int, device: torch.device) -> None:
-        """`shortest`, `longest`: tokens of a match."""
+    def __init__(self, shortest: int, longest: int, device: torch.device, *, suffix_cache_tokens: int = 0) -> None:
+        """`shortest`, `longest`: tokens of a match. `suffix_cache_tokens`: of recent outputs that are searched, too."""
         self._shortest = shortest
         self._longest = longest
         self._device = device
+        self._suffix_cache_tokens = suffix_cache_tokens
+        self._suffix_cache: SuffixCache | None = None
         self._state: EpochState | None = None
         self._pages = torch.empty(0)
         """[num_pages, page_tokens] int32 token ids."""
@@ -35,13 +40,22 @@ class NgramDrafter:
         shape = (state.attachment.num_pages, state.attachment.page_tokens)
         self._pages = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._state = state
+        if self._suffix_cache_tokens:
+            sizes = state.attachment.shape
+            most_new = sizes.num_slots * (sizes.num_draft_tokens + 1)
+            bounds = self._shortest, self._longest
+            num_tokens = max(self._suffix_cache_tokens, most_new)
+            self._suffix_cache = SuffixCache(num_tokens, sizes.num_slots, bounds, self._device)
 
     def close(self) -> None:
         self._state = None
+        self._suffix_cache = None
         self._pages = torch.empty(0)
 
     def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`. No hidden states are read."""
+        if self._suffix_cache is not None:
+            self._suffix_cache.interrupt(chunks.slots)
         self._record(chunks.slots.index_select(0, chunks.ragged.rows), chunks.positions, chunks.tokens)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
@@ -52,7 +66,20 @@ class NgramDrafter:
         positions = stash.seq_lens[:, None] - last + columns
         self._record(rows[:, None].expand_as(columns), positions, stash.last_tokens.gather(1, columns))
         history = self._histories(rows, stash.seq_lens)
-        return look_up(history, stash.seq_lens, num_tokens, shortest=self._shortest, longest=self._longest)
+        own = look_up(history, stash.seq_lens, num_tokens, shortest=self._shortest, longest=self._longest)
+        if self._suffix_cache is None:
+            return own.tokens
+        slots = self._opened.slots
+        new = NewTokens(
+            rows=rows,
+            ends=stash.seq_lens,
+            num_new=stash.num_new,
+            tokens=stash.last_tokens,
+            limits=slots.limits_of(rows),
+            are_shared=~slots.have_cache_salt.index_select(0, rows),
+        )
+        self._suffix_cache.record(new, history)
+        return self._suffix_cache.improve(own, new, history)
 
     def _record(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Writes tokens into the pages of their slots. All of one shape, int64; those beyond the limit are dropped."""
@@ -77,8 +104,8 @@ class NgramDrafter:
         return self._state
 
 
-def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, shortest: int, longest: int) -> torch.Tensor:
-    """Guesses the `num_tokens` tokens behind B sequences: [B, num_tokens] int64.
+def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, shortest: int, longest: int) -> Guesses:
+    """Guesses the `num_tokens` tokens behind B sequences.
 
     `history`: [B, T] int32 tokens; `ends`: [B] int64, the position of each sequence's last token.
 
@@ -100,4 +127,4 @@ def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, short
     best = ranks.amax(dim=1, keepdim=True)
     period = (ends - best % width).masked_fill(best < width, 1)
     places = ends + 1 - period + torch.arange(num_tokens, device=device) % period
-    return history.gather(1, places).to(torch.int64)
+    return Guesses(history.gather(1, places).to(torch.int64), best[:, 0] // width)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 STANDALONE = "standalone"
 EAGLE3 = "eagle3"
@@ -24,7 +28,11 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 _CHECKPOINT: dict[str, Any] = {"accepts": Path.is_dir, "accepted": "a directory with a checkpoint"}
 _LOOKUP_TOKENS = 5
 """Tokens of a match, if neither bound is given: as in vLLM."""
-PROMPT_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
+_MAX_SUFFIX_CACHE_TOKENS = 2**22
+PROMPT_LOOKUP: Mapping[str, int | None] = MappingProxyType(
+    {"prompt_lookup_min": None, "prompt_lookup_max": None, "suffix_cache_tokens": 0}
+)
+"""The settings of algorithm ngram alone, and their values with any other."""
 ONLY_DRAFT = ("algorithm", "target", *PROMPT_LOOKUP)
 ONLY_VERIFY = ("simulate_accept_length", "deterministic_width")
 """Settings that the other of both services has no use for, and no option."""
@@ -75,7 +83,13 @@ class ComputeSettings(Settings):
         high=64,
         unset=f"prompt-lookup-min, or {_LOOKUP_TOKENS}",
     )
-
+    suffix_cache_tokens: int = setting(
+        0,
+        help="Algorithm ngram: tokens of recent outputs, of all requests without a cache_salt, that are searched, too.",
+        unit="N",
+        low=0,
+        high=_MAX_SUFFIX_CACHE_TOKENS,
+    )
     share_weights: bool = setting(
         False,
         help="Verify lends embedding and output to heads that have none of their own, which saves memory. On a GPU the "
@@ -143,8 +157,8 @@ class WorkerConfig(ComputeSettings):
             return
         if self.model is None:
             raise ConfigError("model", None, _CHECKPOINT["accepted"])
-        for name in PROMPT_LOOKUP:
-            if (given := getattr(self, name)) is not None:
+        for name, without in PROMPT_LOOKUP.items():
+            if (given := getattr(self, name)) != without:
                 raise ConfigError(name, given, "only with algorithm ngram")
 
     @property

@@ -19,6 +19,7 @@ from slipstream.common.worker.step import Role
 from slipstream.services.draft.drafters import HeadDrafter, StandaloneDrafter
 from slipstream.services.draft.engine import DraftEngine
 from slipstream.services.draft.ngram import NgramDrafter
+from slipstream.services.draft.suffix_cache import SuffixCache
 from slipstream.services.models.checkpoint import LoadFormat, load_decoder, tokenizer_fingerprint
 from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.decoder import Decoder
@@ -66,7 +67,8 @@ def make_draft(config: WorkerConfig, device: Device, metrics_port: int) -> RoleE
         drafter = HeadDrafter(head, device.torch_device, dtype_of(config, device))
         description = replace(description, shared_weight_bytes=head.num_borrowed_bytes)
     elif config.algorithm == NGRAM:
-        drafter = NgramDrafter(*config.prompt_lookup, device.torch_device)
+        tokens = config.suffix_cache_tokens
+        drafter = NgramDrafter(*config.prompt_lookup, device.torch_device, suffix_cache_tokens=tokens)
     else:
         drafter = StandaloneDrafter(_load(config, device))
     return DraftEngine(drafter, description)
@@ -144,7 +146,8 @@ def describe_draft(config: WorkerConfig, device: Device, metrics_port: int) -> W
         found = replace(_describe(Role.DRAFT, config, model, device, metrics_port), algorithm=config.algorithm)
         if config.algorithm != NGRAM:
             return found
-        memory = DeviceMemory(work=WORK_BYTES)
+        remembered = SuffixCache.num_bytes(config.suffix_cache_tokens, config.prompt_lookup[1])
+        memory = DeviceMemory(work=WORK_BYTES + remembered)
         return replace(found, model=_ngrams(config), kv_bytes_per_token=torch.int32.itemsize, memory=memory)
     head = HEADS[config.algorithm].config(config.directory)
     found = _describe(Role.DRAFT, config, head.layer, device, metrics_port)
@@ -197,4 +200,6 @@ def _name(config: WorkerConfig) -> str:
 
 def _ngrams(config: WorkerConfig) -> str:
     shortest, longest = config.prompt_lookup
-    return f"n-grams of {longest} tokens" if shortest == longest else f"n-grams of {shortest} to {longest} tokens"
+    lengths = f"{longest}" if shortest == longest else f"{shortest} to {longest}"
+    others = f", also in {config.suffix_cache_tokens} of recent outputs" if config.suffix_cache_tokens else ""
+    return f"n-grams of {lengths} tokens{others}"

@@ -63,6 +63,8 @@ class SlotTable:
         """[slots] int64: positions before it have no keys and values in a draft that attached late."""
         self.written_from = torch.zeros(slots, dtype=torch.int64, device=device)
         """[slots] int64: a head's prefill writes nothing before it, which the prefix cache has or attention masks."""
+        self.have_cache_salt = torch.zeros(slots, dtype=torch.bool, device=device)
+        """[slots] bool: nothing of the slot's request serves another one, nor anything of another one it."""
         self.sampling = SamplingRows.greedy(slots, device=device)
         """One row a slot."""
         self.adjustments = AdjustmentRows.off(slots, device=device)
@@ -110,6 +112,7 @@ class SlotTable:
         history_from = {update.slot: update.history_from for update in updates if update.sampling is not None}
         cached_tokens = {update.slot: update.cached_tokens for update in updates if update.sampling is not None}
         written_from = {slot: max(start, cached_tokens[slot]) for slot, start in history_from.items()}
+        salts = {update.slot: update.has_cache_salt for update in updates if update.sampling is not None}
         rows = list(params.values())
         has_adjustments = not self._adjusted.isdisjoint(params) or any(row.adjusts_logits for row in rows)
         return SlotChanges(
@@ -125,6 +128,7 @@ class SlotTable:
             taken=put_integers(staging, list(params)) if params else None,
             history_from=put_integers(staging, list(history_from.values())) if params else None,
             written_from=put_integers(staging, list(written_from.values())) if params else None,
+            have_cache_salt=staging.put(torch.tensor(list(salts.values()))) if params else None,
             sampling=SamplingRows.of(rows).map(staging.put) if params else None,
             adjustments=AdjustmentRows.of(rows).map(staging.put) if has_adjustments else None,
         )
@@ -140,9 +144,11 @@ class SlotTable:
             return
         assert changes.history_from is not None, "it comes with what is taken"
         assert changes.written_from is not None, "it comes with what is taken"
+        assert changes.have_cache_salt is not None, "it comes with what is taken"
         self.sampling.put(changes.taken, changes.sampling)
         self.history_from.index_copy_(0, changes.taken, changes.history_from)
         self.written_from.index_copy_(0, changes.taken, changes.written_from)
+        self.have_cache_salt.index_copy_(0, changes.taken, changes.have_cache_salt)
         self._late = self._late.difference(changes.params) | changes.late
         self.has_late_history = bool(self._late)
         others = {slot: params for slot, params in self._params.items() if slot not in changes.params}
@@ -224,6 +230,8 @@ class SlotChanges:
     """[T] int64."""
     written_from: torch.Tensor | None
     """[T] int64."""
+    have_cache_salt: torch.Tensor | None
+    """[T] bool."""
     sampling: SamplingRows | None
     adjustments: AdjustmentRows | None
     """None if neither these requests nor the ones before them have any."""

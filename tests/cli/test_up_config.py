@@ -53,6 +53,7 @@ def test_a_user_without_a_home_has_a_state_directory(monkeypatch: pytest.MonkeyP
         ("load_format", {"load_format": "gguf"}),
         ("simulate_accept_length", {"simulate_accept_length": 0.5}),
         ("prompt_lookup_min", {"prompt_lookup_min": 3, "prompt_lookup_max": 2}),
+        ("suffix_cache_tokens", {"suffix_cache_tokens": -1}),
         ("slots", {"slots": 0}),
         ("run_ahead", {"run_ahead": -1}),
         ("context_tokens", {"context_tokens": 1}),
@@ -185,18 +186,20 @@ def test_without_a_draft_nothing_names_one(tmp_path: Path) -> None:
     assert "--draft" not in scheduler_command(config).argv
 
 
-def test_prompt_lookup_has_the_target_and_its_bounds_alone(tmp_path: Path) -> None:
+def test_prompt_lookup_has_the_target_and_its_settings_alone(tmp_path: Path) -> None:
     lookup = ModelChoice(target=Path("/usr"), draft=None, algorithm="ngram")
     config = UpConfig(models=lookup, state_dir=tmp_path, prompt_lookup_min=2, prompt_lookup_max=4)
+    config = replace(config, suffix_cache_tokens=9000)
     assert config.workers == ("verify", "draft")
     assert "--draft" in scheduler_command(config).argv
     draft, verify = (" ".join(worker_command(config, name).argv) for name in ("draft", "verify"))
     assert "--algorithm ngram --target /usr" in draft
     assert "--model" not in draft
-    assert "--prompt-lookup-min 2 --prompt-lookup-max 4" in draft
+    assert "--prompt-lookup-min 2 --prompt-lookup-max 4 --suffix-cache-tokens 9000" in draft
     assert "--prompt-lookup" not in verify
+    assert "--suffix-cache" not in verify
     other = worker_command(replace(config, models=MODELS), "draft")
-    assert "--prompt-lookup-min" not in other.argv, "they wait for a swap"
+    assert not {"--prompt-lookup-min", "--suffix-cache-tokens"} & set(other.argv), "they wait for a swap"
 
 
 def test_a_wildcard_is_dialled_at_the_loopback() -> None:

@@ -102,10 +102,8 @@ def serve_ways(
     width = 1 + NUM_DRAFT_TOKENS if is_deterministic else None
     roles = [make_verify(WorkerConfig(model=target_dir(), dtype=dtype, deterministic_width=width), device, 0)]
     if draft != "none":
-        shortest = 1 if draft == NGRAM else None
-        config = WorkerConfig(
-            model=MODELS.get(draft), algorithm=draft, target=target_dir(), dtype=dtype, prompt_lookup_min=shortest
-        )
+        lookup = {"prompt_lookup_min": 1, "suffix_cache_tokens": 2000} if draft == NGRAM else {}
+        config = WorkerConfig(model=MODELS.get(draft), algorithm=draft, target=target_dir(), dtype=dtype, **lookup)
         roles.append(make_draft(config, device, 0))
     # Which rows a step without graphs accesses is asked of the device, for the log alone.
     may_wait = device.torch_device.type == "cpu" or log_dir is not None

@@ -78,7 +78,7 @@ def roles(checkpoints: Checkpoints, draft: str, device: Device, width: int | Non
         config = WorkerConfig(model=checkpoints.heads[draft], algorithm=draft, target=checkpoints.target)
         made.append(make_draft(config, device, 0))
     if draft == NGRAM:
-        config = WorkerConfig(algorithm=NGRAM, target=checkpoints.target, prompt_lookup_min=1)
+        config = WorkerConfig(algorithm=NGRAM, target=checkpoints.target, prompt_lookup_min=1, suffix_cache_tokens=64)
         made.append(make_draft(config, device, 0))
     return made
 

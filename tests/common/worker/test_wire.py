@@ -88,6 +88,7 @@ UPDATES = st.lists(
         sampling=st.none() | SAMPLING,
         max_draft_tokens=st.none() | UINT32,
         history_from=UINT32,
+        has_cache_salt=st.booleans(),
     ),
     max_size=3,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -43,15 +44,15 @@ def test_it_finds_what_a_plain_search_finds(
     history = torch.tensor([row + [row[-1]] * (width - len(row)) for row in rows], dtype=torch.int32)
     ends = torch.tensor([len(row) - 1 for row in rows])
     found = look_up(history, ends, num_tokens, shortest=shortest, longest=longest)
-    assert found.tolist() == [continued(row, num_tokens, shortest, longest) for row in rows]
-    assert found.dtype == torch.int64
+    assert found.tokens.tolist() == [continued(row, num_tokens, shortest, longest) for row in rows]
+    assert found.tokens.dtype == torch.int64
 
 
 def test_the_longest_match_counts_and_of_equal_ones_the_last() -> None:
     def guess(shortest: int, longest: int, text: str) -> str:
         history = torch.tensor([list(text.encode())], dtype=torch.int32)
         found = look_up(history, torch.tensor([len(text) - 1]), 3, shortest=shortest, longest=longest)
-        return bytes(found[0].tolist()).decode()
+        return bytes(found.tokens[0].tolist()).decode()
 
     assert guess(1, 3, "xabcPQR.bcSTU.abc") == "PQR"
     assert guess(1, 2, "xabcPQR.bcSTU.abc") == "STU"
@@ -63,8 +64,8 @@ def test_the_longest_match_counts_and_of_equal_ones_the_last() -> None:
 def test_lengths_out_of_range_are_read_nowhere_else() -> None:
     """A length comes from shared memory, and is clamped to the limit, which may be the whole row."""
     history = torch.arange(8, dtype=torch.int32)[None]
-    assert look_up(history, torch.tensor([8]), 4, shortest=1, longest=3).tolist() == [[7, 7, 7, 7]]
-    assert look_up(history, torch.tensor([0]), 2, shortest=1, longest=20).tolist() == [[0, 0]]
+    assert look_up(history, torch.tensor([8]), 4, shortest=1, longest=3).tokens.tolist() == [[7, 7, 7, 7]]
+    assert look_up(history, torch.tensor([0]), 2, shortest=1, longest=20).tokens.tolist() == [[0, 0]]
 
 
 @given(data=st.data(), num_draft_tokens=st.integers(1, 6), bounds=BOUNDS, page_tokens=st.sampled_from((1, 4, 16)))
@@ -133,6 +134,8 @@ def stash(known: list[list[int]], new: list[list[int]], num_draft_tokens: int) -
         ("prompt_lookup_min", {"prompt_lookup_min": 0}),
         ("prompt_lookup_max", {"prompt_lookup_max": 65}),
         ("prompt_lookup_min", {"prompt_lookup_min": 4, "prompt_lookup_max": 3}),
+        ("suffix_cache_tokens", {"suffix_cache_tokens": 2**22 + 1}),
+        ("suffix_cache_tokens", {"algorithm": "standalone", "model": target_dir(), "suffix_cache_tokens": 1}),
         ("model", {"model": target_dir()}),
         ("target", {"target": None}),
         ("prompt_lookup_min", {"algorithm": "standalone", "model": target_dir(), "prompt_lookup_min": 2}),
@@ -162,3 +165,12 @@ def test_it_fits_the_target_and_keeps_four_bytes_of_a_token() -> None:
     assert (draft.algorithm, draft.model, draft.kv_bytes_per_token) == (NGRAM, "n-grams of 2 tokens", 4)
     assert draft.has_paged_kv
     assert (draft.max_context_tokens, draft.hidden_width) == (verify.max_context_tokens, 0)
+
+
+def test_what_it_remembers_is_in_its_name_and_in_the_memory_plan() -> None:
+    config = WorkerConfig(algorithm=NGRAM, target=target_dir(), prompt_lookup_min=1, prompt_lookup_max=3)
+    plain, other = (
+        describe_draft(replace(config, suffix_cache_tokens=size), HostDevice(), 0) for size in (0, 1_000_000)
+    )
+    assert other.model == "n-grams of 1 to 3 tokens, also in 1000000 of recent outputs"
+    assert other.memory.work - plain.memory.work == 1_000_000 * (4 + 3 * 4 + 8)

@@ -69,6 +69,7 @@ def updates(draw: st.DrawFn, slot: int) -> SlotUpdate:
         sampling=draw(st.none() | SAMPLINGS),
         max_draft_tokens=draw(st.none() | st.integers(0, 2)),
         history_from=draw(st.sampled_from([0, 0, 1, 40, 64])),
+        has_cache_salt=draw(st.booleans()),
     )
 
 

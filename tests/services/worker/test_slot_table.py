@@ -76,6 +76,16 @@ def test_of_two_requests_that_take_a_slot_in_one_command_the_last_one_counts() -
     assert (int(table.history_from[1]), int(table.written_from[1])) == (3, 3)
 
 
+def test_a_salt_is_that_of_the_request_in_the_slot() -> None:
+    table, salted = _table(), SlotUpdate(slot=2, generation=1, sampling=SamplingParams(), has_cache_salt=True)
+    apply(table, (salted, replace(salted, slot=3, has_cache_salt=False)))
+    assert table.have_cache_salt.tolist() == [False, False, True, False]
+    apply(table, (SlotUpdate(slot=2, generation=1, first_page_index=1, pages=(5,)),))
+    assert table.have_cache_salt.tolist() == [False, False, True, False], "more pages leave it"
+    apply(table, (replace(salted, generation=2, has_cache_salt=False),))
+    assert not table.have_cache_salt.any()
+
+
 def test_two_updates_of_a_command_are_taken_in_turn() -> None:
     table = _table()
     apply(
