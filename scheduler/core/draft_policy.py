@@ -7,6 +7,13 @@ not.
 
 What is not seen cannot be known, so the other kind of step is tried now and then: once for each size of batch, and
 otherwise in one of PROBE_SHARE steps at most, those in which the draft catches up included.
+
+The time of a mixed step is that of its chunks more than of decoding, so under steady arrivals, when every step would
+take in prompts, some decode alone (`decodes_alone`): ALONE_STEPS behind every MIXED_STEPS, and behind each mixed one
+while it matters: in a probe, at a size of batch that is new, and while the other kind seems faster. Only the last of
+them counts as a decode step, because a head takes in the chunks of a mixed step in the time of the step behind it. What
+mixed steps take beyond a decode step is the time of their prompts; what they accept counts as anywhere else. No step
+waits for that: decoding is done in any case, and prompts come in with every other step at worst of three.
 """
 
 from __future__ import annotations
@@ -38,6 +45,8 @@ FIRST_LOOK = 32
 """Decode steps of a batch size, before the other kind of step is looked at there for the first time."""
 MOST_BACKOFF = 4
 """Probes that change nothing become rarer, up to so many times."""
+MIXED_STEPS, ALONE_STEPS = 16, 2
+"""So many mixed steps one behind the other, then so many that decode alone."""
 
 _SETTLING = 2
 """The first steps after a change that say nothing: the pipeline was filled with others."""
@@ -99,6 +108,14 @@ class DraftPolicy:
         """Taken in for each token of output."""
         self._num_prompt_tokens = 0
         """Taken in since the last decode step."""
+        self._beside_s, self._num_beside = 0.0, 0
+        """Of mixed steps since the last decode step: their time beyond that of decoding, and their prompt tokens."""
+        self._is_behind_mixed = False
+        """Whether the last step was mixed."""
+        self._num_mixed = self._num_alone = 0
+        """Mixed steps that were sent since ALONE_STEPS decoded alone, and steps that have decoded alone since."""
+        self._is_unsure = True
+        """Whether decode steps are to be measured more often."""
         self._looked: set[tuple[bool, int]] = set()
         """Kinds of steps and buckets that were probed."""
         self._num_back = 0
@@ -131,34 +148,64 @@ class DraftPolicy:
         finally:
             self.is_held = False
 
-    def take_in(self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool) -> None:
-        """Takes in a decode step of `num_rows` sequences that brought `num_tokens`, `seconds` after the step before."""
+    def decodes_alone(self) -> bool:
+        """Whether the next step is to take in no prompts if it can decode, so that it can be measured."""
+        return self._num_mixed >= (1 if self._is_unsure else MIXED_STEPS)
+
+    def sending(self, *, decodes: bool, takes_prompts: bool) -> None:
+        """Takes notice of the next step."""
+        if decodes and takes_prompts:
+            self._num_mixed, self._num_alone = self._num_mixed + 1, 0
+        elif decodes:
+            self._num_alone += 1
+            if self._num_alone >= ALONE_STEPS:
+                self._num_mixed = 0
+
+    def take_in(
+        self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0
+    ) -> None:
+        """Takes in a decode step of `num_rows` sequences that brought `num_tokens`, `seconds` after the step before.
+
+        `num_prompt_tokens`: those that it took in beside, in a mixed step.
+        """
         if self._num_disturbed is not None:
             self._num_disturbed += 1
-        self._count_output(num_tokens)
+        self._count_output(num_tokens, num_prompt_tokens)
         if is_drafted is not self.drafts:
             self._num_back += self.drafts
             return
         self._num_stayed += 1
         if self._num_stayed <= _SETTLING:
             return
-        bucket = _bucket(num_rows)
-        self._seconds[is_drafted].setdefault(bucket, _Mean(_TIME_WINDOW)).add_time(seconds)
+        bucket, known = _bucket(num_rows), self._seconds[is_drafted]
         if is_drafted:
             self._tokens.add(num_tokens / num_rows, num_rows)
-        if self.is_held:
+        self._until_probe -= not self.is_held
+        was_mixed, self._is_behind_mixed = self._is_behind_mixed, num_prompt_tokens > 0
+        if was_mixed or num_prompt_tokens:
+            self._take_in_beside(seconds - known[bucket].value if bucket in known else None, num_prompt_tokens)
             return
-        if self._probe_left:
-            self._go_on_with_probe(num_rows)
-        else:
-            self._decide(num_rows)
+        known.setdefault(bucket, _Mean(_TIME_WINDOW)).add_time(seconds)
+        if not self.is_held:
+            if self._probe_left:
+                self._go_on_with_probe(num_rows)
+            else:
+                self._decide(num_rows)
+        self._is_unsure = self._probe_left > 0 or known[bucket].weight < FIRST_LOOK or 0 < self._num_against < PATIENCE
 
-    def take_in_mixed(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Takes in a mixed step that brought `num_tokens`. Its time says nothing of decoding or prompts alone."""
+    def _take_in_beside(self, seconds: float | None, num_prompt_tokens: int) -> None:
+        """Takes in a mixed step, or the step behind one, by its time beyond that of decoding, if that is known."""
+        if seconds is not None:
+            self._beside_s += seconds
+            self._num_beside += num_prompt_tokens
+        if not num_prompt_tokens or seconds is None:
+            if self._num_beside:
+                mean = self._prompt_seconds[self.drafts]
+                mean.add_time(max(0.0, self._beside_s) / self._num_beside, self._num_beside)
+            self._beside_s, self._num_beside = 0.0, 0
+
+    def _count_output(self, num_tokens: int, num_prompt_tokens: int) -> None:
         self._num_prompt_tokens += num_prompt_tokens
-        self._count_output(num_tokens)
-
-    def _count_output(self, num_tokens: int) -> None:
         self._prompt_tokens.add(self._num_prompt_tokens / max(1, num_tokens), num_tokens)
         self._num_prompt_tokens = 0
 
@@ -175,7 +222,6 @@ class DraftPolicy:
         if self._num_disturbed is not None:
             self._until_probe = PROBE_SHARE * self._num_disturbed * self._backoff
             self._backoff, self._num_disturbed = min(2 * self._backoff, MOST_BACKOFF), None
-        self._until_probe -= 1
         self._num_against = self._num_against + 1 if self._is_other_faster(num_rows) else 0
         if self._num_against >= PATIENCE and self._num_stayed >= self._stay:
             self._stays = min(2 * self._stays, MOST_STAYS) if self._num_stayed < LONG_STAY else 1
@@ -193,6 +239,8 @@ class DraftPolicy:
     def _turn(self, *, drafts: bool) -> None:
         self.drafts = drafts
         self._num_stayed = self._num_against = 0
+        self._beside_s, self._num_beside = 0.0, 0
+        self._is_behind_mixed, self._is_unsure = False, True
         if drafts:
             self._num_back = 0
 

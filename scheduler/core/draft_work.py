@@ -83,9 +83,10 @@ class DraftPatience:
         self._timeout_s = timeout_s
         self._least_timeout_s = LEAST_TIMEOUT_GPU_S if is_on_gpu else LEAST_TIMEOUT_CPU_S
         self._step_s = {False: 0.0, True: 0.0}
-        """Time of a plain and of a drafted decode step, smoothed. While a draft rests, steps say nothing of it."""
+        """Time of a plain and of a drafted step that decodes, smoothed, with the chunks of prompts that it takes in.
+        While a draft rests, steps say nothing of it."""
         self._tokens_s = 0.0
-        """Time of a command that brings tokens: of a prefill, or of one to catch up; the longest of late."""
+        """Time of a command that brings tokens: of prompts, or to catch up; the longest of late."""
 
     @property
     def timeout_s(self) -> float:
@@ -97,15 +98,14 @@ class DraftPatience:
         """The time that draft may take beyond that while it takes in tokens."""
         return min(2 * self._tokens_s, MOST_TOKENS_TIMEOUT_S)
 
-    def decoded(self, seconds: float, *, is_drafted: bool) -> None:
-        """Takes in the time of a decode step. `is_drafted`: verify waited for a draft in it."""
-        seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self._longest_step_s))
-        known = self._step_s[is_drafted]
-        self._step_s[is_drafted] += (seconds - known) * (_SMOOTHING if known else 1.0)
-
-    def prefilled(self, seconds: float) -> None:
-        """Takes in the time of a prefill step."""
-        self._tokens_s = max(seconds, self._tokens_s * (1 - _SMOOTHING))
+    def took(self, seconds: float, *, decodes: bool, takes_prompts: bool, is_drafted: bool) -> None:
+        """Takes in the time of a step, which may be mixed. `is_drafted`: verify waited for a draft in it."""
+        if takes_prompts:
+            self._tokens_s = max(seconds, self._tokens_s * (1 - _SMOOTHING))
+        if decodes:
+            seconds = min(seconds, max(self._least_timeout_s, _MOST_GROWTH * self._longest_step_s))
+            known = self._step_s[is_drafted]
+            self._step_s[is_drafted] += (seconds - known) * (_SMOOTHING if known else 1.0)
 
     def brought(self, seconds: float) -> None:
         """Takes in the time of a command to catch up."""

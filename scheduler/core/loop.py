@@ -159,7 +159,12 @@ class StepLoop:
         if part.is_empty:
             return self._batch.empty_step(), part.attachment
         draft = part.attachment.kv if part.attachment is not None and part.num_draft_tokens else NO_DRAFT
-        step = self._batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first, draft=draft)
+        decodes_first, policy = part.decodes_first, self._policy
+        if policy is not None and (part.attachment is not None or self._speculation.resting is not None):
+            decodes_first |= policy.decodes_alone()
+        step = self._batch.next_step(part.num_draft_tokens, decodes_first=decodes_first, draft=draft)
+        if policy is not None and step is not None:
+            policy.sending(decodes=step.kind is not StepKind.PREFILL, takes_prompts=bool(step.chunks))
         return step, part.attachment
 
     def _hand_out(self) -> None:
@@ -246,11 +251,11 @@ class StepLoop:
         gap_s = (landed_ns - max(sent.sent_ns, self._landed_ns)) / 1e9
         self._landed_ns = landed_ns
         is_clean = bool(step.members.slots) and (sent.attachment is None or not sent.attachment.is_released)
-        is_decode = not step.chunks
         self._speculation.consumed(
             step.number,
             gap_s,
-            is_decode=is_decode,
+            decodes=step.kind is not StepKind.PREFILL,
+            takes_prompts=bool(step.chunks),
             is_clean=is_clean,
             attachment=sent.attachment,
             waited_for=sent.waits_for,
@@ -270,10 +275,14 @@ class StepLoop:
             return
         is_drafted = decoded.attachment != 0
         self._metrics.decoded(DRAFTED if is_drafted else RESTING if sent.is_resting else PLAIN)
-        if self._policy is not None and step.is_mixed:
-            self._policy.take_in_mixed(step.num_prompt_tokens, decoded.num_tokens)
-        elif self._policy is not None and (is_drafted or sent.attachment is None):
-            self._policy.take_in(decoded.gap_ns / 1e9, decoded.num_sequences, decoded.num_tokens, is_drafted=is_drafted)
+        if self._policy is not None and (is_drafted or sent.attachment is None):
+            self._policy.take_in(
+                decoded.gap_ns / 1e9,
+                decoded.num_sequences,
+                decoded.num_tokens,
+                is_drafted=is_drafted,
+                num_prompt_tokens=step.num_prompt_tokens,
+            )
 
     def _sleep(self) -> None:
         self._timings.idle()

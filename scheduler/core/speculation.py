@@ -178,7 +178,8 @@ class Speculation:
         step: int,
         seconds: float,
         *,
-        is_decode: bool,
+        decodes: bool,
+        takes_prompts: bool,
         is_clean: bool = True,
         attachment: DraftAttachment | None = None,
         waited_for: int = 0,
@@ -191,10 +192,8 @@ class Speculation:
         self._consumed = step
         if waited_for and self._active is not None and self._active.attachment is attachment:
             self._active.did(waited_for)
-        if is_clean and is_decode:
-            self._patience.decoded(seconds, is_drafted=waited_for > 0)
-        elif is_clean:
-            self._patience.prefilled(seconds)
+        if is_clean:
+            self._patience.took(seconds, decodes=decodes, takes_prompts=takes_prompts, is_drafted=waited_for > 0)
         if self._leaving:
             gone = [drafting for drafting in self._leaving if drafting.last_step <= step]
             self._leaving = [drafting for drafting in self._leaving if drafting.last_step > step]

@@ -23,7 +23,7 @@ KEPT_STEPS = 4096
 
 
 class DecodedStep(NamedTuple):
-    """The outcome of a decode step."""
+    """The outcome of a step that decodes, for the sequences that it decodes."""
 
     attachment: int
     """Number of the draft's attachment that drafted; 0 if none did."""
@@ -35,6 +35,8 @@ class DecodedStep(NamedTuple):
     is_speculating: NDArray[np.bool_]
     """[num_sequences] True where they were drafted for the sequence."""
     num_tokens: int
+    is_mixed: bool = False
+    """True if it took in prompts, too: its time is theirs as well."""
 
 
 class DecodeRecord:
@@ -51,24 +53,26 @@ class DecodeRecord:
     def add(
         self, step: Step, taken_in: TakenIn, attachment: DraftAttachment | None, landed_ns: int
     ) -> DecodedStep | None:
-        """Adds the outcome of a step and returns it; of a prefill only its time counts, and there is none.
-
-        A mixed step's is returned, and not kept: its time is that of prompts, too.
-        """
+        """Adds the outcome of a step and returns it; of a prefill only its time counts, and there is none."""
         before, self._landed_ns = self._landed_ns, landed_ns
         gap_ns = 0 if before is None else landed_ns - before
         self._longest_gap_ns = max(self._longest_gap_ns, gap_ns)
-        if step.kind is StepKind.PREFILL or not len(taken_in.rows) or not gap_ns:
+        num_sequences = len(taken_in.rows)
+        if step.is_mixed:
+            # Behind them are the prompts that end, with their first tokens.
+            num_sequences = int(np.isin(taken_in.rows, step.members.rows).sum())
+        if step.kind is StepKind.PREFILL or not num_sequences or not gap_ns:
             return None
         is_drafted = step.kind is StepKind.DECODE and attachment is not None
         number = attachment.number if is_drafted and attachment is not None else 0
         # Cheaper than a sum of NumPy's, whose code comes from memory in each step.
-        num_tokens = sum(taken_in.num_tokens.tolist())
-        accepted, is_speculating = taken_in.num_accepted, taken_in.is_speculating
-        outcome = DecodedStep(number, gap_ns, len(taken_in.rows), accepted, is_speculating, num_tokens)
-        if not step.is_mixed:
-            (self._drafted if number else self._plain).append((self._num_added, outcome))
-            self._num_added += 1
+        num_tokens = sum(taken_in.num_tokens[:num_sequences].tolist())
+        accepted, is_speculating = taken_in.num_accepted[:num_sequences], taken_in.is_speculating[:num_sequences]
+        outcome = DecodedStep(
+            number, gap_ns, num_sequences, accepted, is_speculating, num_tokens, is_mixed=step.is_mixed
+        )
+        (self._drafted if number else self._plain).append((self._num_added, outcome))
+        self._num_added += 1
         return outcome
 
     def idle(self) -> None:
@@ -110,9 +114,10 @@ def accepted_of_first(num_draft_tokens: int, steps: Iterable[DecodedStep]) -> fl
 
 
 def figures(algorithm: str, num_draft_tokens: int, steps: Iterable[DecodedStep]) -> DraftFigures:
-    """The means over some steps."""
+    """The means over some steps; times are those of the steps that took in no prompts, if there are any."""
     counted = list(steps)
-    wall_ns = sum(step.gap_ns for step in counted)
+    timed = [step for step in counted if not step.is_mixed] or counted
+    wall_ns = sum(step.gap_ns for step in timed)
     if not counted:
         return DraftFigures(algorithm=algorithm, num_draft_tokens=num_draft_tokens)
     return DraftFigures(
@@ -120,6 +125,6 @@ def figures(algorithm: str, num_draft_tokens: int, steps: Iterable[DecodedStep])
         num_draft_tokens=num_draft_tokens,
         num_steps=len(counted),
         accept_length=1 + accepted_of_first(num_draft_tokens, counted),
-        tokens_per_second=sum(step.num_tokens for step in counted) / wall_ns * 1e9,
-        step_ms=wall_ns / len(counted) / 1e6,
+        tokens_per_second=sum(step.num_tokens for step in timed) / wall_ns * 1e9,
+        step_ms=wall_ns / len(timed) / 1e6,
     )

@@ -83,10 +83,11 @@ class DraftedRun(Run):
         if part is not None:
             attachment = part.attachment
             kv = attachment.kv if attachment is not None and part.num_draft_tokens else NO_KV
+            alone = part.decodes_first or (self._policy is not None and self._policy.decodes_alone())
             step = (
                 self.batch.empty_step()
                 if part.is_empty
-                else self.batch.next_step(part.num_draft_tokens, decodes_first=part.decodes_first, draft=kv)
+                else self.batch.next_step(part.num_draft_tokens, decodes_first=alone, draft=kv)
             )
         if step is not None:
             self._send(step, attachment)
@@ -94,7 +95,8 @@ class DraftedRun(Run):
         if len(self.in_flight) > (0 if step is None else self.batch.sizes.run_ahead):
             step, result = self.in_flight.popleft()
             self.plan = consume(self.plan, step.number)
-            self.speculation.consumed(step.number, 0.001, is_decode=not step.chunks)
+            decodes, takes_prompts = step.kind is not StepKind.PREFILL, bool(step.chunks)
+            self.speculation.consumed(step.number, 0.001, decodes=decodes, takes_prompts=takes_prompts)
             self.apply(step, result)
             if self._policy is not None:
                 self._policy.take_in(0.001, 1, 1, is_drafted=step.kind is StepKind.DECODE)

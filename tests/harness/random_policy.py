@@ -20,7 +20,13 @@ class RandomPolicy(DraftPolicy):
         self._changes = changes
         self.num_rests = 0
 
-    def take_in(self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool) -> None:
+    def decodes_alone(self) -> bool:
+        """See `DraftPolicy.decodes_alone`."""
+        return self._rng.random() < self._changes
+
+    def take_in(
+        self, seconds: float, num_rows: int, num_tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0
+    ) -> None:
         """See `DraftPolicy.take_in`."""
         if not self.is_held and self._rng.random() < self._changes:
             self.drafts = not self.drafts

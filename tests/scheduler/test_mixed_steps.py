@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import pytest
 
 from slipstream.common.api.output_chunk import FinishReason
-from tests.harness.local_epoch import Models, Served, Way
+from slipstream.common.worker.step import FenceName, StepKind
+from slipstream.scheduler.core.draft_policy import ALONE_STEPS
+from tests.harness.local_epoch import LocalEpoch, Models, Served, Way
+from tests.harness.simulated_run import make_job
+from tests.harness.workers import local_workers
 from tests.scheduler.test_prefix_cache import assert_all_is_given_back, jobs_that_begin_alike
 
 if TYPE_CHECKING:
@@ -58,3 +64,29 @@ def test_random_requests_with_hits_preemptions_and_cancels_have_their_own_tokens
     assert batch.counts.preemptions > 0
     assert batch.slots.num_free == way.slots
     assert_all_is_given_back(served)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [None, 3])
+def test_beside_prompts_some_steps_decode_alone_only_where_a_policy_is_to_learn(
+    models: Models, num_draft_tokens: int | None
+) -> None:
+    """`auto` has a policy, which knows nothing yet of the costs here."""
+    mixed: list[bool] = []
+
+    def note(command: StepCommand) -> StepCommand:
+        is_of_verify = any(point.fence is FenceName.VERIFY_PUBLISH for point in command.ops.signals)
+        if is_of_verify and command.kind is not StepKind.PREFILL:
+            mixed.append(command.is_mixed)
+        return command
+
+    stream, prompts = make_job("stream", (1, 2, 3), 80), [make_job(str(n), (n,) * 90, 1) for n in range(5)]
+    with local_workers(models.verify, models.draft, before_send=note) as workers:
+        config = replace(Way(chunk_tokens=6).config(None), num_draft_tokens=num_draft_tokens)
+        LocalEpoch(1, config, workers).run([stream, *prompts])
+    first, last = mixed.index(True), len(mixed) - mixed[::-1].index(True)
+    alone = [len(list(steps)) for is_mixed, steps in groupby(mixed[first:last]) if not is_mixed]
+    if num_draft_tokens is None:
+        assert len(alone) > 2
+        assert set(alone) == {ALONE_STEPS}
+    else:
+        assert alone == []

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import pytest
 
-from slipstream.scheduler.core.draft_policy import LEAST_STAY, PROBE_STEPS, DraftPolicy, RestCause
+from slipstream.scheduler.core.draft_policy import (
+    ALONE_STEPS,
+    LEAST_STAY,
+    MIXED_STEPS,
+    PROBE_STEPS,
+    DraftPolicy,
+    RestCause,
+)
 
+CHUNK = 100
 WAY_BACK = 3
 """Steps in which the draft catches up."""
 
@@ -26,13 +34,18 @@ class Server:
     way_back: int = WAY_BACK
     prompt_s: tuple[float, float] = (0.0, 0.0)
     """For each token of the output, of the prompts that are taken in: without a draft, and with one."""
+    chunk_s: tuple[float, float] | None = None
+    """Of the chunk in each step that decodes, if the policy wants none without: in verify, and in a draft behind it."""
     policy: DraftPolicy = field(init=False)
     causes: list[RestCause] = field(default_factory=list)
     kinds: list[bool] = field(default_factory=list)
     """For each step whether it was drafted."""
+    mixed: list[bool] = field(default_factory=list)
+    """For each step whether it was mixed."""
     seconds: float = 0.0
     num_tokens: float = 0.0
     _left: int = 0
+    _draft_lags_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.policy = DraftPolicy(self.causes.append)
@@ -57,11 +70,25 @@ class Server:
                 prompts_s = num_tokens * self.prompt_s[is_drafted]
                 self.policy.take_in_prompts(prompts_s, 2 * num_tokens, is_drafted=is_drafted)
                 self.seconds += prompts_s
-            self.policy.take_in(seconds, self.num_rows, num_tokens, is_drafted=is_drafted)
+            num_prompt_tokens = self._take_chunk()
+            if self.chunk_s is not None:
+                chunk_s, draft_s = (num_prompt_tokens / CHUNK * each for each in self.chunk_s)
+                seconds += chunk_s + self._draft_lags_s
+                self._draft_lags_s = draft_s * is_drafted
+            self.policy.take_in(
+                seconds, self.num_rows, num_tokens, is_drafted=is_drafted, num_prompt_tokens=num_prompt_tokens
+            )
             self.kinds.append(is_drafted)
             self.seconds += seconds
             self.num_tokens += num_tokens
         return self.kinds[-num_steps:]
+
+    def _take_chunk(self) -> int:
+        """Tokens that the next step takes in of prompts, of which there are always some if any come at all."""
+        takes_prompts = self.chunk_s is not None and not self.policy.decodes_alone()
+        self.policy.sending(decodes=True, takes_prompts=takes_prompts)
+        self.mixed.append(takes_prompts)
+        return CHUNK * takes_prompts
 
     def _num_accepted(self) -> int:
         """As many as of four tokens a sequence, each accepted by chance."""
@@ -161,6 +188,49 @@ def test_prompts_count_where_they_take_longer_with_a_draft(with_draft: int) -> N
     server.accepted = 1.2 * server.drafted_s() / server.plain_s() - 1
     server.run(2000)
     assert server.policy.drafts is (with_draft == 1)
+
+
+@pytest.mark.parametrize("accepted", [0.0, 4.0])
+def test_it_learns_where_every_step_would_be_mixed(accepted: float) -> None:
+    """With chunks that take ten times as long as a decode step, which says nothing of decoding."""
+    server = make_server(accepted, noise=0.1)
+    server.chunk_s = 10 * server.drafted_s(), 0.0
+    server.run(1000)
+    is_better = (1 + accepted) / server.drafted_s() > 1 / server.plain_s()
+    kinds = server.run(30_000)
+    assert kinds.count(is_better) > 0.98 * len(kinds)
+    assert server.policy._seconds[is_better][3].value == pytest.approx(
+        server.drafted_s() if is_better else server.plain_s(), rel=0.1
+    )
+
+
+def test_mixed_steps_go_on_while_it_learns() -> None:
+    server = make_server(3.0)
+    server.chunk_s = 10 * server.drafted_s(), 0.0
+    server.run(20_000)
+    assert True in server.kinds
+    assert False in server.kinds, "the other kind was looked at meanwhile"
+    longest = max(len(list(steps)) for is_mixed, steps in groupby(server.mixed) if not is_mixed)
+    assert longest <= ALONE_STEPS
+    assert server.mixed.count(True) > 0.9 * MIXED_STEPS / (MIXED_STEPS + ALONE_STEPS) * len(server.mixed)
+
+
+@pytest.mark.parametrize("draft_s", [0.0, 1.0])
+def test_the_drafts_part_of_a_chunk_counts_though_it_comes_in_the_step_behind(draft_s: float) -> None:
+    """Decode steps alone would be a fifth faster with this draft; its chunks take as long as verify's or no time."""
+    server = make_server(0.0, noise=0.1)
+    server.accepted = 1.2 * server.drafted_s() / server.plain_s() - 1
+    server.chunk_s = 0.02, draft_s * 0.02
+    server.run(3000)
+    assert server.policy.drafts is (draft_s == 0.0)
+
+
+def test_where_no_step_would_be_mixed_none_is_kept_from_it() -> None:
+    policy = DraftPolicy()
+    for _ in range(1000):
+        policy.sending(decodes=True, takes_prompts=False)
+        policy.sending(decodes=False, takes_prompts=True)
+        assert not policy.decodes_alone()
 
 
 def test_a_pause_of_the_host_is_no_cost() -> None:

@@ -230,10 +230,18 @@ def test_a_step_waits_two_steps_for_its_draft_unless_a_time_is_set() -> None:
     run, _, _ = lost_run()
     assert run.speculation.timeout_s == 0.25
     for step in range(100):
-        run.speculation.consumed(step, 0.5, is_decode=True)
+        run.speculation.consumed(step, 0.5, decodes=True, takes_prompts=False)
     assert run.speculation.timeout_s == pytest.approx(1.0, rel=0.01)
     run, _, _ = lost_run(timeout_s=0.125)
     assert run.speculation.timeout_s == 0.125
+
+
+def test_a_step_waits_as_long_for_its_draft_where_all_steps_are_mixed() -> None:
+    run, _, _ = lost_run()
+    for step in range(100):
+        run.speculation.consumed(step, 0.5, decodes=True, takes_prompts=True)
+    assert run.speculation.timeout_s == pytest.approx(1.0, rel=0.01)
+    assert run.speculation._patience.tokens_timeout_s == 1.0
 
 
 def test_a_draft_that_verify_cannot_be_released_from_ends_the_epoch() -> None:
@@ -295,13 +303,13 @@ def test_the_draft_before_catches_up_again_if_the_other_is_lost_on_its_way_in() 
 def test_a_pause_and_steps_that_say_nothing_hardly_change_how_long_a_step_waits() -> None:
     run, _, _ = lost_run()
     for step in range(100):
-        run.speculation.consumed(step, 0.5, is_decode=True)
-    run.speculation.consumed(100, 60.0, is_decode=True)
+        run.speculation.consumed(step, 0.5, decodes=True, takes_prompts=False)
+    run.speculation.consumed(100, 60.0, decodes=True, takes_prompts=False)
     assert run.speculation.timeout_s < 2.0
     for step in range(100):
-        run.speculation.consumed(step, 0.0, is_decode=True, is_clean=False)
+        run.speculation.consumed(step, 0.0, decodes=True, takes_prompts=False, is_clean=False)
     assert run.speculation.timeout_s >= 1.0
-    run.speculation.consumed(100, 60.0, is_decode=False)
+    run.speculation.consumed(100, 60.0, decodes=False, takes_prompts=True)
     assert run.speculation._patience.tokens_timeout_s == 2.0
 
 
@@ -376,9 +384,9 @@ def test_a_draft_that_comes_back_may_take_as_long_as_before_its_rest() -> None:
     run, draft, _ = lost_run()
     for step in range(20):
         run.speculation.consumed(
-            step, 1.0, is_decode=True, attachment=cast("DraftAttachment", draft), waited_for=step + 1
+            step, 1.0, decodes=True, takes_prompts=False, attachment=cast("DraftAttachment", draft), waited_for=step + 1
         )
     assert run.speculation.timeout_s > 1.5
     for step in range(100):
-        run.speculation.consumed(step, 0.1, is_decode=True)
+        run.speculation.consumed(step, 0.1, decodes=True, takes_prompts=False)
     assert run.speculation.timeout_s > 1.5, "plain steps say nothing of how long a draft takes"

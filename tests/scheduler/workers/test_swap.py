@@ -12,6 +12,7 @@ from slipstream.common.api.draft_swap import DraftSwap, SwapOutcome, SwapTerms
 from slipstream.common.worker.step import StepKind
 from slipstream.scheduler.core.draft_policy import DraftPolicy
 from slipstream.scheduler.telemetry.decode_record import DecodeRecord
+from slipstream.scheduler.telemetry.decode_record import figures as figures_of
 from slipstream.scheduler.workers.held import DraftTarget, Held
 from slipstream.scheduler.workers.swap import Swap
 
@@ -42,11 +43,13 @@ class FakeDrafts:
         self._now_ns = 1
         self._numbers = iter((NEW, BACK))
 
-    def decode(self, number: int, accepted: list[int]) -> None:
-        """Steps of sequences of which so many draft tokens were accepted."""
-        step: Any = SimpleNamespace(kind=StepKind.DECODE, is_mixed=False)
+    def decode(self, number: int, accepted: list[int], *, step_ms: int = 1, num_ending: int = 0) -> None:
+        """Steps of sequences of which so many draft tokens were accepted, and of prompts that end in them."""
+        members = SimpleNamespace(rows=np.arange(len(accepted)))
+        step: Any = SimpleNamespace(kind=StepKind.DECODE, is_mixed=num_ending > 0, members=members)
+        accepted = accepted + [0] * num_ending
         for _ in range(NUM_STEPS + 1):  # the first has no time, as it follows on none
-            self._now_ns += 1_000_000
+            self._now_ns += step_ms * 1_000_000
             taken_in: Any = SimpleNamespace(
                 rows=np.arange(len(accepted)),
                 num_accepted=np.array(accepted),
@@ -110,3 +113,15 @@ def test_a_draft_that_guesses_worse_goes_though_it_has_more_accepted_tokens() ->
     assert outcome.rolled_back
     expected = "of the first draft token of a step 0.50 are accepted, 1.00 were: fewer than 0.7 times as many"
     assert outcome.reason == expected
+
+
+def test_mixed_steps_say_how_much_is_accepted_and_the_others_how_long_a_step_takes() -> None:
+    drafts = FakeDrafts([])
+    drafts.decode(OLD, [3, 1], step_ms=40, num_ending=2)
+    drafts.decode(OLD, [3, 1], step_ms=5)
+    drafts.decode(OLD, [3, 1], step_ms=40, num_ending=1)
+    steps = drafts.record.last(OLD, 3 * NUM_STEPS)
+    assert len(steps) == 3 * NUM_STEPS
+    found = figures_of("eagle3", 4, steps)
+    assert (found.accept_length, found.step_ms) == (3.0, 5.0)
+    assert found.tokens_per_second == pytest.approx(6 / 0.005)
