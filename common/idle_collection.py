@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import NoReturn
 
-CHECK_INTERVAL_S = 0.5
+CHECK_INTERVAL_S = 0.1
 IDLE_S = 0.25
-"""The process counts as idle after this time without work."""
+"""The process counts as idle after this time without work: several looks in a row find none."""
 MIN_NEW_OBJECTS = 1000
 """Without work, a collection needs at least this many new objects."""
 BUSY_S = 60.0
@@ -57,10 +58,12 @@ class IdleCollection:
             gc.enable()
             gc.unfreeze()
 
-    async def run(self) -> None:
-        """Collects when it is time, until it is cancelled."""
+    async def run(self, is_busy: Callable[[], bool] = lambda: False) -> NoReturn:
+        """Collects when it is time, until it is cancelled. `is_busy`: True while there is work, if nobody reports it."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
+            if is_busy():
+                self.worked()
             self.collect_if_due()
 
     def collect_if_due(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.common.api.server_state import ServerState, ServiceState
 from slipstream.common.errors import RETRY_AFTER_MS, CheckpointError, UnavailableError
-from slipstream.common.idle_collection import CHECK_INTERVAL_S, IdleCollection
+from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.access import MAX_CALLS, AccessSettings
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
@@ -183,11 +183,7 @@ async def _collect_when_idle(jobs: JobManager, servers: Sequence[GrpcServer]) ->
     """Keeps full garbage collections out of the time with jobs or calls: with many streams they take 100 ms each."""
     collection = IdleCollection(keeps_young=True)
     with collection.in_charge():
-        while True:
-            if jobs.num_jobs or any(server.num_calls for server in servers):
-                collection.worked()
-            collection.collect_if_due()
-            await asyncio.sleep(CHECK_INTERVAL_S)
+        await collection.run(lambda: bool(jobs.num_jobs) or any(server.num_calls for server in servers))
 
 
 def _own_state(config: GatewayConfig, address: str, metrics_port: int, link: SchedulerLink) -> GatewayState:

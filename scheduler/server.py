@@ -15,6 +15,7 @@ from slipstream.common.api.server_state import SchedulerDescription, SchedulerSt
 from slipstream.common.device.choose import choose_device
 from slipstream.common.errors import ConfigError, SlipstreamError
 from slipstream.common.host import yield_to_streams
+from slipstream.common.idle_collection import IdleCollection
 from slipstream.common.rpc.address import UnixAddress, parse_address
 from slipstream.common.rpc.keepalive import SAME_HOST
 from slipstream.common.rpc.metrics import RpcMetrics, make_registry, serve_metrics
@@ -82,6 +83,10 @@ async def run_scheduler(
             config, device, queue, registry=registry, listener=serving, sink=scheduler, make_link=make_link
         )
         serving.drafts = session.drafts
+        # A full garbage collection stops all threads, the step loop's too, for up to a tenth of a second.
+        collection = IdleCollection(keeps_young=True)
+        held.enter_context(collection.in_charge())
+        held.callback(asyncio.create_task(collection.run(lambda: queue.num_held > 0)).cancel)
         session.start()
         await signals.wait()
         await serving.finish(config.grace_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from slipstream.scheduler.config import SchedulerConfig
 from slipstream.scheduler.server import run_scheduler
 from slipstream.scheduler.servicer import MAX_QUEUED, GatewayStream
 from tests.harness.scheduler_server import Gateway, served_scheduler
+from tests.harness.waiting import until
 from tests.harness.workers import VOCAB_SIZE, describe
 
 if TYPE_CHECKING:
@@ -65,6 +68,38 @@ async def test_sequences_run_and_their_output_comes_step_by_step(tmp_path: Path)
         assert times == sorted(times)
         assert min(when for step in gateway.steps for when in step.admitted_ns) <= times[0] <= time.monotonic_ns()
         assert {step.num_draft_tokens for step in gateway.steps} == {0, 2}
+
+
+async def test_no_full_garbage_collection_holds_up_running_sequences(tmp_path: Path) -> None:
+    """One stops all threads for tens of milliseconds. It comes when nothing runs."""
+    automatic = gc.get_threshold()
+    async with (
+        served_scheduler(tmp_path, DummyVerify(describe(Role.VERIFY), 5.0)) as served,
+        Gateway(served) as gateway,
+    ):
+        await gateway.attached()
+        garbage: list[object] = []
+        garbage.append(garbage)
+        gc.collect()
+        found = weakref.ref(anchor := _Anchor())
+        garbage.append(anchor)
+        gc.collect()  # both are of the oldest generation now
+        (number,) = await gateway.submit(ENDLESS)
+        await gateway.until(lambda: len(gateway.outputs[number]) > 2)
+        del garbage, anchor
+        # As many new objects as take Python to its next full collection.
+        kept = [[[] for _ in range(automatic[0])] for _ in range(2 * automatic[1] * automatic[2])]
+        await gateway.until(lambda: len(gateway.outputs[number]) > 10)
+        assert number not in gateway.ends
+        assert found() is not None
+        del kept
+        await gateway.until(lambda: number in gateway.ends)
+        await until(lambda: found() is None)
+    assert gc.get_threshold() == automatic
+
+
+class _Anchor:
+    """An object that tells when it is gone."""
 
 
 async def test_a_sequence_with_output_goes_on_behind_it(tmp_path: Path) -> None:
