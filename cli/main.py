@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,10 +17,17 @@ import typer
 from slipstream.cli.model_choice import ModelOptions
 from slipstream.cli.swap_draft import SwapOptions, run_swap
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
-from slipstream.common.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, SlipstreamError
+from slipstream.common.errors import (
+    ConfigError,
+    ConnectionLostError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    SlipstreamError,
+    UnauthenticatedError,
+)
 from slipstream.common.rpc.address import check_target
 from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
-from slipstream.common.settings import Settings, checked, setting, shared, with_options
+from slipstream.common.settings import HELP_WIDTH, GroupedCommand, Settings, checked, setting, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -29,19 +38,25 @@ if TYPE_CHECKING:
     from slipstream.client.requests import Prompt, RequestOptions
 
 app = typer.Typer(
-    help="Serves large language models with speculative decoding, as a gateway, a scheduler, a draft and a verify "
-    "service.",
     no_args_is_help=True,
+    context_settings=HELP_WIDTH,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+_command = partial(app.command, cls=GroupedCommand)
 
 
 def _checked_server(server: str) -> str:
     check_target(server, field="server")
     return server
 
+
+_HINTS: dict[type[SlipstreamError], str] = {
+    ConnectionLostError: " (`slipstream up` starts one; --server names another; --tls or --tls-ca reach one with TLS)",
+    UnauthenticatedError: " (--api-key TOKEN, or the variable SLIPSTREAM_API_KEY)",
+}
+"""What to do about an error, in the words of the command line."""
 
 StateDirOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
@@ -52,7 +67,7 @@ ServerOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionOptions(Settings):
+class ConnectionOptions(Settings, heading="Connection"):
     """The options of commands that connect to a server, as in `AccessOptions` of the client."""
 
     api_key: str | None = setting(
@@ -69,7 +84,7 @@ class ConnectionOptions(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Settings):
+class GenerateOptions(Settings, heading="Request"):
     """Options of `generate` that become a request. None leaves a parameter to the server, which checks them all."""
 
     chat: bool = setting(False, help="PROMPT is what a user says: apply the model's chat template.")
@@ -137,7 +152,22 @@ def main() -> None:
         _fail(error, 1)
 
 
-@app.command()
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"slipstream {version('slipstream-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _slipstream(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Serves language models with speculative decoding, as a gateway, a scheduler, a draft and a verify service."""
+
+
+@_command()
 @with_options(ModelOptions, UpConfig)
 def up(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the services log.")] = False, **values: Any
@@ -152,7 +182,7 @@ def up(
     _exit_with(run_up(config, is_verbose=verbose))
 
 
-@app.command()
+@_command()
 @with_options(GenerateOptions, ConnectionOptions)
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
@@ -178,7 +208,7 @@ def generate(
     )
 
 
-@app.command()
+@_command()
 @with_options(ConnectionOptions)
 def status(
     server: ServerOption = DEFAULT_SERVER,
@@ -194,9 +224,10 @@ def status(
     ] = None,
     **values: Any,
 ) -> None:
-    """Show each service: process, restarts, addresses, health, model. Fails when one is not healthy.
+    """Show the services, and whether they are healthy. Fails when one is not.
 
-    With --watch also where the time of steps goes, what drafting brings, and what requests get, until Ctrl-C.
+    Of each its process, restarts, address, health and model; with --watch also where the time of steps goes, what
+    drafting brings, and what requests get, until Ctrl-C.
     """
     from slipstream.cli.status import fetch_status
     from slipstream.cli.up.control import fetch_reports
@@ -226,7 +257,7 @@ def status(
     raise typer.Exit(0 if found.is_healthy else 1)
 
 
-@app.command()
+@_command()
 @with_options(SwapOptions)
 def swap_draft(
     state_dir: Annotated[
@@ -235,7 +266,7 @@ def swap_draft(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **values: Any,
 ) -> None:
-    """Put another draft in the place of the one that drafts now, while requests run. Fails when it is rolled back.
+    """Change the draft while requests run. Fails when the new one is rolled back.
 
     A new draft service is started beside the old one, catches up, takes over, and is judged; the other one is ended.
     """
@@ -243,7 +274,7 @@ def swap_draft(
     _exit_with(run_swap(options, default_state_dir() if state_dir is None else state_dir, as_json=as_json))
 
 
-@app.command()
+@_command()
 @with_options(ConnectionOptions)
 def trace(
     out: Annotated[str, typer.Argument(metavar="OUT", help="File to write; - is standard output.")],
@@ -255,9 +286,10 @@ def trace(
     ] = 10.0,
     **values: Any,
 ) -> None:
-    """Write what all services do in the next steps as a file for https://ui.perfetto.dev or chrome://tracing.
+    """Write a timeline of the next steps of all services.
 
-    Nothing is switched on for it: requests must run. If they end before, the steps so far are written.
+    OUT is for https://ui.perfetto.dev or chrome://tracing. Nothing is switched on for it: requests must run. If they
+    end before, the steps so far are written.
     """
     from slipstream.cli.trace import run_trace
     from slipstream.cli.up.run import server_of
@@ -266,7 +298,7 @@ def trace(
     _exit_with(run_trace(server if state_dir is None else server_of(state_dir), steps, wait, out, **access))
 
 
-@app.command()
+@_command()
 @with_options(ConnectionOptions, without=("api_key",))
 def health(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="HOST:PORT, or unix:PATH, of any one service.")],
@@ -275,7 +307,7 @@ def health(
     ] = False,
     **values: Any,
 ) -> None:
-    """Ask a service whether it serves: ends with 0 if it says SERVING, else with 1."""
+    """Ask a service whether it serves. Ends with 0 if it says SERVING, else with 1."""
     from slipstream.cli.status import check, check_or_kill
     from slipstream.common.rpc.address import parse_address
 
@@ -287,12 +319,15 @@ def health(
     print(found)
 
 
-@app.command()
+@_command()
 @with_options(ModelOptions, UpConfig, only=("target", "draft", "algorithm", "device", "listen", "state_dir"))
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False, **values: Any
 ) -> None:
-    """Check whether this host can serve, and how fast two processes hand over here. Fails when something is missing."""
+    """Check whether this host can serve. Fails when something is missing.
+
+    It also measures how fast two processes hand over here.
+    """
     from slipstream.cli.doctor.checks import run_doctor
     from slipstream.common.rpc.address import parse_address
 
@@ -302,16 +337,17 @@ def doctor(
     _exit_with(run_doctor(models, values["device"], values["listen"], values["state_dir"], as_json=as_json))
 
 
-@app.command()
+@_command()
 @with_options(WorkerConfig, only=("device",))
 def check_drafter(
     address: Annotated[str, typer.Option(metavar="unix:PATH", help="Where the drafter serves.")],
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="What a step or an answer may take.")] = 10.0,
     **values: Any,
 ) -> None:
-    """Drive a drafter of your own as scheduler and verify would, without a model. Fails when it breaks the contract.
+    """Check a drafter of your own, without a model. Fails when it breaks the contract.
 
-    A line for each check says what is broken. The drafter must have no scheduler.
+    It is driven as by scheduler and verify. A line for each check says what is broken. The drafter must have no
+    scheduler.
     """
     from slipstream.common.rpc.address import parse_address
 
@@ -323,10 +359,10 @@ def check_drafter(
     raise typer.Exit(run_check_drafter(parsed, values["device"], timeout_s=timeout))
 
 
-@app.command()
+@_command()
 @with_options(WorkerConfig, only=("algorithm", "device"))
 def demo(**values: Any) -> None:
-    """Watch the bundled models serve several prompts at once, with drafting and without."""
+    """Watch the bundled models serve, with and without drafting."""
     from slipstream.cli.demo import run_demo
 
     checked(WorkerConfig, values)
@@ -346,7 +382,7 @@ def _exit_with(work: Coroutine[object, object, int]) -> None:
 
 
 def _fail(error: Exception, status: int) -> None:
-    message = str(error)
+    message = str(error) + next((hint for kind, hint in _HINTS.items() if isinstance(error, kind)), "")
     if isinstance(error, ConfigError):
         is_argument = error.field.isupper()
         option = error.field if is_argument else "--" + error.field.replace("_", "-")

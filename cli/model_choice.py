@@ -42,7 +42,7 @@ class ModelChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Settings):
+class ModelOptions(Settings, heading="Models"):
     """The options that name models, None for those not given: without any, the bundled pair is served."""
 
     target: Path | None = setting(None, unit="DIR", help="Directory of the target model.", unset="the bundled one")
@@ -50,7 +50,7 @@ class ModelOptions(Settings):
         None, unit="DIR", help="Directory of the draft model.", unset="the bundled one for its target"
     )
     algorithm: str | None = setting(
-        None, choices=ALGORITHMS, help="How drafts are made.", unset="none for a --target without --draft"
+        None, choices=ALGORITHMS, help="How drafts are made.", unset="standalone; none for a --target without --draft"
     )
     num_draft_tokens: int | None = setting(
         None,

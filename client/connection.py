@@ -73,9 +73,21 @@ def _credentials(access: AccessOptions) -> Any:
     ca, key, cert = files = [_content(name, access.get(name)) for name in names]
     if not access.get("tls") and files == [None, None, None]:
         return None
+    if ca is not None:
+        _check_authorities(ca, access.get("tls_ca"))
     if (key is None) != (cert is None):
         raise ConfigError("tls_cert", access.get("tls_cert"), "a file if and only if there is a tls_key")
     return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _check_authorities(content: bytes, path: object) -> None:
+    """Raises ConfigError: gRPC itself would only say that no connection can be made."""
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii", "replace"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError("tls_ca", str(path), f"a file with certificates in PEM ({error})") from error
 
 
 def _content(name: str, path: object) -> bytes | None:

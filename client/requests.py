@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 
 from slipstream.common.api.output_chunk import OutputChunk
 from slipstream.common.errors import (
@@ -92,7 +93,7 @@ def channel_options(
 
 
 def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: RequestOptions) -> _Request:
-    """Builds a GenerateRequest or a CreateJobRequest. Raises InvalidArgumentError for a value of the wrong type."""
+    """Builds a GenerateRequest or a CreateJobRequest. Raises InvalidArgumentError naming a field of the wrong type."""
     sampling: dict[str, Any] = {**options}
     speculation = {
         "enabled": sampling.pop("speculation", None),
@@ -103,26 +104,68 @@ def job_request(kind: type[_Request], prompt: Prompt, job_id: str, options: Requ
         sampling["stop"] = [sampling["stop"]]
     fields = _prompt_field(prompt) | {name: sampling.pop(name, None) for name in ("priority", "cache_salt")}
     if any(value is not None for value in speculation.values()):
-        fields["speculation"] = build(generation_pb2.Speculation, **speculation)
-    return build(kind, job_id=job_id, sampling_params=build(generation_pb2.SamplingParams, **sampling), **fields)
+        fields["speculation"] = build(generation_pb2.Speculation, within="speculation.", **speculation)
+    params = build(generation_pb2.SamplingParams, within="sampling_params.", **sampling)
+    return build(kind, job_id=job_id, sampling_params=params, **fields)
 
 
 def _prompt_field(prompt: Prompt) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": prompt}
+    # Bytes are a sequence of integers, too.
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Sized):
+        accepted = "a text, token ids, or a conversation: a list of messages with a role and a content"
+        raise InvalidArgumentError("prompt", prompt, accepted)
     if len(prompt) and isinstance(prompt[0], Mapping):
-        messages = [build(generation_pb2.ChatMessage, **message) for message in prompt]  # type: ignore[arg-type]
+        messages = [
+            build(generation_pb2.ChatMessage, within=f"messages.items[{index}].", **message)  # type: ignore[arg-type]
+            for index, message in enumerate(prompt)
+        ]
         return {"messages": generation_pb2.ChatMessages(items=messages)}
-    return {"input_ids": build(generation_pb2.TokenIds, ids=prompt)}
+    return {"input_ids": build(generation_pb2.TokenIds, within="input_ids.", ids=prompt)}
 
 
-def build(kind: type[_Request], **values: Any) -> _Request:
-    """Builds a message. Raises InvalidArgumentError, which names only the message, for a value of the wrong type."""
+def build(kind: type[_Request], *, within: str = "", **values: Any) -> _Request:
+    """Builds a message. Raises InvalidArgumentError naming the field, behind `within`, of a value of the wrong type."""
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
-        given = {name: value for name, value in values.items() if value is not None}
-        raise InvalidArgumentError(kind.__name__, given, f"what generation.proto says ({error})") from error
+        name, value = _wrong_field(kind, values)
+        if name not in kind.DESCRIPTOR.fields_by_name:  # type: ignore[attr-defined]
+            raise InvalidArgumentError.described(within + name, "there is no such field") from error
+        raise InvalidArgumentError(within + name, value, f"{_accepted(kind, name)} ({error})") from error
+
+
+def _wrong_field(kind: type[Any], values: Mapping[str, Any]) -> tuple[str, object]:
+    for name, value in values.items():
+        try:
+            kind(**{name: value})
+        except (TypeError, ValueError):
+            return name, value
+    raise AssertionError(f"each field of a {kind.__name__} can be set, but not all together")
+
+
+_WHOLE_NUMBERS = {
+    FieldDescriptor.CPPTYPE_UINT32: "0 to 2^32 - 1",
+    FieldDescriptor.CPPTYPE_UINT64: "0 to 2^64 - 1",
+    FieldDescriptor.CPPTYPE_INT32: "-2^31 to 2^31 - 1",
+}
+_OTHER_TYPES = {
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_STRING: "a text",
+}
+
+
+def _accepted(kind: type[Any], name: str) -> str:
+    """The values that a field takes, in words."""
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return "a mapping of token ids to numbers"
+    whole = _WHOLE_NUMBERS.get(field.cpp_type)
+    if field.is_repeated:
+        return f"a list of whole numbers of {whole}" if whole else "a list of texts"
+    return f"a whole number of {whole}" if whole else _OTHER_TYPES.get(field.cpp_type, "as generation.proto says")
 
 
 class OutputReader:

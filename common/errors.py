@@ -155,7 +155,7 @@ class AddressInUseError(ConfigError):
     """Another process serves at this address."""
 
     def __init__(self, field: str, address: str) -> None:
-        super().__init__(field, address, "an address that no process serves at")
+        super().__init__(field, address, "an address at which no other process serves")
 
 
 class CheckpointError(SlipstreamError):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+import typer.core
 
 from slipstream.common.errors import ConfigError
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SPEC = "setting"
+HELP_WIDTH = {"max_content_width": 100}
+"""Context settings of a command: its help is as wide as the terminal, up to this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,12 @@ def setting(
 class Settings:
     """Base of frozen dataclasses whose fields are settings. Raises ConfigError, naming the field, when it is built."""
 
+    heading = "Options"
+    """Above the options of a class's own fields, in the help of a command."""
+
+    def __init_subclass__(cls, *, heading: str = "Options") -> None:
+        cls.heading = heading
+
     def __post_init__(self) -> None:
         """Checks each setting by itself."""
         for member, spec in _settings(type(self)):
@@ -126,15 +135,34 @@ def with_options(
     return decorate
 
 
+class GroupedCommand(typer.core.TyperCommand):
+    """Shows in its help the options of each kind of settings under that kind's heading."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            is_argument = isinstance(parameter, typer.core.TyperArgument)
+            heading = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or "Options"
+            if (record := parameter.get_help_record(ctx)) is not None:
+                groups.setdefault(heading, []).append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
 def _parameters(kind: type) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(kind)
-    for member, spec in _settings(kind):
+    """The options of a kind of settings: those of its own fields, then those of each class that it inherits from."""
+    hints, classes = get_type_hints(kind), kind.__mro__
+    places = {name: place for place, one in enumerate(classes) for name in inspect.get_annotations(one)}
+    for member, spec in sorted(_settings(kind), key=lambda setting: places[setting[0].name]):
         default = member.default_factory() if member.default_factory is not MISSING else member.default
         option = typer.Option(
             _option_name(member, spec),
             parser=spec.parse,
             metavar=None if hints[member.name] is bool else spec.unit,
             help=f"{spec.help}  [default: {spec.unset}]" if spec.unset else spec.help,
+            rich_help_panel=getattr(classes[places[member.name]], "heading", None),
         )
         default = inspect.Parameter.empty if default is MISSING else default
         yield inspect.Parameter(

@@ -18,7 +18,7 @@ MAX_GATEWAYS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewaySettings(AccessSettings):
+class GatewaySettings(AccessSettings, heading="Requests and jobs"):
     """The gateway's settings that `slipstream up` has, too, and passes on. Raises ConfigError naming the field."""
 
     gateways: int = setting(
@@ -83,7 +83,7 @@ class GatewaySettings(AccessSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(GatewaySettings):
+class GatewayConfig(GatewaySettings, heading="Gateway"):
     """The settings of a gateway. Checked when it is built; the command line takes its options from here."""
 
     scheduler: str = setting(help="Address of the scheduler, unix:PATH.", unit="ADDRESS")

@@ -26,7 +26,7 @@ def parse_draft_tokens(word: str) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingSettings(Settings):
+class ServingSettings(Settings, heading="Steps and memory"):
     """The scheduler's settings that `slipstream up` has, too, and passes on."""
 
     run_ahead: int = setting(
@@ -95,7 +95,7 @@ class ServingSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig(ServingSettings):
+class SchedulerConfig(ServingSettings, heading="Scheduler"):
     """Checked when it is built; the command line takes its options from here."""
 
     verify: str = setting(help="Address of the verify service, unix:PATH.", unit="ADDRESS")

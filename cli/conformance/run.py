@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from slipstream.cli.conformance.bench import Bench, describe
 from slipstream.cli.conformance.checks import CHECKS, run_checks
 from slipstream.common.device.choose import AUTO, CPU, CUDA, choose_device
 from slipstream.common.device.manifest import TIMELINE
-from slipstream.common.errors import FailedPreconditionError
+from slipstream.common.errors import FailedPreconditionError, UnavailableError
 from slipstream.scheduler.workers.link import LinkThread
+
+if TYPE_CHECKING:
+    from slipstream.common.worker.contract import WorkerDescription
 
 
 def run_check_drafter(address: str, device: str, *, timeout_s: float) -> int:
@@ -19,7 +23,7 @@ def run_check_drafter(address: str, device: str, *, timeout_s: float) -> int:
     """
     thread = LinkThread()
     try:
-        draft = describe(address, thread)
+        draft = _describe(address, thread)
         if draft.has_scheduler:
             raise FailedPreconditionError("the drafter has a scheduler: start one for the check alone")
         if device == AUTO:
@@ -29,6 +33,13 @@ def run_check_drafter(address: str, device: str, *, timeout_s: float) -> int:
             return _print_checks(bench, draft.model)
     finally:
         thread.close()
+
+
+def _describe(address: str, thread: LinkThread) -> WorkerDescription:
+    try:
+        return describe(address, thread)
+    except UnavailableError as error:
+        raise UnavailableError(f"no drafter answers at {address}: {error}") from error
 
 
 def _print_checks(bench: Bench, model: str) -> int:

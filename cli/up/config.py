@@ -56,23 +56,22 @@ def default_state_dir() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, RestartSettings):
+class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSettings, LogSettings, heading="Server"):
     """The four services on one machine. Raises ConfigError naming the setting that is wrong."""
 
     models: ModelChoice
     """The target and the draft that are served."""
     draft_instance: str = "draft"
+    """Names the draft's socket and log: a new draft is started beside the old one."""
     swapped_draft_tokens: int | None = None
     """Tokens that the draft drafts in a step, where a swap has said so; at most those of `models`."""
-    """Names the draft's socket and log: a new draft is started beside the old one."""
-    mps: str = setting(
-        MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
-    )
-    deterministic: bool = setting(
-        False, help="On a GPU: the same tokens in any batch, with a draft and without. There is no prefix cache then."
-    )
     listen: str = setting(
         DEFAULT_SERVER, help="HOST:PORT or unix:PATH for clients; port 0 takes a free one.", unit="ADDRESS"
+    )
+    state_dir: Path = setting(
+        default_factory=default_state_dir,
+        help="Directory for sockets, logs and the journal of jobs, made if need be; one `up` at a time.",
+        unit="DIR",
     )
     metrics_port: int | None = setting(
         None,
@@ -90,11 +89,6 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
         high=65535,
         unset="none",
     )
-    state_dir: Path = setting(
-        default_factory=default_state_dir,
-        help="Directory for sockets, logs and the journal of jobs, made if need be; one `up` at a time.",
-        unit="DIR",
-    )
     ready_timeout_s: float = setting(
         300.0, name="ready_timeout", help="Time for the models to load.", unit="SECONDS", above=0, high=86400
     )
@@ -105,6 +99,12 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, LogSettings, R
         unit="SECONDS",
         above=0,
         high=86400,
+    )
+    mps: str = setting(
+        MpsMode.AUTO.value, help="Whether the workers share the GPU under NVIDIA MPS.", choices=tuple(MpsMode)
+    )
+    deterministic: bool = setting(
+        False, help="On a GPU: the same tokens in any batch, with a draft and without. There is no prefix cache then."
     )
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartSettings(Settings):
+class RestartSettings(Settings, heading="Restarts"):
     """When `up` starts a service again, and when it gives up."""
 
     max_restarts: int = setting(

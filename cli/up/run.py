@@ -28,7 +28,7 @@ from slipstream.cli.up.display import LogFollower, StateLines, nonfailing_consol
 from slipstream.cli.up.draft_swaps import DraftSwaps
 from slipstream.cli.up.mps import mps_daemon
 from slipstream.cli.up.supervisor import Supervisor
-from slipstream.common.errors import AddressInUseError, ConfigError, UnavailableError
+from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.private_files import lock, make_private_directory, open_new
 from slipstream.common.rpc.address import TcpAddress
 
@@ -147,15 +147,15 @@ def _commands(config: UpConfig, listen: str) -> list[list[ServiceCommand]]:
 def hold_state_dir(path: Path) -> Iterator[Callable[[str], None]]:
     """Makes the directory if need be, and holds it until the context ends or the process does.
 
-    The context's value leaves the server's address for `server_of` to find. Raises AddressInUseError when another
-    process holds the directory, ConfigError when it cannot be made, is not this user's alone or has no room.
+    The context's value leaves the server's address for `server_of` to find. Raises ConfigError when another process
+    holds the directory, when it cannot be made, is not this user's alone or has no room.
     """
     server = path / _SERVER
     make_private_directory(path, field="state_dir", given=str(path))
     try:
         descriptor = lock(path / _LOCK)
     except BlockingIOError as error:
-        raise AddressInUseError("state_dir", str(path)) from error
+        raise ConfigError("state_dir", str(path), "a directory that no other `slipstream up` uses") from error
     except OSError as error:
         raise ConfigError("state_dir", str(path), f"a directory that this user can write to ({error})") from error
 

@@ -23,7 +23,7 @@ _FILE: dict[str, Any] = {"unit": "FILE", "accepts": Path.is_file, "accepted": "a
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccessSettings(Settings):
+class AccessSettings(Settings, heading="Access of clients"):
     """The settings of a server for clients. Internal services have none: they listen on Unix sockets only."""
 
     tls_cert: Path | None = setting(None, help="The server's certificate and its chain, PEM; needs --tls-key.", **_FILE)

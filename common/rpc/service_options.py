@@ -16,7 +16,7 @@ from slipstream.common.fail_points import check_fail_points
 from slipstream.common.rpc.access import AccessSettings, check_internal
 from slipstream.common.rpc.listener import Listener
 from slipstream.common.rpc.logs import CONSOLE, FORMATS, LEVELS, configure_logging
-from slipstream.common.settings import Settings, setting, shared
+from slipstream.common.settings import HELP_WIDTH, GroupedCommand, Settings, setting, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogSettings(Settings):
+class LogSettings(Settings, heading="Logs"):
     """The level and the format of a service's log."""
 
     log_level: str = setting("INFO", help="What is logged.", choices=LEVELS)
@@ -38,7 +38,7 @@ class LogSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceOptions(LogSettings):
+class ServiceOptions(LogSettings, heading="Service"):
     """The address and the metrics port of a service, and its log settings."""
 
     listen: str = setting(help="unix:PATH, in a directory that only this user opens.", unit="ADDRESS")
@@ -90,5 +90,5 @@ def report(name: str, error: Exception) -> int:
 def run_command(command: Callable[..., None]) -> None:
     """Runs a service's command line, with plain help."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
+    app.command(cls=GroupedCommand, context_settings=HELP_WIDTH)(command)
     app()

@@ -39,7 +39,7 @@ ONLY_VERIFY = ("simulate_accept_length", "deterministic_width")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputeSettings(Settings):
+class ComputeSettings(Settings, heading="Computing"):
     """The workers' settings that `slipstream up` has, too, and passes on."""
 
     device: str = setting("auto", help="What computes.", choices=DEVICES)
@@ -110,7 +110,7 @@ class ComputeSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(ComputeSettings):
+class WorkerConfig(ComputeSettings, heading="Model"):
     """The settings of a worker. Checked when it is built; the command lines of both take their options from here."""
 
     model: Path | None = setting(

@@ -81,5 +81,5 @@ def test_nothing_is_broken_by_our_own_drafters(tmp_path: Path, algorithm: str) -
 
 
 def test_nobody_at_the_address(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError, match=f"^no drafter answers at unix:{tmp_path}/none.sock: "):
         run_check_drafter(f"unix:{tmp_path}/none.sock", "auto", timeout_s=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import pytest
@@ -47,6 +48,23 @@ def test_help_names_the_commands() -> None:
         assert [option for option in options if f"  {option} " not in own.stdout] == []
 
 
+def test_help_has_the_options_under_headings() -> None:
+    shown = slipstream("up", "--help").stdout
+    heading, found = "", dict[str, str]()
+    for line in shown.splitlines():
+        heading = line.removesuffix(":") if line.endswith(":") and not line.startswith(" ") else heading
+        if line.startswith("  --"):
+            found[line.split()[0]] = heading
+    wanted = {"--verbose": "Options", "--target": "Models", "--listen": "Server", "--slots": "Steps and memory"}
+    wanted |= {"--queue": "Requests and jobs", "--device": "Computing", "--log-level": "Logs"}
+    assert {option: found[option] for option in wanted} == wanted
+
+
+def test_the_version_of_the_command_is_the_package_s() -> None:
+    found = slipstream("--version")
+    assert (found.returncode, found.stdout) == (0, f"slipstream {version('slipstream-serve')}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -74,6 +92,7 @@ def test_nobody_at_the_address() -> None:
     found = slipstream("status", "--server", f"127.0.0.1:{port}")
     assert found.returncode == 1
     assert found.stderr.startswith(f"slipstream: error: no answer from a server at 127.0.0.1:{port}")
+    assert "`slipstream up` starts one" in found.stderr
     assert found.stderr.count("\n") == 1
 
 
@@ -88,13 +107,22 @@ def test_generate_gives_up_a_server_that_never_answers() -> None:
     assert "refused" in error
 
 
+def test_authorities_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_text("no certificate")
+    found = slipstream("generate", "--server", "127.0.0.1:1", "--tls-ca", str(path), "Hello")
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"slipstream: error: --tls-ca: got '{path}', accepted: a file with certificates")
+    assert found.stderr.count("\n") == 1
+
+
 def test_up_refuses_a_port_in_use(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         found = slipstream("up", "--target", str(tmp_path), "--state-dir", str(tmp_path / "state"), "--listen", address)
     assert found.returncode == 2
-    accepted = "an address that no process serves at"
+    accepted = "an address at which no other process serves"
     assert found.stderr == f"slipstream: error: --listen: got '{address}', accepted: {accepted}\n"
 
 

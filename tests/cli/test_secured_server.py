@@ -36,7 +36,8 @@ def test_commands_reach_a_server_with_mutual_tls_and_keys(tmp_path: Path, monkey
         refused = slipstream("generate", *access, "--max-new-tokens", "4", "--chat", "x")
         assert (refused.returncode, refused.stderr) == (
             1,
-            "slipstream: error: no valid API key: send `authorization: Bearer TOKEN`\n",
+            "slipstream: error: no valid API key: send `authorization: Bearer TOKEN` "
+            "(--api-key TOKEN, or the variable SLIPSTREAM_API_KEY)\n",
         )
         monkeypatch.setenv(API_KEY_VARIABLE, KEY)
         assert slipstream("generate", *access, "--max-new-tokens", "4", "the man").returncode == 0

@@ -207,12 +207,33 @@ async def test_a_server_of_another_kind() -> None:
 @pytest.mark.parametrize("params", [{"seed": -1}, {"max_new_tokens": 2**32}, {"stop_token_ids": ["a"]}, {"top_k": 0.5}])
 async def test_what_does_not_fit_its_field_is_refused(params: Any) -> None:
     async with client_of(Script()) as client:
-        with pytest.raises(InvalidArgumentError, match=f"SamplingParams: got .*{next(iter(params))}"):
-            client.generate("a", **params)
-        with pytest.raises(InvalidArgumentError, match="TokenIds"):
-            client.generate([-1])
-        with pytest.raises(InvalidArgumentError, match="ChatMessage"):
-            client.generate([{"role": "user", "text": "a"}])
+        (name, value), *_ = params.items()
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.generate("a", temperature=1, **params)
+        assert str(caught.value).startswith(f"sampling_params.{name}: got {value!r}, accepted: ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([-1], {}, r"input_ids\.ids: got \[-1\], accepted: a list of whole numbers of 0 to 2\^32 - 1"),
+        ([{"role": "user", "text": "a"}], {}, r"messages\.items\[0\]\.text: there is no such field"),
+        ([{"role": "user"}, {"role": 5}], {}, r"messages\.items\[1\]\.role: got 5, accepted: a text"),
+        (b"text", {}, "prompt: got b'text', accepted: a text, token ids, or a conversation"),
+        (None, {}, "prompt: got None"),
+        ({"role": "user", "content": "a"}, {}, "prompt: got {'role'"),
+        ("a", {"temprature": 1}, r"sampling_params\.temprature: there is no such field"),
+        ("a", {"temperature": "hot"}, r"sampling_params\.temperature: got 'hot', accepted: a number"),
+        ("a", {"stop": [5]}, r"sampling_params\.stop: got \[5\], accepted: a list of texts"),
+        ("a", {"logit_bias": {"a": 1}}, r"sampling_params\.logit_bias: got {'a': 1}, accepted: a mapping"),
+        ("a", {"speculation": "no"}, r"speculation\.enabled: got 'no', accepted: true or false"),
+        ("a", {"priority": 2**31}, r"priority: got 2147483648, accepted: a whole number of -2\^31 to 2\^31 - 1"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_by_its_name(prompt: Any, options: Any, message: str) -> None:
+    async with client_of(Script()) as client:
+        with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+            client.generate(prompt, **options)
 
 
 async def test_errors_keep_the_call_s_own_as_their_cause() -> None:
