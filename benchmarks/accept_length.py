@@ -5,7 +5,10 @@ and greedy over the first 16. Small models repeat themselves, which makes drafti
 repeated 5-gram is beside it.
 
 Edits of a given text, greedy over 48 tokens: the prompt is a held-out one, the same with another name in it, and the
-first third of one with a third name.
+first third of one with a third name. Prompt lookup has them asked again as well: three requests for each, one after the
+other and with other names, so that it can draft from the answers before where it remembers outputs.
+
+Each setting has an attachment of its own, since a draft that remembers would know more in the next one.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from slipstream.benchmarks.models import (
     EAGLE3,
     MTP,
     NGRAM,
+    NGRAM_SUFFIX,
     NUM_DRAFT_TOKENS,
     STANDALONE,
     JsonOption,
@@ -40,10 +44,12 @@ if TYPE_CHECKING:
 
     from slipstream.common.api.output_chunk import OutputChunk
 
-HELD_OUT, EDITS = "held-out", "edits"
+HELD_OUT, EDITS, AGAIN = "held-out", "edits", "edits again"
 CONCURRENCY = 8
 GRAM = 5
 NAME = re.compile(r"\b[a-z_]{5,}\b")
+NEW_NAMES = {HELD_OUT: (None,), EDITS: ("second",), AGAIN: ("second", "third", "fourth")}
+"""What is asked for, by workload: an edit with each of these names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +67,7 @@ SETTINGS = (
     Setting(temperature=0.0, max_new_tokens=16, seeds=(0,)),
     Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=EDITS),
 )
-
+LOOKUP_SETTINGS = (*SETTINGS, Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=AGAIN))
 
 DRAFTS = (
     (STANDALONE, NUM_DRAFT_TOKENS),
@@ -71,6 +77,7 @@ DRAFTS = (
     (MTP, NUM_DRAFT_TOKENS),
     (MTP, 3),
     (NGRAM, NUM_DRAFT_TOKENS),
+    (NGRAM_SUFFIX, NUM_DRAFT_TOKENS),
 )
 """Algorithms, each with K. There are three modules for multi-token prediction."""
 ALL = ",".join(dict.fromkeys(name for name, _ in DRAFTS))
@@ -110,14 +117,14 @@ def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
     return inside / max(1, sum(map(len, outputs)))
 
 
-def edit_of(text: str) -> str:
-    """A prompt that asks for the text once more with another name in it, after an example; with the start of it."""
+def edit_of(text: str, new_name: str) -> str:
+    """A prompt that asks for the text once more with a new name in it, after an example; with the start of it."""
     counts = Counter(name for name in NAME.findall(text) if not keyword.iskeyword(name))
     name = next((name for name, count in counts.most_common(1) if count > 1), None)
     lines = text.splitlines(keepends=True)
     example, begun = (
         part if name is None else re.sub(rf"\b{name}\b", other, part)
-        for part, other in ((text, "first"), ("".join(lines[: max(1, len(lines) // 3)]), "second"))
+        for part, other in ((text, "first"), ("".join(lines[: max(1, len(lines) // 3)]), new_name))
     )
     return "\n\n\n".join((text, example, begun))
 
@@ -142,11 +149,12 @@ async def _measure_all(algorithms: Sequence[str]) -> list[AcceptLength]:
     async with Stack() as stack:
         await stack.models(Models().with_drafts(*algorithms))
         for algorithm, num_draft_tokens in (draft for draft in DRAFTS if draft[0] in algorithms):
-            scheduler = stack.scheduler(algorithm, num_draft_tokens=num_draft_tokens)
-            async with scheduler as served, AsyncClient(served.address) as client:
-                cases = [(setting, seed) for setting in SETTINGS for seed in setting.seeds]
-                about = algorithm, num_draft_tokens
-                results += [await _measure(client, about, setting, seed) for setting, seed in cases]
+            settings = LOOKUP_SETTINGS if algorithm in (NGRAM, NGRAM_SUFFIX) else SETTINGS
+            cases = [(setting, seed) for setting in settings for seed in setting.seeds]
+            for setting, seed in cases:
+                scheduler = stack.scheduler(algorithm, num_draft_tokens=num_draft_tokens)
+                async with scheduler as served, AsyncClient(served.address) as client:
+                    results.append(await _measure(client, (algorithm, num_draft_tokens), setting, seed))
     return results
 
 
@@ -161,8 +169,10 @@ async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting
             )
             return [chunk async for chunk in chunks]
 
-    texts = [prompt.text if setting.workload == HELD_OUT else edit_of(prompt.text) for prompt in prompts()]
-    answers = await asyncio.gather(*map(run, texts))
+    answers = []
+    for name in NEW_NAMES[setting.workload]:
+        texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
+        answers += await asyncio.gather(*map(run, texts))
     usages = [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
     steps = sum(usage.num_verify_steps for usage in usages)
     accepted = sum(usage.total_accepted_tokens for usage in usages)
@@ -173,7 +183,7 @@ async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting
         temperature=setting.temperature,
         max_new_tokens=setting.max_new_tokens,
         seed=seed,
-        num_prompts=len(texts),
+        num_prompts=len(answers),
         num_verify_steps=steps,
         total_draft_tokens=sum(usage.total_draft_tokens for usage in usages),
         total_accepted_tokens=accepted,

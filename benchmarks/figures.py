@@ -37,6 +37,7 @@ DRAFT_NAMES = {
     "eagle": "EAGLE",
     "mtp": "MTP modules",
     "ngram": "n-grams",
+    "ngram_suffix": "n-grams, and outputs",
 }
 
 
@@ -237,8 +238,9 @@ def _accept_length_section() -> list[str]:
     words = (
         f"The bundled drafts and prompt lookup (1 to 5 tokens), {results[0]['num_prompts']} held-out prompts, and "
         "edits: the same ones, a copy with another name, and the beginning of a further copy, with which the small "
-        "target seldom goes on. Small models repeat themselves, which makes drafting easy: the last column is the "
-        "largest share of tokens in a repeated 5-gram."
+        "target seldom goes on. Asked again, each edit is three requests with other names, one after the other. "
+        "*And outputs*: with `--suffix-cache-tokens 65536`, which remembers the answers before. Small models repeat "
+        "themselves, which makes drafting easy: the last column is the largest share of tokens in a repeated 5-gram."
     )
     table = markdown_table("draft | K | prompts | T | tokens | seeds | mean accept length | repeated", rows)
     return section("Accept length", "accept_length", "accept_length_cpu", "", words, table)

@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM = "none", "standalone", "eagle3", "eagle", "mtp", "ngram"
 STANDALONE_AUTO, EAGLE3_AUTO = "standalone_auto", "eagle3_auto"
 """These drafts, which draft as long as that is faster than plain decoding."""
+NGRAM_SUFFIX = "ngram_suffix"
+"""Prompt lookup that searches in recent outputs of other requests, too."""
 ALGORITHMS = (NONE, STANDALONE, EAGLE3, EAGLE, MTP, NGRAM)
-DRAFT_OPTIONS: Mapping[str, Mapping[str, Any]] = {NGRAM: {"prompt_lookup_min": 1, "prompt_lookup_max": 5}}
-"""Options of a draft service, by algorithm. Prompts and outputs are short, so a match of one token counts, too."""
+_LOOKUP = {"prompt_lookup_min": 1, "prompt_lookup_max": 5}
+"""Prompts and outputs are short, so a match of one token counts, too."""
+_DRAFT_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    NGRAM: _LOOKUP,
+    NGRAM_SUFFIX: {**_LOOKUP, "algorithm": NGRAM, "suffix_cache_tokens": 65_536},
+}
 DEVICES = ("cpu", "cuda")
 BUNDLED = "bundled"
 NUM_DRAFT_TOKENS = 4
@@ -49,7 +55,8 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="The file for th
 
 
 def _bundled_drafts() -> Mapping[str, Path | None]:
-    return {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), EAGLE: eagle_dir(), MTP: mtp_dir(), NGRAM: None}
+    with_model = {STANDALONE: standalone_dir(), EAGLE3: eagle3_dir(), EAGLE: eagle_dir(), MTP: mtp_dir()}
+    return {**with_model, NGRAM: None, NGRAM_SUFFIX: None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +71,10 @@ class Models:
         """The same target with the drafts of these algorithms alone; there is none for "none"."""
         drafts = {name: path for name, path in self.drafts.items() if name in algorithms}
         return Models(target=self.target, drafts=drafts)
+
+    def options_of(self, name: str) -> Mapping[str, Any]:
+        """Options of the service of a draft."""
+        return {"model": self.drafts[name], "target": self.target, "algorithm": name, **_DRAFT_OPTIONS.get(name, {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

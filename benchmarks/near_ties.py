@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 
 from slipstream.benchmarks.models import (
     ALGORITHMS,
-    DRAFT_OPTIONS,
     NONE,
     NUM_DRAFT_TOKENS,
     DeviceOption,
@@ -234,14 +233,7 @@ async def _serving(stack: Stack, draft: str, *, is_deterministic: bool) -> Async
     verify, drafting = f"verify{suffix}", draft_of(draft) and f"{draft}{suffix}"
     await stack.worker("verify", name=verify, model=models.target, deterministic_width=width)
     if drafting is not None:
-        await stack.worker(
-            "draft",
-            name=drafting,
-            model=models.drafts[draft],
-            target=models.target,
-            algorithm=draft,
-            **DRAFT_OPTIONS.get(draft, {}),
-        )
+        await stack.worker("draft", name=drafting, **models.options_of(draft))
     async with stack.scheduler(
         drafting,
         name=f"scheduler{suffix}",

@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slipstream.benchmarks.dummy_worker import dummy_worker
-from slipstream.benchmarks.models import DRAFT_OPTIONS, NUM_DRAFT_TOKENS
+from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
@@ -114,9 +114,7 @@ class Stack:
     async def models(self, models: Models) -> None:
         """Starts verify for the target and a draft service for each draft, named by its algorithm."""
         starts = [self.worker("verify", model=models.target)]
-        for algorithm, path in models.drafts.items():
-            draft: dict[str, Any] = {"model": path, "target": models.target, "algorithm": algorithm}
-            starts.append(self.worker("draft", name=algorithm, **draft, **DRAFT_OPTIONS.get(algorithm, {})))
+        starts += [self.worker("draft", name=name, **models.options_of(name)) for name in models.drafts]
         await asyncio.gather(*starts)
 
     async def process(self, name: str, *command: str) -> None:
