@@ -59,7 +59,7 @@ class IdleCollection:
             gc.unfreeze()
 
     async def run(self, is_busy: Callable[[], bool] = lambda: False) -> NoReturn:
-        """Collects when it is time, until it is cancelled. `is_busy`: True while there is work, if nobody reports it."""
+        """Collects when it is time, until it is cancelled. `is_busy`: True while there is work that nobody reports."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if is_busy():

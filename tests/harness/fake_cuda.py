@@ -20,6 +20,7 @@ PREFIX = "slipstream.common.device"
 OTHER_MODULES = ("cuda.kernels", "cuda.side_stream", "cuda.pinned_copy")
 MODULES = (
     "cuda.driver",
+    "cuda.blocking_calls",
     "cuda.stream",
     "cuda.arena",
     "cuda.fences",

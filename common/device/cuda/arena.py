@@ -17,6 +17,7 @@ from slipstream.common.errors import ConfigError, DeviceError, ManifestError, Mi
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from slipstream.common.device.cuda.blocking_calls import BlockingCalls
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
     from slipstream.common.device.cuda.side_stream import SideStream
@@ -45,16 +46,20 @@ class CudaMemory:
         weakref.finalize(self, _ignoring_errors, give_back).atexit = False
 
     @classmethod
-    def allocate(cls, driver: CudaDriver, size: int) -> CudaMemory:
-        """Allocates outside PyTorch's allocator, whose memory cannot always be shared. Raises OutOfMemoryError."""
+    def allocate(cls, driver: CudaDriver, calls: BlockingCalls, size: int) -> CudaMemory:
+        """Allocates outside PyTorch's allocator, whose memory cannot always be shared.
+
+        Raises OutOfMemoryError, DeadlineExceededError if steps under way do not end.
+        """
         size = -(-size // GRANULE) * GRANULE
         try:
-            pointer = driver.call(cu.cuMemAlloc, size)
+            with calls.at_rest():
+                pointer = driver.call(cu.cuMemAlloc, size)
         except DeviceError as error:
             free, total = driver.call_many(cu.cuMemGetInfo)
             needed = f"{size >> 20} MiB of shared buffers; {free >> 20} of {total >> 20} MiB of the GPU are free"
             raise OutOfMemoryError(f"{needed}: take fewer slots or shorter chunks ({error})") from error
-        return cls(int(pointer), lambda: driver.call(cu.cuMemFree, pointer))
+        return cls(int(pointer), lambda: calls.spend(cu.cuMemFree, pointer))
 
     @classmethod
     def open(cls, driver: CudaDriver, handle: bytes, size: int) -> CudaMemory:
@@ -119,6 +124,7 @@ class Gpu(Protocol):
     """The parts of a device that an arena needs."""
 
     driver: CudaDriver
+    calls: BlockingCalls
     kernels: CudaKernels
     side: SideStream
 
@@ -149,19 +155,20 @@ class CudaArena:
         self._places = {placed.spec.name: placed for placed in manifest.buffers}
         self._rings = rings
         self._retired = retired
+        self._calls = gpu.calls
         self._fences = {word.fence: self._make_fence(word, memory, gpu) for word in manifest.fences}
 
     @classmethod
     def create(
         cls, specs: Iterable[BufferSpec], fences: Iterable[FenceName], fence_kind: str, gpu: Gpu, retired: list[object]
     ) -> CudaArena:
-        """Makes an arena, all zero. Raises OutOfMemoryError, or ConfigError where there is no CUDA IPC."""
+        """Makes an arena, all zero. Raises as `CudaMemory.allocate`, and ConfigError where there is no CUDA IPC."""
         buffers, words, size = lay_out(specs, fences, fence_kind)
-        memory = CudaMemory.allocate(gpu.driver, size)
+        memory = CudaMemory.allocate(gpu.driver, gpu.calls, size)
         gpu.side.zero(memory.address, size)
         rings: dict[FenceName, EventRing] = {}
         if fence_kind == EVENT:
-            rings = {word.fence: EventRing.create(gpu.driver) for word in words}
+            rings = {word.fence: EventRing.create(gpu.driver, gpu.calls) for word in words}
             words = tuple(FenceWord(w.fence, w.kind, w.offset, _exported(rings[w.fence])) for w in words)
         manifest = Manifest(KIND, "", size, buffers, words, memory.export(gpu.driver))
         manifest.check()
@@ -193,8 +200,9 @@ class CudaArena:
 
     def seal(self) -> None:
         """Frees earlier arenas. This one can still be opened by a process that has the handle: CUDA keeps no name."""
-        if self._retired is not None:
+        if self._retired:
             self._retired.clear()
+            self._calls.give_back()
 
     def close(self) -> None:
         if self._retired is not None and self.memory is not None:

@@ -10,6 +10,7 @@ import torch
 from cuda.bindings import driver as cu
 
 from slipstream.common.device.cuda.arena import CudaArena
+from slipstream.common.device.cuda.blocking_calls import BlockingCalls
 from slipstream.common.device.cuda.driver import CudaDriver
 from slipstream.common.device.cuda.fences import TimelineFence, WordFence, has_timelines
 from slipstream.common.device.cuda.kernels import WORD_BYTES, CudaKernels
@@ -42,6 +43,7 @@ class CudaDevice:
         """`fence`: "timeline", "event" or "auto", the first of these that works. Raises DeviceError, ConfigError."""
         self.torch_device = torch.device("cuda", ORDINAL)
         self.driver = CudaDriver(ORDINAL)
+        self.calls = BlockingCalls(self.driver)
         self.kernels = CudaKernels(self.driver)
         self.side = SideStream(self.driver, self.kernels)
         self.identity = f"GPU-{torch.cuda.get_device_properties(ORDINAL).uuid}"
@@ -62,7 +64,7 @@ class CudaDevice:
         return CudaStream(name, self.driver, self.torch_device, on_failure)
 
     def create_arena(self, specs: Iterable[BufferSpec], fences: Iterable[FenceName]) -> CudaArena:
-        """Raises OutOfMemoryError, ConfigError where there is no CUDA IPC."""
+        """Raises as `CudaArena.create` does."""
         arena = CudaArena.create(specs, fences, self.fence_kind, self, self._retired)
         assert arena.memory is not None, "it is open"
         self._own[arena.manifest.handle] = arena.memory
@@ -90,7 +92,7 @@ class CudaDevice:
 
     def host_copy(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> HostCopy:
         if isinstance(fence, TimelineFence):
-            return PinnedCopy(self.driver, fence, sources)
+            return PinnedCopy(self.driver, self.calls, fence, sources)
         assert isinstance(fence, WordFence), "fences of a device are its own"
         return LatePinnedCopy(self.side, fence, sources)
 

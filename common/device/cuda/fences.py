@@ -23,8 +23,9 @@ from slipstream.common.device.manifest import EVENTS, HANDLE_BYTES
 from slipstream.common.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from slipstream.common.device.cuda.blocking_calls import BlockingCalls
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.kernels import CudaKernels
     from slipstream.common.device.cuda.side_stream import SideStream
@@ -94,23 +95,23 @@ def has_timelines(driver: CudaDriver, side: SideStream) -> bool:
 class EventRing:
     """The events of a fence. The process that made them exports them; others open them, and may record them too."""
 
-    def __init__(self, driver: CudaDriver, events: list[object]) -> None:
-        """Use `create` or `open`."""
+    def __init__(self, driver: CudaDriver, events: list[object], destroy: Callable[..., object]) -> None:
+        """Use `create` or `open`. `destroy` is called with the driver's function and an event."""
         self._driver = driver
         self._events = events
         # An event that is in use ends when its work does.
-        weakref.finalize(self, _destroy, driver, events).atexit = False
+        weakref.finalize(self, _destroy, destroy, events).atexit = False
 
     @classmethod
-    def create(cls, driver: CudaDriver) -> EventRing:
+    def create(cls, driver: CudaDriver, calls: BlockingCalls) -> EventRing:
         """Makes all events. Raises DeviceError."""
         flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING | cu.CUevent_flags.CU_EVENT_INTERPROCESS
-        return cls(driver, [driver.call(cu.cuEventCreate, flags) for _ in range(EVENTS)])
+        return cls(driver, [driver.call(cu.cuEventCreate, flags) for _ in range(EVENTS)], calls.spend)
 
     @classmethod
     def open(cls, driver: CudaDriver, handles: Sequence[bytes]) -> EventRing:
         """Opens another process's events. Raises DeviceError."""
-        ring = cls(driver, [])
+        ring = cls(driver, [], driver.call)
         for raw in handles:
             assert len(raw) == HANDLE_BYTES, "the manifest was checked"
             handle = cu.CUipcEventHandle()
@@ -127,10 +128,10 @@ class EventRing:
         return self._events[value % len(self._events)]
 
 
-def _destroy(driver: CudaDriver, events: list[object]) -> None:
+def _destroy(destroy: Callable[..., object], events: list[object]) -> None:
     with contextlib.suppress(DeviceError):
         while events:
-            driver.call(cu.cuEventDestroy, events.pop())
+            destroy(cu.cuEventDestroy, events.pop())
 
 
 class EventFence(WordFence):

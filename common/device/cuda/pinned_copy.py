@@ -16,6 +16,7 @@ from slipstream.common.device.cuda.side_stream import MemoryCopy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from slipstream.common.device.cuda.blocking_calls import BlockingCalls
     from slipstream.common.device.cuda.driver import CudaDriver
     from slipstream.common.device.cuda.fences import TimelineFence, WordFence
     from slipstream.common.device.cuda.side_stream import SideStream
@@ -76,9 +77,16 @@ class PinnedCopy:
     shortly before the next result is predicted: an interrupt would come later.
     """
 
-    def __init__(self, driver: CudaDriver, fence: TimelineFence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        driver: CudaDriver,
+        calls: BlockingCalls,
+        fence: TimelineFence,
+        sources: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
         """`sources`: for each buffer its rows, contiguous, on the device."""
         self._driver = driver
+        self._calls = calls
         self._fence = fence
         self._stream = driver.create_stream()
         self._rows = _pinned_rows(sources)
@@ -87,14 +95,20 @@ class PinnedCopy:
         self._landed = ctypes.c_int64.from_address(self._landed_address)
         self._started = 0
         self._predictor = CompletionPredictor()
+        calls.watch(self)
+
+    def is_at_rest(self) -> bool:
+        """Returns whether every copy that was started has landed."""
+        return self._landed.value >= self._started
 
     def start(self, value: int, row: int) -> None:
-        self._started = value
-        self._fence.wait_on_stream(self._stream, value)
-        streams = self._driver.streams
-        for copy in self._rows[row].copies:
-            streams.copy_to_host(self._stream, copy.target, copy.source, copy.size)
-        streams.write(self._stream, self._landed_address, value)
+        with self._calls.lock:
+            self._started = value
+            self._fence.wait_on_stream(self._stream, value)
+            streams = self._driver.streams
+            for copy in self._rows[row].copies:
+                streams.copy_to_host(self._stream, copy.target, copy.source, copy.size)
+            streams.write(self._stream, self._landed_address, value)
 
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
         """The rows are those of the mirror, valid until the row's next copy."""
@@ -107,14 +121,15 @@ class PinnedCopy:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         backoff = PollBackoff()
         # Repeated, because a late producer may set the word back.
-        while self._landed.value < self._started:
-            if time.monotonic() > deadline:
-                logger.warning("the copy stream does not come to its end: it is given up")
-                _given_up.append(self)
-                return
+        while not (has_ended := self.is_at_rest()) and time.monotonic() <= deadline:
             self._fence.release(self._started)
             backoff.sleep(deadline)
-        self._driver.call(cu.cuStreamDestroy, self._stream)
+        self._calls.forget(self)
+        if has_ended:
+            self._driver.call(cu.cuStreamDestroy, self._stream)
+        else:
+            logger.warning("the copy stream does not come to its end: it is given up")
+            _given_up.append(self)
 
     def _wait(self, value: int, timeout_s: float) -> bool:
         if self._landed.value >= value:
