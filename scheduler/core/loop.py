@@ -298,7 +298,7 @@ class StepLoop:
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
         while (result := self._results.resolve(sent.step, self._patience_s())) is None:
-            self._check_progress(sent.step.number, started)
+            self._check_progress(sent, started)
             self._speculation.watch(sent.attachment, sent.waits_for, since)
         self._metrics.host_stalled(RESULT, time.monotonic() - started)
         return result
@@ -319,11 +319,15 @@ class StepLoop:
     def _patience_s(self) -> float:
         return WATCH_S if self._speculation.has_attachment else LIVENESS_S
 
-    def _check_progress(self, step: int, started: float) -> None:
+    def _check_progress(self, sent: _Sent, started: float) -> None:
         self._check_verify()
         waited = time.monotonic() - started
         if waited > self._settings.step_timeout_s:
-            raise DeadlineExceededError(f"step {step} did not end within {waited:.1f} s: the verify service hangs")
+            fences = f"{FenceName.VERIFY_PUBLISH.name} is {self._results.published}"
+            if sent.attachment is not None and sent.waits_for:
+                fences += f", {FenceName.DRAFT_DONE.name} {sent.attachment.done.poll()} of {sent.waits_for}"
+            reason = f"step {sent.step.number} did not end within {waited:.1f} s"
+            raise DeadlineExceededError(f"{reason}: the verify service hangs ({fences})")
 
     def _check_verify(self) -> None:
         if self._verify.failure is not None:

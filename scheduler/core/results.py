@@ -163,7 +163,7 @@ class ResultReader:
     def __init__(self, device: Device, arena: Arena, shape: EpochShape, log: AccessLog) -> None:
         self._shape = shape
         self._log = log
-        publish = arena.fence(FenceName.VERIFY_PUBLISH)
+        self._publish = publish = arena.fence(FenceName.VERIFY_PUBLISH)
         stamps = (BufferName.VERIFY_STAMPS, BufferName.DRAFT_STAMPS)
         published = [arena.tensor(name).unbind() for name in _PUBLISHED]
         before = [_row_before(arena.tensor(name).unbind()) for name in stamps]
@@ -206,6 +206,11 @@ class ResultReader:
             stamps_before=tuple((start, end) for start, end in (stamp.tolist() for stamp in stamps)),
             logprobs=_token_logprobs(step, num_accepted + 1, *likely) if likely else {},
         )
+
+    @property
+    def published(self) -> int:
+        """The last step that verify has published."""
+        return self._publish.poll()
 
     def close(self) -> None:
         """Ends the stream without waiting for copies under way."""

@@ -83,12 +83,12 @@ class Engine:
         log: AccessLog,
         *,
         refuses_waits: bool = False,
-        on_stuck: Callable[[Engine], None] = lambda _: None,
+        on_stuck: Callable[[Engine, str], None] = lambda *_: None,
     ) -> None:
         """`refuses_waits`: a wait of PyTorch's for the device, while a step is enqueued, breaks the stream.
 
-        `on_stuck` is called on the device's thread when the stream does not come to its end, before anything is freed:
-        on a GPU freeing waits for the stream, so the process has to end without.
+        `on_stuck` is called on the device's thread when the stream does not come to its end, with what it waits for and
+        before anything is freed: on a GPU freeing waits for the stream, so the process has to end without.
         """
         self._role = role
         self._device = device
@@ -294,8 +294,11 @@ class Engine:
         """Finishes the enqueued work and ends the epoch; no effect if it is not open. 0 stands for the open one."""
         if self._open is not None and epoch in (0, self.epoch):
             self._take_no_more()
-            with self.stalls.at(DRAIN):
-                self._stream.synchronize(DRAIN_TIMEOUT_S)
+            try:
+                with self.stalls.at(DRAIN):
+                    self._stream.synchronize(DRAIN_TIMEOUT_S)
+            except DeadlineExceededError as error:
+                raise DeadlineExceededError(f"{error}: it waits for {self._open.unmet()}") from None
             self._close_epoch()
 
     @property
@@ -313,11 +316,13 @@ class Engine:
             return
         self._take_no_more()
         deadline = time.monotonic() + self._open.release_timeout_s
+        unmet = self._open.unmet()
         # A broken stream drops what is enqueued: there is nothing to wait for.
         while self._stream.failure is None and not self._is_released(self._open):
             if time.monotonic() > deadline:
-                self._on_stuck(self)
-                self._stream.fail(DeadlineExceededError("what the stream waits for does not come, nor can be released"))
+                self._on_stuck(self, unmet)
+                reason = f"what the stream waits for does not come, nor can be released: {unmet}"
+                self._stream.fail(DeadlineExceededError(reason))
         self._close_epoch()
 
     def _is_released(self, opened: Epoch) -> bool:

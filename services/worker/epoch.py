@@ -13,6 +13,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     ManifestError,
     MismatchError,
+    SlipstreamError,
     StaleEpochError,
 )
 from slipstream.common.fail_points import planted
@@ -140,6 +141,11 @@ class SharedMemory:
         for fence, value in self._waited.items():
             fence.release(value)
 
+    def unmet(self) -> str:
+        """Says what the stream waits for that is not there, to be asked before `release`. Raises DeviceError."""
+        found = [(name, self._waited.get(fence, 0), fence.poll()) for name, fence in self._fences.items()]
+        return " and ".join(f"{name.name} {value}, which is {now}" for name, value, now in found if now < value)
+
     def give_up(self) -> None:
         """Waits for nothing from now on. Raises DeviceError."""
         self._is_given_up = True
@@ -226,6 +232,15 @@ class Epoch:
         """Signals in the producers' place what the stream waits for, as far as that can be done. Raises DeviceError."""
         for memory in (self._own, *self._drafts.values()):
             memory.release()
+
+    def unmet(self) -> str:
+        """Says what the stream waits for that is not there, to be asked before `release`."""
+        memories = {self.state.memory.attachment: self._own, **self._drafts}
+        try:
+            found = [(number, unmet) for number, memory in memories.items() if (unmet := memory.unmet())]
+        except SlipstreamError as error:
+            return f"what cannot be read: {error}"
+        return "; ".join(f"of attachment {number}: {unmet}" for number, unmet in found) or "nothing but its own work"
 
     @property
     def release_timeout_s(self) -> float:

@@ -96,13 +96,14 @@ async def run_worker(
     return 0
 
 
-def end_at_once(engine: Engine) -> NoReturn:
-    """Ends this process, whose stream does not come to its end; freeing anything would wait for it, too."""
+def end_at_once(engine: Engine, unmet: str) -> NoReturn:
+    """Ends this process, whose stream waits for `unmet` and does not end; freeing anything would wait for it, too."""
     context = {"epoch": engine.last_epoch, "step": engine.last_step}
     logger.error(
         "the %s stream waits for what does not come, nor can be released, as when the process is gone that was to "
-        "signal it: this process ends at once, freeing nothing, and must be started again",
+        "signal it (%s): this process ends at once, freeing nothing, and must be started again",
         engine.description.role.value,
+        unmet,
         extra=context,
     )
     logging.shutdown()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
+import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 
 from slipstream.common.errors import FailedPreconditionError, SlipstreamError
@@ -37,6 +41,8 @@ STUCK_AFTER_S = 120.0
 """The thread that owns the device hangs if it takes longer for a piece of work: twice the longest wait in one."""
 ATTACH_STUCK_AFTER_S = 300.0
 """The same for Attach, which warms up and captures graphs: the scheduler waits as long."""
+NUM_CALLS = 5
+"""That are named of a thread that hangs."""
 DETACH_INTERVAL_S = 0.005
 """Between two looks at whether the stream has come past the last use of a draft's memory."""
 T = TypeVar("T")
@@ -50,6 +56,14 @@ class DeviceThread(ThreadPoolExecutor):
     def __init__(self, initializer: Callable[[], None] = lambda: None) -> None:
         super().__init__(1, "device", initializer)
         self._begun_at = math.inf
+        self._ident = 0
+
+    @property
+    def place(self) -> str:
+        """The last calls that its piece of work is in."""
+        stack = traceback.walk_stack(sys._current_frames().get(self._ident))
+        calls = [f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})" for frame, line in stack]
+        return " in ".join(calls[:NUM_CALLS])
 
     @property
     def busy_s(self) -> float:
@@ -60,7 +74,7 @@ class DeviceThread(ThreadPoolExecutor):
         """See `Executor.submit`."""
 
         def work() -> T:
-            self._begun_at = time.monotonic()
+            self._begun_at, self._ident = time.monotonic(), threading.get_ident()
             try:
                 return fn(*args, **kwargs)
             finally:
@@ -97,7 +111,9 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         busy_s = self._device_thread.busy_s
         if busy_s <= (ATTACH_STUCK_AFTER_S if self._is_attaching else self._stuck_after_s):
             return ""
-        return f"the thread that owns the device has been at the same work for {busy_s:.0f} s"
+        return (
+            f"the thread that owns the device has been at the same work for {busy_s:.0f} s: {self._device_thread.place}"
+        )
 
     async def Describe(self, request: pb.DescribeRequest, context: ServicerContext) -> pb.DescribeResponse:
         return description_to_pb(replace(self._engine.describe(), has_scheduler=self._has_stream))

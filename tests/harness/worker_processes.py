@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from prometheus_client import CollectorRegistry
 
@@ -111,12 +111,30 @@ class WorkerProcesses:
         self._running.clear()
 
 
+class Attached(asyncio.Event):
+    """Set while an epoch is open."""
+
+    _error: SlipstreamError | None = None
+
+    async def wait(self) -> Literal[True]:
+        """Raises the error for which the session has ended: there will be no other epoch."""
+        await super().wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def fail(self, error: SlipstreamError) -> None:
+        """The session has ended."""
+        self._error = error
+        self.set()
+
+
 class Client:
     """The clients' side: submits jobs and hears what becomes of them. Belongs to an event loop."""
 
     def __init__(self) -> None:
         self.queue = WaitingQueue(64)
-        self.attached = asyncio.Event()
+        self.attached = Attached()
         self.num_epochs = 0
         self.reasons: list[str] = []
         """Why epochs ended."""
@@ -174,6 +192,12 @@ class Client:
             if not end.done():
                 end.set_exception(UnavailableError(reason))
 
+    def fail(self, error: SlipstreamError) -> None:
+        """There will be no other epoch, and nobody need wait for one."""
+        self.errors.append(error)
+        self.attached.fail(error)
+        self.lose(str(error))
+
     def _take_in(self, outgoing: Outgoing) -> None:
         for job, row in self.jobs.take(outgoing.deliveries()):
             if row.finish_reason is not None:
@@ -197,7 +221,7 @@ class _Listener:
 
     def failed(self, error: SlipstreamError) -> None:
         """See `SessionListener.failed`."""
-        self._loop.call_soon_threadsafe(self._client.errors.append, error)
+        self._loop.call_soon_threadsafe(self._client.fail, error)
 
     def _attached(self, epoch: Epoch) -> None:
         self._client.num_epochs += 1

@@ -182,9 +182,8 @@ async def test_workers_that_have_a_scheduler_cost_another_one_no_memory(processe
 
 async def test_settings_that_no_worker_fits_end_it_with_the_reason(processes: WorkerProcesses) -> None:
     with running_session(processes, **settings(context_tokens=513)) as client:
-        await until(lambda: bool(client.errors))
-        assert isinstance(client.errors[0], ConfigError)
-        assert "context_tokens: got 513, accepted: at most 512" in str(client.errors[0])
+        with pytest.raises(ConfigError, match="context_tokens: got 513, accepted: at most 512"):
+            await client.attached.wait()
         assert not client.queue.add(make_jobs(1)[0])
 
 

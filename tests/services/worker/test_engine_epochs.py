@@ -155,8 +155,8 @@ def test_nothing_is_freed_before_a_stream_that_cannot_be_released_is_reported(
 
     told = []
 
-    def end(engine: Engine) -> None:
-        told.append((engine, engine.last_epoch, engine.last_step))
+    def end(engine: Engine, unmet: str) -> None:
+        told.append((engine, engine.last_epoch, engine.last_step, unmet))
         raise ProcessEnds
 
     closed: list[HostArena] = []
@@ -171,7 +171,7 @@ def test_nothing_is_freed_before_a_stream_that_cannot_be_released_is_reported(
         patch.setattr(HostArena, "close", closed.append)
         with pytest.raises(ProcessEnds):
             worker.engine.abandon(3)
-    assert told == [(worker.engine, 3, 7)]
+    assert told == [(worker.engine, 3, 7, "of attachment 3: VERIFY_STASH 1, which is 0")]
     assert closed == []
     assert draft.is_open
     assert worker.failures == []
