@@ -301,7 +301,8 @@ class Reconnection:
         limit_s = self._reconnect_s if contact.is_made else contact.timeout_s
         if self._lost_at is None:
             self._lost_at = now
-            why = "lost the connection" if contact.is_made else "no answer yet"
+            lost = "lost the connection" if contact.is_made else "no answer yet"
+            why = lost if isinstance(error, ConnectionLostError) else error
             logger.info("%s: trying %s for %g s", why, contact.address, limit_s)
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         if now + pause_s > self._lost_at + limit_s:

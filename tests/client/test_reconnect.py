@@ -110,7 +110,10 @@ async def test_a_create_whose_answer_was_lost_is_sent_again() -> None:
         assert tokens_of([chunk async for chunk in client.watch_job(job.job_id)]) == [5, 6, 5, 6]
 
 
-async def test_a_create_is_sent_again_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_create_is_sent_again_while_the_server_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="slipstream.client")
     errors = [UnavailableError("no scheduler", retry_after_ms=1) for _ in range(4)]
 
     def check_room(_num_sequences: int = 1) -> None:
@@ -129,6 +132,8 @@ async def test_a_create_is_sent_again_while_the_server_is_away(monkeypatch: pyte
         errors.append(UnavailableError("the journal cannot be written"))
         with pytest.raises(UnavailableError, match="journal"):
             await client.create_job([5], job_id="third", max_new_tokens=2)
+        assert f"no scheduler: trying {server.address} for 75 s" in caplog.text
+        assert "lost the connection" not in caplog.text
 
 
 @pytest.mark.parametrize("n", [1, 3])
