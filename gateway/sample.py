@@ -96,6 +96,8 @@ class RunningSequence:
     """When the link took it, in seconds of `time.monotonic`."""
     key: int = 0
     """Names its sample in the journal."""
+    is_waiting: bool = False
+    """True while the link counts it among those that wait for their first slot."""
     is_cancelled: bool = False
     is_in_slot: bool = False
     """True if the scheduler of now has given it a slot."""

@@ -165,7 +165,8 @@ class SchedulerLink:
         for sequence in sequences:
             self._sequences[sequence] = None
             sequence.added_at = time.monotonic()
-            self.num_waiting += sequence.stats.admitted_at is None
+            sequence.is_waiting = sequence.stats.admitted_at is None
+            self.num_waiting += sequence.is_waiting
             if self._absence is None:
                 self._send(sequence)
         if self._absence is not None:
@@ -195,7 +196,7 @@ class SchedulerLink:
         """Called by the receiver when a sequence is over."""
         if sequence in self._sequences:
             del self._sequences[sequence]
-            self.num_waiting -= sequence.stats.admitted_at is None
+            self.num_waiting -= sequence.is_waiting
             self.running.pop(sequence.id, None)
 
     def shut(self, error: SlipstreamError) -> None:
@@ -341,9 +342,10 @@ class SchedulerLink:
             if sequence is None:
                 continue
             sequence.is_in_slot = True
+            self.num_waiting -= sequence.is_waiting
+            sequence.is_waiting = False
             if sequence.stats.admitted_at is None:
                 sequence.stats.admitted_at = admitted_ns / 1e9
-                self.num_waiting -= 1
         for number, num_tokens in step.cached_tokens.items():
             sequence = self.running.get(number)
             if sequence is not None and not sequence.output:

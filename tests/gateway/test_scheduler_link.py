@@ -318,3 +318,21 @@ async def test_errors_that_are_kept_hold_no_frames_of_the_calls_that_they_end() 
             assert caught.value.retry_after_ms == 7
         kept = (server.store.get("", "mine").error, server.link._absence, server.link._shut)
         assert [error.__traceback__ for error in kept] == [None, None, None]
+
+
+async def test_a_request_that_comes_back_while_it_is_cancelled_counts_once(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    """Its sequence before and its new one are both at the scheduler, and have their counts and times together."""
+    server.loop.slots = 0
+    chunks = asyncio.ensure_future(collect(client.generate([5], job_id="mine", max_new_tokens=6)))
+    await until(lambda: len(server.loop.submitted) == 1)
+    job = server.store.get("", "mine")
+    assert job is not None
+    server.loop.slots = 64
+    # In one turn of the event loop, so that one message cancels the one and submits the other.
+    server.manager.leave(job, None)
+    assert server.manager.create(job.request, server.model) is job
+    assert tokens_of(await chunks) == [5] * 6
+    await until(lambda: not server.link._sequences)
+    assert server.link.num_waiting == 0

@@ -213,10 +213,17 @@ class Schedule:
             and not gateway.manager._alive
             and not gateway.link._sequences
             and not gateway.link.running
+            and not gateway.link.num_waiting
             and not scheduler.queue.num_held
+            and not len(scheduler.queue)
             and not batch.num_running
             and batch.slots.num_free == batch.slots.num_slots
             and batch.pages.num_free == batch.pages.num_pages
+            and not batch.pages._references
+            and not batch._page_lists._unsent
+            and not len(batch._prompts)
+            and not batch._preempted
+            and not batch.accounts.lengths._under_way
             and Schedule._has_draft(scheduler.session.drafts)
         )
 
