@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -85,21 +85,32 @@ def _kinds_of_fields(target: Any, kind: Any) -> tuple[tuple[str, ...], tuple[str
 
 VARINT, LENGTH_DELIMITED = 0, 2
 """Wire types."""
-_VARINTS_KEPT = 2**15
-"""At about 200 bytes each; most token ids of a text are among them."""
+_VARINTS_KEPT = 2**16
+"""At about 110 bytes each; most token ids of a text are among them."""
 
 
 def new_varint(number: int) -> bytes:
     """Encodes 0 or more as protobuf does: seven bits a byte, the lowest first, and a bit that says if more follow."""
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
+    # The first two are quicker than the last, and most numbers are among them.
+    if number < 2**14:
+        return bytes((number & 127 | 128, number >> 7)) if number > 127 else bytes((number,))
+    if number < 2**21:
+        return bytes((number & 127 | 128, number >> 7 & 127 | 128, number >> 14))
+    return bytes((number & 127 | 128,)) + new_varint(number >> 7)
 
 
-varint = lru_cache(maxsize=_VARINTS_KEPT)(new_varint)
+class Varints(dict[int, bytes]):
+    """Encoded numbers, the first of them for good. Looks up those that it has without interpreter work."""
+
+    def __missing__(self, number: int) -> bytes:
+        encoded = new_varint(number)
+        if len(self) < _VARINTS_KEPT:
+            self[number] = encoded
+        return encoded
+
+
+VARINTS = Varints()
+varint = VARINTS.__getitem__
 """The same for numbers that come again, as token ids and lengths do."""
 
 

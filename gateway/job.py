@@ -79,9 +79,10 @@ class Job:
         self._has_started = False
         self.failure: SlipstreamError | None = None
         """Set if it failed as a whole."""
-        # In the order in which they came, which is that in which they are woken.
-        self._waiting: dict[asyncio.Future[None], None] = {}
-        self._waiting_for_turn: dict[asyncio.Future[None], None] = {}
+        self.waiting: dict[asyncio.Future[None], None] = {}
+        """Set when there is more to read, in the order in which readers added them, who take them out again."""
+        self.waiting_for_turn: dict[asyncio.Future[None], None] = {}
+        """The same of readers to whom only the first token and the end of a sample are urgent."""
 
     @property
     def sequences(self) -> tuple[RunningSequence, ...]:
@@ -158,18 +159,6 @@ class Job:
             if (sequence := sample.go_on(new_detokenizer(), key=_key(number, index))) is not None
         ]
 
-    async def wait_for_change(self, wake: asyncio.Future[None], *, is_urgent: bool = True) -> None:
-        """Returns when there is more to read than at the call, or when `wake` is set otherwise.
-
-        Where it is not urgent, more to read is the first token or the end of a sample.
-        """
-        (self._waiting if is_urgent else self._waiting_for_turn)[wake] = None
-        try:
-            await wake
-        finally:
-            self._waiting.pop(wake, None)
-            self._waiting_for_turn.pop(wake, None)
-
     def update(self, metrics: RequestMetrics, now: float, turns: LoopTurns) -> int:
         """Measures the tokens added since the last call, and returns their number; ends the job with its last sample.
 
@@ -194,10 +183,10 @@ class Job:
             else:
                 metrics.lost(self.left_as or FAILED)
         # Each is woken once, and soon, but a thousand of them not in one turn of the event loop.
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         turns.wake(waiting)
         if is_urgent:
-            waiting, self._waiting_for_turn = self._waiting_for_turn, {}
+            waiting, self.waiting_for_turn = self.waiting_for_turn, {}
             turns.wake(waiting)
         return num_new
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+
+    from google.protobuf.message import Message
 
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.rpc.loop_turns import LoopTurns
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from slipstream.gateway.sample_output import SampleOutput
 
     Write = Callable[[Any], Awaitable[None]]
+    Encode = Callable[[OutputChunk], Iterable[Message]]
 
 
 BROKEN_OUTPUT = "the output could not be taken in; the server's log has more"
@@ -71,36 +75,49 @@ class JobReader:
 
     async def send(
         self,
-        write: Callable[[OutputChunk | bytes], Awaitable[None]],
+        write: Write,
         *,
+        encode: Encode,
         takes_bytes: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Calls `write` with each chunk as the output comes, and returns after the last one.
+        """Writes each chunk as the output comes, as the messages that `encode` makes of it; returns after the last one.
 
-        With `takes_bytes`, most chunks of plain text are encoded messages. Raises DeadlineExceededError when
-        `timeout_s` is over, the error that ends the job, and InternalError if the output is broken.
+        With `takes_bytes`, most chunks of plain text are written as they are, encoded. Raises DeadlineExceededError
+        when `timeout_s` is over, the error that ends the job, and InternalError if the output is broken.
         """
+        job, turns, offsets = self._job, self._turns, self._offsets
         with self._deadline(timeout_s):
             await self._detokenize_up_to_offsets()
             while self._unfinished:
                 has_read = False
                 for index in tuple(self._unfinished):
-                    sample = self._job.samples[index]
-                    output = sample.output
+                    sample = job.samples[index]
                     # A reader that has sent all there is goes to wait at once, without a turn for it.
-                    if not output.can_read(self._offsets[index]):
+                    if not sample.output.can_read(offsets[index]):
                         continue
-                    if not self._turns.has_time():
-                        await self._turns.begin()
-                    chunk = self._read_next(output, index, takes_bytes)
-                    if chunk is not None:
-                        has_read = True
+                    if not turns.has_time():
+                        await turns.begin()
+                    chunk = self._read_next(sample.output, index, takes_bytes)
+                    if chunk is None:
+                        continue
+                    has_read = True
+                    if isinstance(chunk, bytes):
                         await write(chunk)
-                        if sample.stats.first_sent_at is None and self._offsets[index]:
-                            sample.stats.first_sent_at = time.monotonic()
+                    else:
+                        for message in encode(chunk):
+                            await write(message)
+                    if sample.stats.first_sent_at is None and offsets[index]:
+                        sample.stats.first_sent_at = time.monotonic()
                 if not has_read:
-                    await self._wait()
+                    self._check_goes_on()
+                    self._is_live = True
+                    wake = self._wake = self._loop.create_future()
+                    job.waiting[wake] = None
+                    try:
+                        await wake
+                    finally:
+                        job.waiting.pop(wake, None)
                 elif self._interval_s and self._unfinished and not self._has_end():
                     await self._wait_for_turn()
 
@@ -140,9 +157,10 @@ class JobReader:
         """Measures a chunk that is sent while the job runs."""
         now = time.monotonic()
         self._metrics.publish_to_send.observe(now - output.published_ns / 1e9)
-        is_behind = output.published_before_ns / 1e9 >= self._sent_at + self._interval_s
-        if output.num_steps - self._steps[index] > 1 and (is_behind or not self._interval_s):
-            self._metrics.coalesced.inc()
+        if output.num_steps - self._steps[index] > 1:
+            is_behind = output.published_before_ns / 1e9 >= self._sent_at + self._interval_s
+            if is_behind or not self._interval_s:
+                self._metrics.coalesced.inc()
         self._sent_at = now
 
     async def _detokenize_up_to_offsets(self) -> None:
@@ -150,15 +168,13 @@ class JobReader:
         for sample, offset in zip(self._job.samples, self._offsets, strict=True):
             await sample.output.detokenize_in_turns(offset)
 
-    async def _wait(self) -> None:
+    def _check_goes_on(self) -> None:
+        """Raises the error that ends the job, or DeadlineExceededError. Called when there is nothing more to read."""
         job = self._job
         if job.error is not None:
             raise job.error.again()
         if self._is_late:
             raise DeadlineExceededError(f"job {job.job_id!r} had {job.num_tokens} tokens at the call's deadline")
-        self._is_live = True
-        self._wake = self._loop.create_future()
-        await job.wait_for_change(self._wake)
 
     def _has_end(self) -> bool:
         """True if the end of a sample is there to be read."""
@@ -166,11 +182,13 @@ class JobReader:
 
     async def _wait_for_turn(self) -> None:
         """Waits until the next chunk may be sent."""
-        self._wake = self._loop.create_future()
-        timer = self._loop.call_later(self._interval_s, _set, self._wake)
+        wake = self._wake = self._loop.create_future()
+        timer = self._loop.call_later(self._interval_s, _set, wake)
+        self._job.waiting_for_turn[wake] = None
         try:
-            await self._job.wait_for_change(self._wake, is_urgent=False)
+            await wake
         finally:
+            self._job.waiting_for_turn.pop(wake, None)
             timer.cancel()
 
     @contextmanager
@@ -203,10 +221,13 @@ class StreamWrites:
     """Bounds the writes of all streams of a gateway, those included that it forwards. Belongs to the event loop."""
 
     def __init__(self, timeout_s: float, on_cut_off: Callable[[], None]) -> None:
-        """A stream is cut off when one of its writes takes `timeout_s`; `on_cut_off` is called then."""
+        """Made on the event loop.
+
+        A stream is cut off when one of its writes takes `timeout_s`; `on_cut_off` is called then.
+        """
         self._timeout_s = timeout_s
         self._on_cut_off = on_cut_off
-        self._pending = PendingWrites()
+        self._pending = PendingWrites(asyncio.get_running_loop())
 
     @asynccontextmanager
     async def bounding(self, write: Write) -> AsyncIterator[Write]:
@@ -217,19 +238,8 @@ class StreamWrites:
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                with WriteWatch(timeout, self._timeout_s) as watch:
-
-                    async def write_in_turn(message: Any) -> None:
-                        await self._pending.begin(watch)
-                        watch.begin()
-                        await write(message)
-                        watch.end()
-                        self._pending.end(watch)
-
-                    try:
-                        yield write_in_turn
-                    finally:
-                        self._pending.forget(watch)
+                with StreamWriter(write, self._pending, timeout, self._timeout_s) as writer:
+                    yield writer.write
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -245,74 +255,96 @@ class PendingWrites:
     the same time, a health check would wait behind them all several times.
     """
 
-    def __init__(self) -> None:
-        self._room = asyncio.Semaphore(MAX_PENDING)
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Kept, because asking for the running loop is a system call in Python 3.11.
+        self._loop = loop
         self._begun: dict[Hashable, float] = {}
         """The streams that have a place, with the times at which their writes began, the earliest first."""
+        self._waiting: deque[tuple[Hashable, asyncio.Future[None]]] = deque()
+        """The streams that wait for a place; there are none while one is free."""
         self._slow: dict[Hashable, float] = {}
-        """The same for streams whose last write took too long: they get no place, and need none."""
+        """As in `_begun`, of streams whose last write took too long: they get no place, and need none."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def begin(self, stream: Hashable) -> None:
-        """Returns when the stream may write."""
-        loop = asyncio.get_running_loop()
+    def begin(self, stream: Hashable) -> asyncio.Future[None] | None:
+        """Returns None if the stream may write now, otherwise what it must wait for before."""
         if stream in self._slow:
-            self._slow[stream] = loop.time()
-            return
-        await self._room.acquire()
-        self._begun[stream] = loop.time()
-        if self._timer is None:
-            self._timer = loop.call_later(LONGEST_S, self._look)
+            self._slow[stream] = self._loop.time()
+        elif len(self._begun) < MAX_PENDING:
+            self._place(stream)
+        else:
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._waiting.append((stream, future))
+            return future
+        return None
 
     def end(self, stream: Hashable) -> None:
         """Called when its write is over."""
         if self._begun.pop(stream, None) is not None:
-            self._room.release()
-        elif asyncio.get_running_loop().time() - self._slow[stream] < LONGEST_S:
+            self._let_in()
+        elif self._loop.time() - self._slow[stream] < LONGEST_S:
             del self._slow[stream]
 
     def forget(self, stream: Hashable) -> None:
         """Called when the stream is over, in the midst of a write or not."""
         self._slow.pop(stream, None)
         if self._begun.pop(stream, None) is not None:
-            self._room.release()
+            self._let_in()
+
+    def _place(self, stream: Hashable) -> None:
+        self._begun[stream] = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(LONGEST_S, self._look)
+
+    def _let_in(self) -> None:
+        while self._waiting and len(self._begun) < MAX_PENDING:
+            stream, future = self._waiting.popleft()
+            if not future.done():
+                self._place(stream)
+                future.set_result(None)
 
     def _look(self) -> None:
-        loop = asyncio.get_running_loop()
-        latest = loop.time() - LONGEST_S
+        latest = self._loop.time() - LONGEST_S
         for stream in [stream for stream, begun_at in self._begun.items() if begun_at <= latest]:
             self._slow[stream] = self._begun.pop(stream)
-            self._room.release()
-        self._timer = loop.call_later(LONGEST_S, self._look) if self._begun else None
+        self._timer = None
+        self._let_in()
+        if self._begun and self._timer is None:
+            self._timer = self._loop.call_later(LONGEST_S, self._look)
 
 
-class WriteWatch:
-    """Lets a timeout expire when one of a stream's writes takes too long; a context manager.
+class StreamWriter:
+    """Writes the messages of one stream, and lets a timeout expire when a write takes too long; a context manager.
 
     It has one timer for all writes, because most end long before a timer of their own would be worth its price.
     """
 
-    def __init__(self, timeout: asyncio.Timeout, timeout_s: float) -> None:
+    def __init__(self, write: Write, pending: PendingWrites, timeout: asyncio.Timeout, timeout_s: float) -> None:
         """`timeout` was entered before; it expires when a write has taken `timeout_s`."""
+        self._write = write
+        self._pending = pending
         self._timeout = timeout
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._begun_at: float | None = None
 
-    def __enter__(self) -> WriteWatch:
+    def __enter__(self) -> StreamWriter:
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
+        self._pending.forget(self)
 
-    def begin(self) -> None:
-        """Called when a write begins."""
+    async def write(self, message: Any) -> None:
+        """Writes a message when the stream may."""
+        place = self._pending.begin(self)
+        if place is not None:
+            await place
         self._begun_at = self._loop.time()
-
-    def end(self) -> None:
-        """Called when it is done."""
+        await self._write(message)
         self._begun_at = None
+        self._pending.end(self)
 
     def _look(self) -> None:
         now = self._loop.time()

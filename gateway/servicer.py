@@ -5,6 +5,7 @@ And the `Recorder` service, which returns the times of the last requests.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from contextlib import suppress
@@ -26,24 +27,18 @@ from slipstream.gateway.validation import check_job_id, check_num_messages, chec
 from slipstream.protos import generation_pb2, generation_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
-
-    from google.protobuf.message import Message
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from slipstream.common.api.output_chunk import OutputChunk
     from slipstream.common.api.server_state import ServerState
     from slipstream.gateway.fair_turns import FairTurns
     from slipstream.gateway.job import Job
-    from slipstream.gateway.job_stream import JobReader, StreamWrites
+    from slipstream.gateway.job_stream import Encode, JobReader, StreamWrites
     from slipstream.gateway.manager import JobManager
     from slipstream.gateway.peers import Peers
+    from slipstream.gateway.sample import SequenceStats
     from slipstream.gateway.served_model import ServedModel
     from slipstream.gateway.validation import CheckedRequest, JobRequest, RequestLimits
-
-    Encode = Callable[[OutputChunk], Iterable[Message]]
-    from collections.abc import Iterator
-
-    from slipstream.gateway.sample import SequenceStats
 
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -77,7 +72,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self._turns = turns
         self._peers = peers
         self._writes = writes
-        self._write = failing_before("gateway.before_write", _write)
         self.request_times = RequestTimes()
         self._encoded: tuple[OutputChunk, generation_pb2.GenerateResponse] | None = None
         """The chunk that was encoded last."""
@@ -209,26 +203,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def _send(self, reader: JobReader, context: Any, encode: Encode | None = None) -> None:
         timeout_s = context.time_remaining()
-        async with self._writes.bounding(partial(self._write, context)) as write_message:
+        write = failing_before("gateway.before_write", context.write)
+        async with self._writes.bounding(write) as write_message:
+            # In a task of its own, which each message wakes: the way to it would lead through all interceptors' frames.
+            await asyncio.create_task(
+                reader.send(
+                    write_message, encode=encode or self._messages, takes_bytes=encode is None, timeout_s=timeout_s
+                )
+            )
 
-            async def write(chunk: OutputChunk | bytes) -> None:
-                for message in self._messages(chunk) if isinstance(chunk, bytes) or encode is None else encode(chunk):
-                    await write_message(message)
-
-            await reader.send(write, takes_bytes=encode is None, timeout_s=timeout_s)
-
-    def _messages(self, chunk: OutputChunk | bytes) -> tuple[generation_pb2.GenerateResponse | bytes]:
+    def _messages(self, chunk: OutputChunk) -> tuple[generation_pb2.GenerateResponse]:
         """Encodes a chunk once for readers of a job that are at the same place."""
-        if isinstance(chunk, bytes):
-            return (chunk,)
         if self._encoded is None or self._encoded[0] is not chunk:
             self._encoded = chunk, chunk.to_pb()
         return (self._encoded[1],)
-
-
-def _write(context: Any, message: Message | bytes) -> Awaitable[None]:
-    written: Awaitable[None] = context.write(message)
-    return written
 
 
 def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], int]:

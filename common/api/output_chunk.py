@@ -246,15 +246,18 @@ class PlainChunkEncoder:
         published_ns: int,
     ) -> bytes:
         """The message of some tokens; `is_draft` has a byte for each, 0 or 1. Its fields as in `OutputChunk`."""
-        num_tokens = varint(len(token_ids))
-        ids, lengths = b"".join(map(varint, token_ids)), b"".join(map(varint, text_lengths))
-        parts: list[bytes | bytearray] = [self._begin, _TOKEN_IDS, varint(len(ids)), ids]
+        ids = b"".join(map(varint, token_ids))
+        # A number below 128 is one byte.
+        is_short = max(text_lengths) < 128
+        lengths = bytes(text_lengths) if is_short else b"".join(map(varint, text_lengths))
+        parts: list[bytes | bytearray] = [self._begin]
         if token_offset:
-            parts[1:1] = _TOKEN_OFFSET, varint(token_offset)
+            parts += _TOKEN_OFFSET, new_varint(token_offset)
+        parts += _TOKEN_IDS, varint(len(ids)), ids
         if text:
             encoded = text.encode()
             parts += _TEXT, varint(len(encoded)), encoded
-        parts += _IS_DRAFT, num_tokens, is_draft, _TEXT_LENGTHS, varint(len(lengths)), lengths, self._end
+        parts += _IS_DRAFT, varint(len(token_ids)), is_draft, _TEXT_LENGTHS, varint(len(lengths)), lengths, self._end
         if published_ns:
             parts += _PUBLISHED_NS, _time(published_ns)
         return b"".join(parts)

@@ -11,7 +11,7 @@ import pytest
 from slipstream.client import AsyncClient
 from slipstream.gateway.forwarding import Forwarding
 from slipstream.gateway.home import Home, home_of
-from slipstream.gateway.job_stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWrites, WriteWatch
+from slipstream.gateway.job_stream import LONGEST_S, MAX_PENDING, PendingWrites, StreamWriter, StreamWrites
 from tests.harness.generation_server import collect, generation_server, tokens_of
 from tests.harness.hand_clock import HandClockLoop
 
@@ -40,7 +40,7 @@ class Streams:
 
     def __init__(self, loop: HandClockLoop) -> None:
         self.loop = loop
-        self.pending = PendingWrites()
+        self.pending = PendingWrites(loop)
         self.writing: list[int] = []
         """Those whose writes have begun, in that order."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -72,7 +72,9 @@ class Streams:
         self.loop.advance()
 
     async def _begin(self, number: int) -> None:
-        await self.pending.begin(number)
+        place = self.pending.begin(number)
+        if place is not None:
+            await place
         self.writing.append(number)
 
 
@@ -131,9 +133,10 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PendingWrites, int]]:
     """For each write of a gateway that begins: the gateway's object, and the writes that are under way."""
     begin, seen = PendingWrites.begin, []
 
-    async def counted(pending: PendingWrites, stream: object) -> None:
-        await begin(pending, stream)
+    def counted(pending: PendingWrites, stream: object) -> asyncio.Future[None] | None:
+        place = begin(pending, stream)
         seen.append((pending, len(pending._begun)))
+        return place
 
     monkeypatch.setattr(PendingWrites, "begin", counted)
     return seen
@@ -199,14 +202,15 @@ class Stream:
     async def _run(self) -> None:
         timeout = asyncio.timeout(None)
         async with timeout:
-            with WriteWatch(timeout, TIMEOUT_S) as watch:
+            with StreamWriter(self._write, PendingWrites(self.loop), timeout, TIMEOUT_S) as writer:
                 while True:
                     await self._may_write.wait()
                     self._may_write.clear()
-                    watch.begin()
-                    await self._is_written.wait()
-                    self._is_written.clear()
-                    watch.end()
+                    await writer.write(b"")
+
+    async def _write(self, _: bytes) -> None:
+        await self._is_written.wait()
+        self._is_written.clear()
 
     def begin(self) -> None:
         """The next write begins."""

@@ -127,7 +127,7 @@ async def test_the_server_keeps_time_itself(server: GenerationServer) -> None:
     job = server.manager.create(spec, server.model)
     server.manager.enter(job)
     with pytest.raises(DeadlineExceededError, match="'mine' had 0 tokens"):
-        await server.manager.reader(job).send(pytest.fail, timeout_s=0.01)
+        await server.manager.reader(job).send(pytest.fail, encode=pytest.fail, timeout_s=0.01)
     server.manager.leave(job, 0.0)
     await server.manager.wait_idle()
     assert server.metric("requests_total", outcome="deadline") == 1
