@@ -10,6 +10,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from slipstream.common.rpc.interceptor import ServerInterceptor, replaced
+from slipstream.common.rpc.loop_turns import LoopTurns
 from slipstream.common.rpc.request_size import MIN_COUNTED_BYTES, check_num_fields
 from slipstream.gateway.home import home_of
 from slipstream.gateway.keys import forwarded_for
@@ -43,6 +44,7 @@ class Forwarding(ServerInterceptor):
         """`writes`: those of this gateway's own streams as well."""
         self._peers = peers
         self._writes = writes
+        self._turns = LoopTurns()
         self._num_calls = 0
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -60,7 +62,7 @@ class Forwarding(ServerInterceptor):
                 if forwarded_for() is not None:
                     return await handle(request, context)
                 if len(request) >= MIN_COUNTED_BYTES:
-                    await check_num_fields(request, _NAMED_JOBS)
+                    await check_num_fields(request, _NAMED_JOBS, self._turns)
                 homes, answer = self._homes(method, request), None
                 for index in homes - {self._peers.home.index}:
                     answer = await self._forwarded(index, forward(index, method, request, context), context)

@@ -202,6 +202,7 @@ class Decoder(ServerInterceptor):
 
     def __init__(self) -> None:
         self._log = RateLimitedLog(logger, logging.WARNING)
+        self._turns = LoopTurns()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Wraps the handler of a call unless requests are streamed or bytes."""
@@ -215,7 +216,7 @@ class Decoder(ServerInterceptor):
         def make(handle: Handle) -> Handle:
             async def call(request: bytes, context: Any) -> Any:
                 if kind is not None and len(request) >= MIN_COUNTED_BYTES:
-                    await check_num_fields(request, kind.DESCRIPTOR)
+                    await check_num_fields(request, kind.DESCRIPTOR, self._turns)
                 try:
                     message = decode(request)
                 except DecodeError:
