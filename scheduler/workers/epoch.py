@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,9 @@ class Epoch:
         is_on_gpu = device.identity != "cpu"
         self.policy = DraftPolicy(metrics.rested) if config.num_draft_tokens is None else None
         """Decides when the draft rests; None where it always drafts."""
-        self.speculation = Speculation(self.batch, self, timeout_s=timeout_s, is_on_gpu=is_on_gpu, policy=self.policy)
+        # No cycle, so that a lost epoch is gone at once: full collections wait until nothing runs.
+        told: SpeculationListener = weakref.proxy(self)
+        self.speculation = Speculation(self.batch, told, timeout_s=timeout_s, is_on_gpu=is_on_gpu, policy=self.policy)
         self.log = open_access_log(config.access_log_dir, StreamName.SCHEDULER, number)
         self._expected = workers
         self._config = config

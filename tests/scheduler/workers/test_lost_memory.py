@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -133,6 +134,22 @@ async def test_losses_give_everything_back(session: Cut, no_collector: None, rol
             await client.served()
     assert max(found[1:]) <= found[0], found
     assert client.num_epochs == (NUM_LOSSES + 1 if role is Role.VERIFY else 1)
+
+
+async def test_a_lost_epoch_is_gone_at_once(session: Cut, no_collector: None) -> None:
+    """With its sequences, pages and prefix cache: nothing of it waits for the collector."""
+    client = session.client
+    running = asyncio.create_task(client.run(make_job(max_new_tokens=200)))
+    await until(lambda: client.epoch is not None and client.epoch.batch.num_running > 0)
+    assert client.epoch is not None
+    lost = weakref.ref(client.epoch)
+    client.attached.clear()
+    session.cut(Role.VERIFY)
+    with pytest.raises(UnavailableError):
+        await running
+    del running
+    await client.served()
+    await until(lambda: lost() is None)
 
 
 async def test_an_idle_scheduler_says_at_once_that_verify_is_lost(session: Cut) -> None:
