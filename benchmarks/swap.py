@@ -37,16 +37,20 @@ from slipstream.cli.cancellation import background
 from slipstream.cli.up.control import request_swap
 from slipstream.client import AsyncClient
 from slipstream.common.api.draft_swap import SwapTerms
+from slipstream.scheduler.telemetry.step_metrics import STEP_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from slipstream.common.api.server_state import ServerState
+    from slipstream.common.rpc.scrape import Scrape
 
 CALM_S = 3.0
 """Time before a swap in which gaps and acceptance are those of before."""
 TIMEOUT_S = 120.0
 POLL_S = 0.02
+SLOW_S = 0.05
+"""Steps that take longer are counted; a limit of the histogram of steps."""
 BIN_TOKENS = 25
 NUM_BINS = 16
 RECOVERED = 0.95
@@ -150,6 +154,7 @@ class Swaps:
 
     async def swap(self, before: str, after: str, draft: Path | None) -> Swap:
         """Swaps to the draft in this directory, None for none; `after` is its algorithm, or RANDOM."""
+        metrics = await self._server.metrics()
         await self.streams.settle(timeout_s=TIMEOUT_S)
         await asyncio.sleep(CALM_S)
         begun = time.monotonic()
@@ -161,6 +166,7 @@ class Swaps:
         await asyncio.sleep(0.5)
         gaps = self.streams.longest_gaps(begun, ended + 0.5)
         calm = self.streams.longest_gaps(begun - CALM_S, begun - 0.5)
+        print(_seen_by_scheduler(answer.longest_pause_ms, (await self._server.metrics()).since(metrics)), flush=True)
         await self._jobs()
         recovery = Recovery()
         if since is not None:
@@ -267,6 +273,14 @@ async def measure(plan: Plan) -> dict[str, Any]:
         "jobs": swaps.streams.num_jobs,
         "errors": swaps.streams.errors,
     }
+
+
+def _seen_by_scheduler(longest_pause_ms: float, gained: Scrape) -> str:
+    """The scheduler's times of the same steps: a gap that is not among them comes from a gateway or the clients."""
+    num_steps = gained.total(f"{STEP_SECONDS.name}_count")
+    num_slow = num_steps - gained.total(f"{STEP_SECONDS.name}_bucket", le=str(SLOW_S))
+    slow = f"{num_slow:.0f} of {num_steps:.0f} steps over {1e3 * SLOW_S:.0f} ms"
+    return f"in the scheduler: longest pause until the answer {longest_pause_ms:.0f} ms, {slow}"
 
 
 def _line(row: Swap) -> str:
