@@ -98,7 +98,7 @@ def main(
     text, own = load_sources(corpus, samples, where, batch=batch, seed=seed, samples_per_text=2)
     teacher = checkpoint.load_for_training(target).eval().requires_grad_(False).to(where)
     fitted_to = text.stream[: FIT_TOKENS // text.length * text.length].view(-1, text.length).long()
-    head = EagleHead(teacher, fitted_to).to(where)
+    head = EagleHead(teacher, fitted_to)
     typer.echo(f"{checkpoint.num_parameters(head)} parameters")
     rollout = Rollout(head, teacher, depth=depth, overlap_weight=overlap_weight, length=length)
     config = OptimizerConfig(matrix_rate=rate, embedding_rate=rate / 4, weight_decay=0.01)

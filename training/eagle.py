@@ -51,6 +51,7 @@ class EagleHead(nn.Module):
         cos, sin = rope_tables(shape.max_position_embeddings, shape.head_dim, shape.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.to(tokens.device)
         self._begin(layer, target, tokens)
 
     @torch.no_grad()
