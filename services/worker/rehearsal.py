@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from slipstream.services.worker.engine import RoleEngine
     from slipstream.services.worker.epoch import EpochState
 
-_SIZES = (1, 2, 16, 32, 64, 128, 300, 512, 1024)
-"""Tokens of steps between which other kernels run; libraries choose theirs by size, too."""
+_SIZES = (1, 2, 16, 32, *range(64, 1024, 64), *range(1024, 2049, 128))
+"""Tokens of steps between which other kernels run: libraries choose theirs by size, and load each for 10 ms or more."""
 
 
 def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
