@@ -42,11 +42,16 @@ if TYPE_CHECKING:
 
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
 
 LONG_TEXT_CHARACTERS = 4096
 """About a millisecond of tokenising, in which the event loop serves no other call."""
 
 LARGE_REQUEST_BYTES = 2**16
+"""Bytes of a request from which on it is looked through on a thread, in fair turns."""
+
+KEPT_REQUEST_TIMES = 2048
+"""Requests whose times are kept for `slipstream trace`."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -229,15 +234,10 @@ def _take_resume(request: generation_pb2.GenerateRequest) -> tuple[list[int], in
     return from_tokens, attempt
 
 
-RECORDER = trace_pb2.DESCRIPTOR.services_by_name["Recorder"].full_name
-CAPACITY = 2048
-"""Requests that are kept."""
-
-
 class RequestTimes:
-    """A ring of the last requests. Belongs to the event loop."""
+    """The times of the last requests, for `slipstream trace`. Belongs to the event loop."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = KEPT_REQUEST_TIMES) -> None:
         self._capacity = capacity
         self._requests: OrderedDict[int, _Request] = OrderedDict()
 
