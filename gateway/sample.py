@@ -99,6 +99,7 @@ class RunningSequence:
     is_waiting: bool = False
     """True while the link counts it among those that wait for their first slot."""
     is_cancelled: bool = False
+    """True once its end was asked for, or is on its way: no scheduler gets it any more."""
     is_in_slot: bool = False
     """True if the scheduler of now has given it a slot."""
     num_lost_epochs: int = 0

@@ -272,7 +272,7 @@ class SchedulerLink:
             error = FailedPreconditionError(f"this server cannot serve: {state.paused}")
             await self._pause(receiver, state.paused, error)
             for sequence in tuple(self._sequences):
-                receiver.end(sequence, error=error)
+                self._fail(sequence, receiver, error)
         else:
             await self._pause(receiver, state.paused)
 
@@ -291,7 +291,8 @@ class SchedulerLink:
         await receiver.begin(model)
         self.description, self._model, self._absence, self._is_final = description, model, None, False
         for sequence in self._sequences:
-            self._send(sequence)
+            if not sequence.is_cancelled:
+                self._send(sequence)
         epoch = {"epoch": description.server.epoch}
         logger.info("serving %s, %d sequences", description.server.model, len(self._sequences), extra=epoch)
         self._on_serving(self._shut is None)
@@ -333,8 +334,14 @@ class SchedulerLink:
             f"{count} times in a row all work was lost while this sequence ran, before its next token"
         )
         logger.error("given up: %s", error, extra={"job": sequence.spec.job_id})
-        receiver.end(sequence, error=error)
+        self._fail(sequence, receiver, error)
         self._on_given_up()
+
+    @staticmethod
+    def _fail(sequence: RunningSequence, receiver: Receiver, error: SlipstreamError) -> None:
+        # The receiver's end may take a while, and no scheduler is to get the sequence meanwhile.
+        sequence.is_cancelled = True
+        receiver.end(sequence, error=error)
 
     def _note_admitted(self, step: StepOutput) -> None:
         for number, admitted_ns in zip(step.admitted, step.admitted_ns, strict=True):
@@ -353,10 +360,12 @@ class SchedulerLink:
 
     def _watch_outage(self) -> None:
         """Sets a timer for the sequence that has been without a scheduler for longest, unless there is one."""
-        if self._expiry is not None or self._absence is None or not self._sequences:
+        if self._expiry is not None or self._absence is None:
             return
-        since = min(max(self._outage_at, sequence.added_at) for sequence in self._sequences)
-        delay_s = since + self._outage_timeout_s - time.monotonic()
+        since = [max(self._outage_at, one.added_at) for one in self._sequences if not one.is_cancelled]
+        if not since:
+            return
+        delay_s = min(since) + self._outage_timeout_s - time.monotonic()
         self._expiry = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._expire)
 
     def _expire(self) -> None:
@@ -365,10 +374,10 @@ class SchedulerLink:
             return
         latest = time.monotonic() - self._outage_timeout_s
         message = f"{self._absence}, for {self._outage_timeout_s:g} s"
-        late = (one for one in self._sequences if max(self._outage_at, one.added_at) <= latest)
+        unfinished = (one for one in self._sequences if not one.is_cancelled)
+        late = (one for one in unfinished if max(self._outage_at, one.added_at) <= latest)
         for sequence in tuple(islice(late, MAX_ENDED_IN_A_TURN)):
-            error = UnavailableError(message, retry_after_ms=RETRY_AFTER_MS)
-            self._receiver.end(sequence, error=error)
+            self._fail(sequence, self._receiver, UnavailableError(message, retry_after_ms=RETRY_AFTER_MS))
         self._watch_outage()
 
 

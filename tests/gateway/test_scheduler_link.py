@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from tests.harness.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from slipstream.common.api.output_chunk import OutputChunk
     from tests.harness.generation_server import GenerationServer
@@ -336,3 +338,31 @@ async def test_a_request_that_comes_back_while_it_is_cancelled_counts_once(
     assert tokens_of(await chunks) == [5] * 6
     await until(lambda: not server.link._sequences)
     assert server.link.num_waiting == 0
+
+
+async def test_a_sequence_whose_end_is_being_written_is_not_submitted_again(tmp_path: Path) -> None:
+    """A scheduler would run it up to its length, with nobody to end it."""
+    async with (
+        generation_server(outage_timeout_s=0.2, journal=tmp_path / "journal") as server,
+        AsyncClient(server.address) as client,
+    ):
+        server.loop.pause_tokens = 0
+        await client.create_job([5], job_id="late", max_new_tokens=9)
+        await until(lambda: len(server.loop.submitted) == 1)
+        server.loop.pause("verify is gone")
+        await until(lambda: not server.link.running)
+        journal, may_write = server.manager.journal, threading.Event()
+        write = journal._write
+        journal._write = lambda changes, rows: write(changes, rows) if may_write.wait(30) else 0
+        job = server.store.get("", "late")
+        assert job is not None
+        journal.accept(job)
+        # The end of the outage's time waits for the disk.
+        await until(lambda: any(item.then is not None for item in journal._pending))
+        server.loop.serve()
+        await until(lambda: server.link._absence is None)
+        may_write.set()
+        await until(lambda: server.metric("requests_total", outcome="error") == 1)
+        server.loop.pause_tokens = None
+        await collect(client.generate([6], job_id="other", max_new_tokens=3))
+        assert [sequence.spec.job_id for sequence in server.loop.submitted] == ["late", "other"]
