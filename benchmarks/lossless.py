@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from slipstream.benchmarks.models import ALGORITHMS, NONE, JsonOption, Models, draft_of
+from slipstream.benchmarks.models import ALGORITHMS, NGRAM_SUFFIX, NONE, JsonOption, Models, draft_of
 from slipstream.benchmarks.result_files import write_json
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
@@ -106,7 +106,7 @@ REFERENCE = Way(NONE, 0, IN_ONE_PIECE, 1)
 
 def _ways() -> Iterator[Way]:
     """Each pair of values of any two dimensions, with each algorithm."""
-    for algorithm in ALGORITHMS:
+    for algorithm in (*ALGORITHMS, NGRAM_SUFFIX):
         for run_ahead, alone, together in (
             (0, IN_ONE_PIECE, IN_CHUNKS),
             (1, IN_CHUNKS, IN_ONE_PIECE),

@@ -45,7 +45,7 @@ class NgramDrafter:
             most_new = sizes.num_slots * (sizes.num_draft_tokens + 1)
             bounds = self._shortest, self._longest
             num_tokens = max(self._suffix_cache_tokens, most_new)
-            self._suffix_cache = SuffixCache(num_tokens, sizes.num_slots, bounds, self._device)
+            self._suffix_cache = _suffix_cache(num_tokens, sizes.num_slots, bounds, self._device)
 
     def close(self) -> None:
         self._state = None
@@ -102,6 +102,14 @@ class NgramDrafter:
     def _opened(self) -> EpochState:
         assert self._state is not None, "stream work belongs into an epoch"
         return self._state
+
+
+def _suffix_cache(num_tokens: int, num_slots: int, bounds: tuple[int, int], device: torch.device) -> SuffixCache:
+    if device.type == "cuda":
+        from slipstream.services.draft.fused_suffix_cache import FusedSuffixCache
+
+        return FusedSuffixCache(num_tokens, num_slots, bounds, device)
+    return SuffixCache(num_tokens, num_slots, bounds, device)
 
 
 def look_up(history: torch.Tensor, ends: torch.Tensor, num_tokens: int, *, shortest: int, longest: int) -> Guesses:

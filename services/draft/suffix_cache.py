@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-_NO_TOKEN = -1
+NO_TOKEN = -1
 """Stands before the beginning of a sequence in an entry, and in those that are empty."""
-_NOTHING_TO_FIND = -2
+NOTHING_TO_FIND = -2
 """Stands there in what is searched for: it equals nothing."""
 
 
@@ -45,25 +45,16 @@ class NewTokens(NamedTuple):
 
 
 class SuffixCache:
-    """The last `num_tokens` tokens of outputs. All methods are stream work.
-
-    On a GPU, what is launched depends on shapes alone: the search is one kernel that compares each sequence with all
-    entries. On a CPU it leaves out those that are empty.
-    """
+    """The last `num_tokens` tokens of outputs. All methods are stream work. On a CPU: see `FusedSuffixCache`."""
 
     def __init__(self, num_tokens: int, num_slots: int, bounds: tuple[int, int], device: torch.device) -> None:
         """`num_tokens`: at least those of a step. `num_slots`: padding included. `bounds`: tokens of a match."""
         self._size = num_tokens
         self._shortest, self._longest = bounds
         self._device = device
-        self._search = search
-        if device.type == "cuda":
-            from slipstream.services.models.kernels import suffix_search
-
-            self._search = suffix_search.search
         # One place more than there are entries takes what is not to be written.
         self._tokens = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
-        self._before = torch.full((self._longest, num_tokens + 1), _NO_TOKEN, dtype=torch.int32, device=device)
+        self._before = torch.full((self._longest, num_tokens + 1), NO_TOKEN, dtype=torch.int32, device=device)
         """[longest, places]: the token that stands 1, 2, ... before an entry's."""
         self._next = torch.full((num_tokens + 1,), -1, dtype=torch.int64, device=device)
         """The place of the entry behind; -1 for none. It is younger, so that it is there as long as the entry is."""
@@ -113,7 +104,7 @@ class SuffixCache:
 
         If fewer than K tokens follow it, they are repeated.
         """
-        best = self._search(self._before, self._suffixes(new.ends, history), self._count, self._shortest)
+        best = search(self._before, self._suffixes(new.ends, history), self._count, self._shortest)
         is_longer = (best // self._size > own.scores) & new.are_shared
         first = (best % self._size + self._count) % self._size
         place, found = first, []
@@ -126,7 +117,7 @@ class SuffixCache:
     def _suffixes(self, ends: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
         positions = ends[:, None] - torch.arange(self._longest, device=self._device)
         tokens = history.gather(1, positions.clamp(min=0, max=history.shape[1] - 1))
-        return tokens.masked_fill(positions < 0, _NOTHING_TO_FIND)
+        return tokens.masked_fill(positions < 0, NOTHING_TO_FIND)
 
     def _tokens_before(self, first: torch.Tensor, width: int, history: torch.Tensor) -> torch.Tensor:
         """The tokens before each of `width` from position `first` on: [longest, B * width] int32, the last first."""
@@ -134,12 +125,12 @@ class SuffixCache:
         positions = first[:, None, None] + offsets + torch.arange(width, device=self._device)
         # [B, longest, width]
         places = positions.clamp(min=0, max=history.shape[1] - 1).flatten(1)
-        tokens = history.gather(1, places).view(positions.shape).masked_fill(positions < 0, _NO_TOKEN)
+        tokens = history.gather(1, places).view(positions.shape).masked_fill(positions < 0, NO_TOKEN)
         return tokens.transpose(0, 1).flatten(1)
 
 
 def search(before: torch.Tensor, suffixes: torch.Tensor, count: torch.Tensor, shortest: int) -> torch.Tensor:
-    """Finds the best match of each of B suffixes in the ring of a `SuffixCache`, on a CPU.
+    """Finds the best match of each of B suffixes in the ring of a `SuffixCache`.
 
     `before`: [longest, size + 1] int32, of which the last column does not count; `suffixes`: [B, longest] int32, the
     last token first; `count`: [1] int64, entries that were ever written. Returns [B] int64: the score of the match (see
@@ -150,7 +141,7 @@ def search(before: torch.Tensor, suffixes: torch.Tensor, count: torch.Tensor, sh
     for row, suffix in enumerate(suffixes.tolist()):
         places: slice | torch.Tensor = slice(min(num_written, size))
         for back, token in enumerate(suffix):
-            # The host reads results without waiting: what does not match is not compared further.
+            # On a CPU the host reads results without waiting: what does not match is not compared further.
             matches = (before[back][places] == token).nonzero()[:, 0]
             places = matches if isinstance(places, slice) else places[matches]
             if not len(places):
