@@ -9,7 +9,7 @@ from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
-from slipstream.services.worker.rehearsal import rehearse, rehearse_prompts
+from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.staging import FlatChunks, put_integers
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DraftEngine:
         if state.graphs is not None:
             rehearse_prompts(self, state)
             self._graphs = DraftGraphs(self._drafter, state, state.graphs)
-            rehearse(self, state, StepKind.DECODE)
+            rehearse_drafting(self, state)
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         raise InvalidArgumentError("role", self.description.role.value, "verify, for a draft to attach to")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
-from slipstream.common.worker.contract import FINAL_NORM
+from slipstream.common.worker.contract import FINAL_NORM, DraftSizes
 from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import FenceName, PrefillChunk, StepKind
 from slipstream.services.models.sampler import SimulatedAcceptance
@@ -17,19 +17,22 @@ from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.target import PromptEnds, Target
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import at_once
-from slipstream.services.worker.rehearsal import rehearse_prompts
+from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
 from slipstream.services.worker.staging import FlatChunks, put_integers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from slipstream.common.worker.contract import DraftSizes, WorkerDescription
+    from slipstream.common.worker.contract import WorkerDescription
     from slipstream.common.worker.step import StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
+
+_REHEARSED = -1
+"""Stands for an attachment in steps that are only rehearsed."""
 
 
 class VerifyEngine:
@@ -75,6 +78,8 @@ class VerifyEngine:
         at_once(self._capture_prompts(layers))
         rehearse_prompts(self, state)
         at_once(self._graphs.capture(sizes, layers))
+        if width is None:
+            self._rehearse_mixed(state, self._graphs, sizes)
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         layers = self._check_draft(region.sizes)
@@ -132,6 +137,16 @@ class VerifyEngine:
         rows = put_integers(state.staging, slots)
         work = partial(target.mixed, command, rows[: len(command.slots)], chunks, ends, region, layers)
         return _phases(command, state, target, slots, rows, region, work)
+
+    def _rehearse_mixed(self, state: EpochState, graphs: VerifyGraphs, draft: DraftSizes | None) -> None:
+        """Runs mixed steps with a draft, the expected one if there is any, and without."""
+        shape = state.attachment.shape
+        if shape.num_draft_tokens:
+            draft = draft or DraftSizes(num_draft_tokens=shape.num_draft_tokens)
+            state.regions[_REHEARSED] = graphs.private_region(draft, shape.chunk_tokens)
+            rehearse_mixed(self, state, StepKind.DECODE, _REHEARSED)
+            del state.regions[_REHEARSED]
+        rehearse_mixed(self, state, StepKind.PLAIN)
 
     def _width(self, num_draft_tokens: int) -> int | None:
         """Tokens of a row in every decode step; None where that may differ."""

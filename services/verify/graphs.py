@@ -90,6 +90,13 @@ class VerifyGraphs:
             yield from self._capture(num_tokens, layers)
         yield from self._capture(0, layers or self._plain_layers)
 
+    def private_region(self, draft: DraftSizes, chunk_tokens: int) -> Region:
+        """Makes memory such as a draft's, which no draft shares."""
+        shape = replace(draft.shape(self._state.attachment.shape, self._target.dtype), chunk_tokens=chunk_tokens)
+        specs, slots = (*shape.given_specs(), *shape.own_specs()), self._graphed.slots
+        buffers = {BufferName(spec.name): slots.new_zeros(spec.shape, dtype=spec.dtype) for spec in specs}
+        return self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
+
     def phases(self, command: StepCommand, region: Region | None, layers: tuple[int, ...]) -> list[Phase]:
         """A decode step, by graphs as far as there are any: the work up to publish, then the stash."""
         num_rows = len(command.slots)
@@ -170,11 +177,7 @@ class VerifyGraphs:
     def _warm_up(self, draft: DraftSizes) -> None:
         """Does on memory of its own what steps with a draft do outside of graphs, so that it is compiled."""
         # Not the slots of the last step: its numbers would be indices here.
-        attachment, rows = self._state.attachment, self._graphed.slots.new_zeros(1)
-        shape = replace(draft.shape(attachment.shape, self._target.dtype), chunk_tokens=1)
-        specs = (*shape.given_specs(), *shape.own_specs())
-        buffers = {BufferName(spec.name): rows.new_zeros(spec.shape, dtype=spec.dtype) for spec in specs}
-        region = self._state.make_region(shape, draft, buffers, number=0, vocab_size=1, log=AccessLog())
+        rows, region = self._graphed.slots.new_zeros(1), self.private_region(draft, 1)
         self._state.future_map.copy_in(0, region, (), rows, rows.new_zeros(1, draft.num_draft_tokens))
         for num_tokens in (1, draft.num_draft_tokens + 1):
             result = VerifyResult(

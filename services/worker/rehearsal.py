@@ -1,11 +1,13 @@
-"""Takes in prompts before there are any: a GPU compiles and loads a kernel when it is first used, which takes long."""
+"""Runs steps before there are any: a GPU compiles and loads a kernel when it is first used, which takes long."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
+from slipstream.services.worker.graphs import batch_buckets
 
 if TYPE_CHECKING:
     from slipstream.services.worker.engine import RoleEngine
@@ -13,6 +15,12 @@ if TYPE_CHECKING:
 
 _SIZES = (1, 2, 16, 32, *range(64, 1024, 64), *range(1024, 2049, 128))
 """Tokens of steps between which other kernels run: libraries choose theirs by size, and load each for 10 ms or more."""
+_MIXED_SIZES = (1, 16, 128, 512, 1024)
+"""Prompt tokens of mixed steps: what differs by their number alone, prompts have rehearsed."""
+_FEW_TOKENS = 8
+_PLAIN = SamplingParams()
+_MODES = (SamplingParams(temperature=1.0, repetition_penalty=1.1), SamplingParams(temperature=1.0, top_p=0.9), _PLAIN)
+"""A request for each way to sample. The last one leaves nothing behind."""
 
 
 def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
@@ -23,20 +31,86 @@ def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
     shape = state.attachment.shape
     for size in sorted({min(size, shape.chunk_tokens) for size in (*_SIZES, shape.chunk_tokens)}, reverse=True):
         lengths = (size,) if size == 1 or shape.num_slots == 2 else (1, size - 1)
-        chunks = tuple(
-            PrefillChunk(slot=slot, start=0, tokens=(0,) * length, is_last=True)
-            for slot, length in enumerate(lengths, start=1)
+        rehearse(role, state, StepKind.PREFILL, _chunks(1, *lengths))
+
+
+def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachment: int = 0) -> None:
+    """Verify: runs mixed steps of that kind with chunks of all sizes, in every way to sample, in slots without pages.
+
+    `attachment`: of the draft that takes part. The largest comes first.
+    """
+    shape = state.attachment.shape
+    most_rows, most_tokens = shape.num_slots - 2, shape.chunk_tokens
+    width = shape.num_draft_tokens + 1 if kind is StepKind.DECODE else 1
+    if most_rows < 1:
+        return  # the only slot cannot do both
+
+    def run(num_rows: int, num_tokens: int, sampling: SamplingParams = _PLAIN, top_logprobs: int | None = None) -> None:
+        # As many as beside these rows in one step; see `BatchSizes.room_for_prompts`.
+        room = max(most_tokens - num_rows * width, -(-most_tokens // 4))
+        rehearse(
+            role,
+            state,
+            kind,
+            _chunks(shape.num_slots - 1, min(num_tokens, room)),
+            slots=tuple(range(1, num_rows + 1)),
+            sampling=sampling,
+            top_logprobs=top_logprobs,
+            attachment=attachment,
         )
-        rehearse(role, state, StepKind.PREFILL, chunks)
+
+    run(most_rows, most_tokens)
+    for size in reversed((*_MIXED_SIZES, most_tokens)):
+        run(1, size)
+    for num_rows in reversed(batch_buckets(most_rows)):
+        run(num_rows, _FEW_TOKENS)
+    for num_rows, sampling in product((most_rows, 1), _MODES):
+        for top_logprobs in (0, None):
+            run(num_rows, _FEW_TOKENS, sampling, top_logprobs)
 
 
-def rehearse(role: RoleEngine, state: EpochState, kind: StepKind, chunks: tuple[PrefillChunk, ...] = ()) -> None:
-    """Runs a step of new sequences without pages: those of `chunks`, or in slot 1. Nothing is signalled."""
-    attachment = state.attachment
-    slots = tuple(chunk.slot for chunk in chunks) or (1,)
-    limit, sampling = attachment.context_tokens, SamplingParams()
-    updates = tuple(SlotUpdate(slot=slot, generation=0, limit_tokens=limit, sampling=sampling) for slot in slots)
-    command = StepCommand(epoch=attachment.epoch, step=0, kind=kind, slots=slots, chunks=chunks, updates=updates)
+def rehearse_drafting(role: RoleEngine, state: EpochState) -> None:
+    """A draft: runs decode steps, those too that no graph takes, in slots without pages.
+
+    Of an odd number of rows as well: kernels differ by how what they read is aligned.
+    """
+    sizes = batch_buckets(state.attachment.shape.num_slots - 1)
+    for num_rows in sorted({*sizes, *(size - 1 for size in sizes if size > 1)}, reverse=True):
+        rehearse(role, state, StepKind.DECODE, slots=tuple(range(1, num_rows + 1)), sampling=_MODES[0])
+    rehearse(role, state, StepKind.DECODE, slots=tuple(range(1, max(sizes) + 1)))  # leaves no penalties behind
+
+
+def rehearse(
+    role: RoleEngine,
+    state: EpochState,
+    kind: StepKind,
+    chunks: tuple[PrefillChunk, ...] = (),
+    *,
+    slots: tuple[int, ...] = (),
+    sampling: SamplingParams = _PLAIN,
+    top_logprobs: int | None = None,
+    attachment: int = 0,
+) -> None:
+    """Runs a step of new sequences without pages: those of `chunks`, and in a step that decodes of `slots` or slot 1.
+
+    Nothing is signalled.
+    """
+    epoch, taking_in = state.attachment, tuple(chunk.slot for chunk in chunks)
+    slots = taking_in if kind is StepKind.PREFILL else slots or (1,)
+    updates = tuple(
+        SlotUpdate(slot=slot, generation=0, limit_tokens=epoch.context_tokens, sampling=sampling)
+        for slot in sorted({*slots, *taking_in})
+    )
+    command = StepCommand(
+        epoch=epoch.epoch,
+        step=0,
+        kind=kind,
+        slots=slots,
+        chunks=chunks,
+        updates=updates,
+        top_logprobs=top_logprobs,
+        attachment=attachment,
+    )
     state.staging.begin(command.step, command.slots)
     changes = state.slots.changes(command.updates, state.staging)
     phases = role.phases(command, state)
@@ -44,3 +118,11 @@ def rehearse(role: RoleEngine, state: EpochState, kind: StepKind, chunks: tuple[
     state.slots.take_over(changes)
     for phase in phases:
         phase.work()
+
+
+def _chunks(first_slot: int, *lengths: int) -> tuple[PrefillChunk, ...]:
+    """Whole prompts of these lengths, in slots one behind the other."""
+    return tuple(
+        PrefillChunk(slot=slot, start=0, tokens=(0,) * length, is_last=True)
+        for slot, length in enumerate(lengths, start=first_slot)
+    )

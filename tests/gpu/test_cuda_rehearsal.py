@@ -1,4 +1,4 @@
-"""Attaching compiles every kernel that steps launch: one that is compiled later holds up all requests, for seconds."""
+"""Attaching compiles every kernel that steps launch, and takes all memory: what is late holds up all requests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from slipstream.bundled import target_dir
 from slipstream.common.api.sequence import SamplingParams, SequenceSpec
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from slipstream.common.worker.step import StepCommand
 
 VOCAB_SIZE = 256
-SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.8, top_p=0.9, seed=2))
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=2),
+    SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=3),
+)
 WAVES = ((1,), (2,), (3, 5), (20, 1), (40, 9, 7), (63, 64, 65), (1, 100, 1, 1), (300, 2, 900), (130,) * 6, (4,) * 6)
 """Lengths of prompts that come together."""
 CROWD = ((8,) * 200,)
@@ -31,9 +36,13 @@ CROWD = ((8,) * 200,)
 
 
 class ListeningWorker(LocalWorker):
-    """Notes each kernel that is compiled, or loaded from Triton's cache, while a step is enqueued."""
+    """Notes what is late while a step is enqueued.
+
+    Kernels that are compiled, or loaded from Triton's cache, and in mixed steps memory of the device and pinned memory.
+    """
 
     compiled: list[str]
+    allocated: list[str]
 
     def send(self, command: StepCommand) -> None:
         """See `LocalWorker.send`."""
@@ -44,10 +53,19 @@ class ListeningWorker(LocalWorker):
             self.compiled.append(f"{command.kind.name}: {arguments['repr']}")
 
         triton.knobs.runtime.jit_cache_hook = note
+        before = _reserved()
         try:
             super().send(command)
         finally:
             triton.knobs.runtime.jit_cache_hook = None
+        if command.is_mixed and before != _reserved():
+            what = f"{len(command.slots)} rows and {sum(len(chunk.tokens) for chunk in command.chunks)} tokens"
+            self.allocated.append(f"{command.kind.name} of {what}: {before} to {_reserved()}")
+
+
+def _reserved() -> tuple[int, int]:
+    """Bytes of the device's memory, and pinned allocations of the host's."""
+    return torch.cuda.memory_reserved(), torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
 def forget_kernels() -> None:
@@ -74,6 +92,7 @@ def test_no_kernel_is_compiled_for_a_request(
 ) -> None:
     forget_kernels()
     monkeypatch.setattr(ListeningWorker, "compiled", [], raising=False)
+    monkeypatch.setattr(ListeningWorker, "allocated", [], raising=False)
     roles = [make_verify(WorkerConfig(model=target_dir(), dtype="bfloat16"), device, 0)]
     if draft != "none":
         model = MODELS.get(draft)
@@ -90,6 +109,7 @@ def test_no_kernel_is_compiled_for_a_request(
         outputs = epoch.run(*waves)
     assert all(outputs.values())
     assert ListeningWorker.compiled == []
+    assert ListeningWorker.allocated == []
 
 
 def job(generator: random.Random, num_tokens: int, number: int) -> Job:
@@ -101,5 +121,6 @@ def job(generator: random.Random, num_tokens: int, number: int) -> Job:
             max_new_tokens=12,
             sampling=SAMPLINGS[number % len(SAMPLINGS)],
             stop_token_ids=frozenset(),
+            top_logprobs=2 if number % 4 == 3 else None,
         )
     )

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from slipstream.common.worker.step import StepKind
 from slipstream.services.worker import rehearsal
 
 if TYPE_CHECKING:
-    from slipstream.common.worker.step import PrefillChunk, StepKind
+    from slipstream.common.api.sequence import SamplingParams
+    from slipstream.common.worker.step import PrefillChunk
 
 
 @pytest.mark.parametrize("num_slots", [2, 9])
@@ -32,3 +34,37 @@ def test_the_largest_comes_first_and_leaves_its_memory_to_the_others(
     assert sizes == sorted(set(sizes), reverse=True)
     assert (sizes[0], sizes[-1]) == (chunk_tokens, 1)
     assert {len(step) for step in steps} == ({1, 2} if num_slots > 2 and chunk_tokens > 1 else {1})
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 9])
+@pytest.mark.parametrize("chunk_tokens", [1, 20, 2048])
+def test_mixed_steps_have_every_size_and_every_way_to_sample(
+    chunk_tokens: int, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    sizes: list[int] = []
+    modes: list[tuple[int, SamplingParams, int | None]] = []
+
+    def take(role: Any, state: Any, kind: StepKind, chunks: tuple[PrefillChunk, ...], **how: Any) -> None:
+        (chunk,) = chunks
+        assert chunk.is_last
+        assert sorted({*how["slots"], chunk.slot})[-1] == chunk.slot == num_slots - 1
+        rows.append(len(how["slots"]))
+        sizes.append(len(chunk.tokens))
+        modes.append((rows[-1], how["sampling"], how["top_logprobs"]))
+
+    monkeypatch.setattr(rehearsal, "rehearse", take)
+    shape = SimpleNamespace(chunk_tokens=chunk_tokens, num_slots=num_slots, num_draft_tokens=4)
+    state: Any = SimpleNamespace(attachment=SimpleNamespace(shape=shape))
+    rehearsal.rehearse_mixed(None, state, StepKind.PLAIN)  # type: ignore[arg-type]
+    most = num_slots - 2
+    if not most:
+        assert rows == []
+        return
+    assert (rows[0], min(sizes), max(sizes)) == (most, 1, max(1, chunk_tokens - 1))
+    assert sizes[0] == max(1, chunk_tokens - most)
+    assert {1, most} <= set(rows) <= set(range(1, most + 1))
+    kinds = {(sampling.adjusts_logits, sampling.is_plain) for _, sampling, _ in modes}
+    assert kinds == {(True, False), (False, False), (False, True)}
+    assert len({mode for mode in modes if mode[0] == most}) == 6, "with logprobs and without"
+    assert modes[-1][1].is_plain, "a slot is left without penalties"
