@@ -1,4 +1,4 @@
-"""`slipstream generate`: one prompt, its output streamed."""
+"""`slipstream generate`: one prompt, its output streamed; and the printing of any job's output."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from typing import Unpack
 
     from slipstream.client.connection import AccessOptions
@@ -29,20 +30,47 @@ async def run_generate(
     prompt: Prompt,
     options: RequestOptions,
     *,
+    job_id: str,
     connect_timeout_s: float,
     as_json: bool,
     **access: Unpack[AccessOptions],
 ) -> int:
     """Prints text as it comes, or a JSON line for each sample at the end; gives the exit status.
 
-    Several samples come at the same time, so their texts are printed one after the other, at the end. A signal cancels
-    the job. A lost connection is told on standard error. Raises SlipstreamError as `AsyncClient.generate` does.
+    A signal cancels the job. A lost connection is told on standard error. Raises SlipstreamError as
+    `AsyncClient.generate` does.
+    """
+    async with AsyncClient(server, connect_timeout_s=connect_timeout_s, **access) as client:
+        output = client.generate(prompt, job_id=job_id, **options)
+        return await print_output(output, num_samples=options.get("n") or 1, as_json=as_json)
+
+
+async def run_create(
+    server: str,
+    prompt: Prompt,
+    options: RequestOptions,
+    *,
+    job_id: str,
+    connect_timeout_s: float,
+    **access: Unpack[AccessOptions],
+) -> int:
+    """Creates a job that runs without a connection, and prints its name. Raises as `AsyncClient.create_job` does."""
+    async with AsyncClient(server, connect_timeout_s=connect_timeout_s, **access) as client:
+        job = await client.create_job(prompt, job_id=job_id, **options)
+    print(job.job_id)
+    return 0
+
+
+async def print_output(output: AsyncGenerator[OutputChunk, None], *, num_samples: int, as_json: bool) -> int:
+    """Prints a job's output as it comes, or a JSON line for each sample at the end; gives the exit status.
+
+    Several samples come at the same time, so their texts are printed one after the other, at the end. A signal ends
+    the call.
     """
     logging.basicConfig(format="slipstream: %(message)s")
     logging.getLogger("slipstream.client").setLevel(logging.INFO)
-    is_streamed = not as_json and (options.get("n") or 1) == 1
-    client = AsyncClient(server, connect_timeout_s=connect_timeout_s, **access)
-    chunks = await StopSignals().cancel(_generate(client, prompt, options, is_streamed=is_streamed))
+    is_streamed = not as_json and num_samples == 1
+    chunks = await StopSignals().cancel(_read(output, is_streamed=is_streamed))
     if chunks is None:
         return INTERRUPTED
     indices = sorted({chunk.sample_index for chunk in chunks})
@@ -58,11 +86,9 @@ async def run_generate(
     return 0
 
 
-async def _generate(
-    client: AsyncClient, prompt: Prompt, options: RequestOptions, *, is_streamed: bool
-) -> list[OutputChunk]:
+async def _read(output: AsyncGenerator[OutputChunk, None], *, is_streamed: bool) -> list[OutputChunk]:
     chunks: list[OutputChunk] = []
-    async with client, aclosing(client.generate(prompt, **options)) as stream:
+    async with aclosing(output) as stream:
         async for chunk in stream:
             chunks.append(chunk)
             if is_streamed:

@@ -6,15 +6,22 @@ import asyncio
 import json
 import os
 import sys
-from dataclasses import dataclass, fields
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from slipstream.cli.model_choice import ModelOptions
+from slipstream.cli.options import (
+    ConnectionOptions,
+    GenerateOptions,
+    JobArgument,
+    JsonOutputOption,
+    ServerOption,
+    StateDirOption,
+)
 from slipstream.cli.swap_draft import SwapOptions, run_swap
 from slipstream.cli.up.config import DEFAULT_SERVER, UpConfig, default_state_dir
 from slipstream.common.errors import (
@@ -25,17 +32,13 @@ from slipstream.common.errors import (
     SlipstreamError,
     UnauthenticatedError,
 )
-from slipstream.common.rpc.address import check_target
-from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
-from slipstream.common.settings import HELP_WIDTH, GroupedCommand, Settings, checked, setting, shared, with_options
+from slipstream.common.settings import HELP_WIDTH, GroupedCommand, checked, shared, with_options
 from slipstream.services.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from slipstream.cli.status import ServerStatus
-    from slipstream.client.connection import AccessOptions
-    from slipstream.client.requests import Prompt, RequestOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,99 +49,11 @@ app = typer.Typer(
 )
 _command = partial(app.command, cls=GroupedCommand)
 
-
-def _checked_server(server: str) -> str:
-    check_target(server, field="server")
-    return server
-
-
 _HINTS: dict[type[SlipstreamError], str] = {
     ConnectionLostError: " (`slipstream up` starts one; --server names another; --tls or --tls-ca reach one with TLS)",
     UnauthenticatedError: " (--api-key TOKEN, or the variable SLIPSTREAM_API_KEY)",
 }
 """What to do about an error, in the words of the command line."""
-
-StateDirOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
-]
-ServerOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="HOST:PORT or unix:PATH of the server.", callback=_checked_server)
-]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConnectionOptions(Settings, heading="Connection"):
-    """The options of commands that connect to a server, as in `AccessOptions` of the client."""
-
-    api_key: str | None = setting(
-        None, unit="TOKEN", help="Other users of this host see it here.", unset="the variable SLIPSTREAM_API_KEY"
-    )
-    tls: bool = setting(False, help="Connect with TLS, and trust the authorities that gRPC brings.")
-    tls_ca: Path | None = setting(None, unit="FILE", help="Connect with TLS, and trust these authorities, PEM.")
-    tls_cert: Path | None = setting(None, unit="FILE", help="Mutual TLS: the client's certificate, PEM.")
-    tls_key: Path | None = setting(None, unit="FILE", help="Its private key, PEM.")
-
-    def access(self) -> AccessOptions:
-        """For the client."""
-        return cast("AccessOptions", {field.name: getattr(self, field.name) for field in fields(self)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions(Settings, heading="Request"):
-    """Options of `generate` that become a request. None leaves a parameter to the server, which checks them all."""
-
-    chat: bool = setting(False, help="PROMPT is what a user says: apply the model's chat template.")
-    max_new_tokens: int | None = setting(None, unit="N", help="Tokens to generate at most.", unset="the server's")
-    min_new_tokens: int | None = setting(None, unit="N", help="Tokens before which nothing else ends the output.")
-    temperature: float | None = setting(None, unit="T", help="0 takes the likeliest token; above, tokens are sampled.")
-    seed: int | None = setting(None, unit="S", help="The same seed gives the same tokens.", unset="drawn")
-    top_k: int | None = setting(None, unit="K", help="Sample from the K likeliest tokens.")
-    top_p: float | None = setting(None, unit="P", help="Sample from the likeliest tokens that sum to P.")
-    min_p: float | None = setting(None, unit="P", help="Sample from tokens P times as likely as the likeliest.")
-    repetition_penalty: float | None = setting(
-        None, unit="P", help="Above 1, tokens that are there already become less likely."
-    )
-    frequency_penalty: float | None = setting(
-        None, unit="P", help="Less likely by this for each time that the output has a token."
-    )
-    presence_penalty: float | None = setting(
-        None, unit="P", help="Less likely by this, once, if the output has a token."
-    )
-    n: int | None = setting(None, unit="N", help="Outputs for the prompt, each with a seed of its own.")
-    stop: list[str] | None = setting(None, unit="TEXT", help="A text that ends the output; may be repeated.")
-    stop_token_id: list[int] | None = setting(None, unit="ID", help="A token that ends the output; may be repeated.")
-    ignore_eos: bool = setting(False, help="Go on after the model's end of sequence.")
-    no_speculation: bool = setting(False, help="Use no drafts.")
-    priority: int | None = setting(None, unit="P", help="Requests of a higher priority start first.", unset="0")
-    logprobs: int | None = setting(
-        None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
-    )
-
-    connect_timeout_s: float = setting(
-        CONNECT_TIMEOUT_S,
-        name="connect_timeout",
-        unit="SECONDS",
-        help="How long a server that does not answer is tried.",
-        above=0,
-        high=86400,
-    )
-
-    def prompt(self, text: str) -> Prompt:
-        """The text, or a conversation that begins with it."""
-        return [{"role": "user", "content": text}] if self.chat else text
-
-    def request(self) -> RequestOptions:
-        """The keyword arguments of `AsyncClient.generate`."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("chat", "no_speculation", "stop_token_id", "connect_timeout_s"):
-            del named[name]
-        named |= {
-            "stop_token_ids": self.stop_token_id,
-            "logprobs": self.logprobs is not None,
-            "top_logprobs": self.logprobs,
-            "speculation": False if self.no_speculation else None,
-        }
-        return cast("RequestOptions", named)
 
 
 def main() -> None:
@@ -187,25 +102,66 @@ def up(
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue; - reads it from standard input.")],
     server: ServerOption = DEFAULT_SERVER,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON line for each output at the end: text, token ids, a report.")
+    as_json: JsonOutputOption = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Print the job's name alone; `slipstream watch NAME` has the output.")
     ] = False,
     **values: Any,
 ) -> None:
     """Continue a prompt, and print the text as it comes. Ctrl-C cancels the job."""
-    from slipstream.cli.generate import run_generate
+    from slipstream.cli.generate import run_create, run_generate
 
     options = shared(GenerateOptions, values)
-    if options.logprobs is not None and not as_json:
+    if options.logprobs is not None and not as_json and not detach:
         raise ConfigError("logprobs", options.logprobs, "a number with --json")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not _is_utf8(text):
         raise ConfigError("PROMPT", text, "text in UTF-8")
+    access, called = shared(ConnectionOptions, values).access(), options.call()
+    if detach:
+        _exit_with(run_create(server, options.prompt(text), options.request(), **called, **access))
+    _exit_with(run_generate(server, options.prompt(text), options.request(), as_json=as_json, **called, **access))
+
+
+@_command()
+@with_options(ConnectionOptions)
+def jobs(
+    server: ServerOption = DEFAULT_SERVER,
+    limit: Annotated[int, typer.Option(metavar="N", help="How many at most, 1 to 1000.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each job.")] = False,
+    **values: Any,
+) -> None:
+    """List the jobs that wait, run, or ended not long ago. The latest come first."""
+    from slipstream.cli.jobs import run_jobs
+
+    _exit_with(run_jobs(server, limit, as_json=as_json, **shared(ConnectionOptions, values).access()))
+
+
+@_command()
+@with_options(ConnectionOptions)
+def watch(
+    job_id: JobArgument,
+    server: ServerOption = DEFAULT_SERVER,
+    from_token: Annotated[
+        int, typer.Option(metavar="N", help="Leave out so many tokens at the beginning of each output.")
+    ] = 0,
+    as_json: JsonOutputOption = False,
+    **values: Any,
+) -> None:
+    """Print a job's output as it comes, from the beginning. Ctrl-C leaves the job as it is."""
+    from slipstream.cli.jobs import run_watch_job
+
     access = shared(ConnectionOptions, values).access()
-    request, timeout_s = options.request(), options.connect_timeout_s
-    _exit_with(
-        run_generate(server, options.prompt(text), request, connect_timeout_s=timeout_s, as_json=as_json, **access)
-    )
+    _exit_with(run_watch_job(server, job_id, from_token, as_json=as_json, **access))
+
+
+@_command()
+@with_options(ConnectionOptions)
+def cancel(job_id: JobArgument, server: ServerOption = DEFAULT_SERVER, **values: Any) -> None:
+    """End a job, in any state. No effect on one that is over."""
+    from slipstream.cli.jobs import run_cancel
+
+    _exit_with(run_cancel(server, job_id, **shared(ConnectionOptions, values).access()))
 
 
 @_command()

@@ -39,7 +39,20 @@ def test_help_names_the_commands() -> None:
     found = slipstream("--help")
     assert found.returncode == 0
     commands = typer.main.get_group(app).commands
-    assert {"up", "generate", "status", "health", "doctor", "trace", "demo", "check-drafter"} <= commands.keys()
+    named = {
+        "up",
+        "generate",
+        "jobs",
+        "watch",
+        "cancel",
+        "status",
+        "health",
+        "doctor",
+        "trace",
+        "demo",
+        "check-drafter",
+    }
+    assert named <= commands.keys()
     for name, command in commands.items():
         assert f"\n  {name} " in found.stdout
         own = CliRunner().invoke(app, [name, "--help"])

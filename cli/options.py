@@ -1,0 +1,125 @@
+"""The options of the commands that call a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypedDict, cast
+
+import typer
+
+from slipstream.common.rpc.address import check_target
+from slipstream.common.rpc.keepalive import CONNECT_TIMEOUT_S
+from slipstream.common.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from slipstream.client.connection import AccessOptions
+    from slipstream.client.requests import Prompt, RequestOptions
+
+
+def _checked_server(server: str) -> str:
+    check_target(server, field="server")
+    return server
+
+
+StateDirOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Of the `up` whose server is meant, instead of --server.")
+]
+ServerOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="HOST:PORT or unix:PATH of the server.", callback=_checked_server)
+]
+
+
+JsonOutputOption = Annotated[
+    bool, typer.Option("--json", help="Print a JSON line for each output at the end: text, token ids, a report.")
+]
+JobArgument = Annotated[str, typer.Argument(metavar="NAME", help="The job's name.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions(Settings, heading="Connection"):
+    """The options of commands that connect to a server, as in `AccessOptions` of the client."""
+
+    api_key: str | None = setting(
+        None, unit="TOKEN", help="Other users of this host see it here.", unset="the variable SLIPSTREAM_API_KEY"
+    )
+    tls: bool = setting(False, help="Connect with TLS, and trust the authorities that gRPC brings.")
+    tls_ca: Path | None = setting(None, unit="FILE", help="Connect with TLS, and trust these authorities, PEM.")
+    tls_cert: Path | None = setting(None, unit="FILE", help="Mutual TLS: the client's certificate, PEM.")
+    tls_key: Path | None = setting(None, unit="FILE", help="Its private key, PEM.")
+
+    def access(self) -> AccessOptions:
+        """For the client."""
+        return cast("AccessOptions", {field.name: getattr(self, field.name) for field in fields(self)})
+
+
+class CallOptions(TypedDict):
+    """What a command says of a call, beside the request."""
+
+    job_id: str
+    connect_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Settings, heading="Request"):
+    """Options of `generate` that become a request. None leaves a parameter to the server, which checks them all."""
+
+    job_id: str | None = setting(
+        None, unit="NAME", help="Name of the job: the same request again follows it.", unset="drawn"
+    )
+    chat: bool = setting(False, help="PROMPT is what a user says: apply the model's chat template.")
+    max_new_tokens: int | None = setting(None, unit="N", help="Tokens to generate at most.", unset="the server's")
+    min_new_tokens: int | None = setting(None, unit="N", help="Tokens before which nothing else ends the output.")
+    temperature: float | None = setting(None, unit="T", help="0 takes the likeliest token; above, tokens are sampled.")
+    seed: int | None = setting(None, unit="S", help="The same seed gives the same tokens.", unset="drawn")
+    top_k: int | None = setting(None, unit="K", help="Sample from the K likeliest tokens.")
+    top_p: float | None = setting(None, unit="P", help="Sample from the likeliest tokens that sum to P.")
+    min_p: float | None = setting(None, unit="P", help="Sample from tokens P times as likely as the likeliest.")
+    repetition_penalty: float | None = setting(
+        None, unit="P", help="Above 1, tokens that are there already become less likely."
+    )
+    frequency_penalty: float | None = setting(
+        None, unit="P", help="Less likely by this for each time that the output has a token."
+    )
+    presence_penalty: float | None = setting(
+        None, unit="P", help="Less likely by this, once, if the output has a token."
+    )
+    n: int | None = setting(None, unit="N", help="Outputs for the prompt, each with a seed of its own.")
+    stop: list[str] | None = setting(None, unit="TEXT", help="A text that ends the output; may be repeated.")
+    stop_token_id: list[int] | None = setting(None, unit="ID", help="A token that ends the output; may be repeated.")
+    ignore_eos: bool = setting(False, help="Go on after the model's end of sequence.")
+    no_speculation: bool = setting(False, help="Use no drafts.")
+    priority: int | None = setting(None, unit="P", help="Requests of a higher priority start first.", unset="0")
+    logprobs: int | None = setting(
+        None, unit="N", help="With --json: each token's log-probability, and those of the N likeliest."
+    )
+
+    connect_timeout_s: float = setting(
+        CONNECT_TIMEOUT_S,
+        name="connect_timeout",
+        unit="SECONDS",
+        help="How long a server that does not answer is tried.",
+        above=0,
+        high=86400,
+    )
+
+    def prompt(self, text: str) -> Prompt:
+        """The text, or a conversation that begins with it."""
+        return [{"role": "user", "content": text}] if self.chat else text
+
+    def call(self) -> CallOptions:
+        """The job's name, empty if the server or the client draws one, and how long a silent server is tried."""
+        return {"job_id": self.job_id or "", "connect_timeout_s": self.connect_timeout_s}
+
+    def request(self) -> RequestOptions:
+        """The keyword arguments of `AsyncClient.generate`."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("job_id", "chat", "no_speculation", "stop_token_id", "connect_timeout_s"):
+            del named[name]
+        named |= {
+            "stop_token_ids": self.stop_token_id,
+            "logprobs": self.logprobs is not None,
+            "top_logprobs": self.logprobs,
+            "speculation": False if self.no_speculation else None,
+        }
+        return cast("RequestOptions", named)

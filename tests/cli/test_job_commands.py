@@ -1,0 +1,92 @@
+"""`slipstream generate --detach`, `jobs`, `watch` and `cancel`, against the real services with the bundled model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from contextlib import closing
+
+import pytest
+
+from slipstream.client import Client
+from slipstream.common.api.job_info import JobState
+from slipstream.common.api.output_chunk import FinishReason
+from tests.harness.running import Running, slipstream, until
+
+pytestmark = pytest.mark.timeout(60)
+
+ENDLESS = ("--max-new-tokens", "1000", "--ignore-eos")
+
+
+def create(server: str, *options: str) -> str:
+    """Creates a job that runs without a connection; returns its name."""
+    name = uuid.uuid4().hex
+    created = slipstream("generate", "--server", server, "--detach", "--job-id", name, *options, "class Queue:")
+    assert (created.returncode, created.stdout) == (0, f"{name}\n")
+    return name
+
+
+def test_a_detached_job_is_watched_from_any_token_on(server: str) -> None:
+    name = create(server, "--max-new-tokens", "12")
+    text = slipstream("watch", "--server", server, name).stdout
+    streamed = slipstream("generate", "--server", server, "--max-new-tokens", "12", "class Queue:").stdout
+    assert text.strip()
+    assert text == streamed
+    whole, rest = (
+        json.loads(slipstream("watch", "--server", server, "--json", "--from-token", start, name).stdout)
+        for start in ("0", "5")
+    )
+    assert rest["token_ids"] == whole["token_ids"][5:]
+    too_far = slipstream("watch", "--server", server, "--from-token", "13", name)
+    assert (too_far.returncode, too_far.stdout) == (2, "")
+    assert "got 13, accepted: 0 to 12" in too_far.stderr
+
+
+def test_every_sample_is_watched(server: str) -> None:
+    name = create(server, "--max-new-tokens", "6", "--n", "2", "--temperature", "0.8", "--seed", "4")
+    reports = [json.loads(line) for line in slipstream("watch", "--server", server, "--json", name).stdout.splitlines()]
+    assert [report["sample_index"] for report in reports] == [0, 1]
+    assert "--- sample 1 ---" in slipstream("watch", "--server", server, name).stdout
+
+
+def test_jobs_are_listed_with_their_ends(server: str) -> None:
+    first, second = create(server, "--max-new-tokens", "3"), create(server, "--max-new-tokens", "4")
+    with Client(server) as client:
+        for name in (first, second):
+            assert [*client.watch_job(name)]
+    latest = [json.loads(line) for line in slipstream("jobs", "--server", server, "--json").stdout.splitlines()]
+    names = [job["job_id"] for job in latest]
+    assert names.index(second) < names.index(first)
+    assert latest[names.index(first)]["num_tokens"] == 3
+    table = [line.split() for line in slipstream("jobs", "--server", server).stdout.splitlines()]
+    assert [second, "ended", "length", "4"] in [words[:4] for words in table]
+    assert len(slipstream("jobs", "--server", server, "--limit", "1", "--json").stdout.splitlines()) == 1
+    assert "--limit: got 0" in slipstream("jobs", "--server", server, "--limit", "0").stderr
+
+
+def test_a_job_is_cancelled_by_its_name(server: str) -> None:
+    name = create(server, *ENDLESS)
+    assert slipstream("cancel", "--server", server, name).returncode == 0
+    watched = slipstream("watch", "--server", server, name)
+    assert (watched.returncode, watched.stderr) == (
+        1,
+        f"slipstream: error: the server ended job {name} before it was done\n",
+    )
+    assert slipstream("cancel", "--server", server, name).returncode == 0
+    unknown = slipstream("cancel", "--server", server, uuid.uuid4().hex)
+    assert unknown.returncode == 1
+    assert "there is no job" in unknown.stderr
+
+
+def test_a_watch_that_is_interrupted_leaves_the_job(server: str) -> None:
+    name = create(server, *ENDLESS, "--priority", "-1")
+    with closing(Running("watch", "--server", server, name)) as watching:
+        until(lambda: bool(watching.output()), watching)
+        watching.signal(signal.SIGINT)
+        assert watching.end() == 130
+    with Client(server) as client:
+        assert client.get_job(name).finish_reason is not FinishReason.ABORT
+        client.cancel_job(name)
+        assert [*client.watch_job(name)]
+        assert client.get_job(name).state is JobState.ENDED
