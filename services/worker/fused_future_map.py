@@ -8,7 +8,13 @@ import torch
 
 from slipstream.common.worker.layout import NOT_FINITE, BufferName
 from slipstream.services.models.kernels.launching import power_of_two
-from slipstream.services.models.kernels.step_ops import copy_in_kernel, gather_kernel, publish_kernel, stash_kernel
+from slipstream.services.models.kernels.step_ops import (
+    copy_in_kernel,
+    gather_kernel,
+    publish_kernel,
+    stash_kernel,
+    token_block,
+)
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, NextStepState, Region
 
 if TYPE_CHECKING:
@@ -16,7 +22,6 @@ if TYPE_CHECKING:
 
     from slipstream.services.worker.future_map import StepNumber, VerifyResult
 
-LEAST_BLOCK = 16
 HIDDEN_BLOCK = 1024
 """Numbers of a hidden state that a program of the stash copies."""
 
@@ -50,7 +55,7 @@ class FusedRegion(Region):
             last_tokens.shape[1],
             num_tokens,
             width,
-            BLOCK_W=_block(last_tokens.shape[1]),
+            BLOCK_W=token_block(last_tokens.shape[1]),
             BLOCK_H=HIDDEN_BLOCK,
             num_warps=4 if width else 1,
         )
@@ -93,9 +98,9 @@ class FusedFutureMap(FutureMap):
             tokens,
             tokens if result.scores is None else result.scores.contiguous(),
             self._shape.num_slots,
+            tokens.shape[1],
             ROW=output_tokens.shape[1],
-            WIDTH=tokens.shape[1],
-            BLOCK_W=power_of_two(tokens.shape[1]),
+            BLOCK_W=token_block(tokens.shape[1]),
             HAS_SCORES=result.scores is not None,
             NOT_FINITE=NOT_FINITE,
             num_warps=1,
@@ -123,15 +128,10 @@ class FusedFutureMap(FutureMap):
             step % self._ring,
             self._vocab_size,
             width,
-            BLOCK_W=_block(width),
+            BLOCK_W=token_block(width),
             num_warps=1,
         )
         return copied
-
-
-def _block(width: int) -> int:
-    """The same for all usual numbers of draft tokens, so that a new draft finds the kernel compiled."""
-    return max(LEAST_BLOCK, power_of_two(width))
 
 
 def gather(

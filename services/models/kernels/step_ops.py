@@ -56,13 +56,13 @@ def gather_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["threshold"],
+    do_not_specialize=["threshold", "width"],
     # Graphs find their slots elsewhere than mixed steps, which launch it outside of graphs and for any number of rows.
     do_not_specialize_on_alignment=["rows", "out_seq_lens", "out_accepted"],
 )
 def accept_kernel(
-    tokens: tl.tensor,  # [B, WIDTH] int64: the target's
-    given: tl.tensor,  # [B, WIDTH] int64: the bonus token, then the draft's
+    tokens: tl.tensor,  # [B, width] int64: the target's
+    given: tl.tensor,  # [B, width] int64: the bonus token, then the draft's
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
     most: tl.tensor,  # [slots] int64: draft tokens that may be accepted
@@ -70,7 +70,7 @@ def accept_kernel(
     out_seq_lens: tl.tensor,  # [B] int64
     out_accepted: tl.tensor,  # [B] int64
     threshold: tl.tensor,
-    WIDTH: tl.constexpr,
+    width: tl.tensor,
     BLOCK_W: tl.constexpr,
     IS_SIMULATED: tl.constexpr,
 ) -> None:
@@ -79,7 +79,7 @@ def accept_kernel(
     slot = tl.load(rows + b)
     length = tl.load(seq_lens + b)
     w = tl.arange(0, BLOCK_W)
-    is_drafted = w < WIDTH - 1
+    is_drafted = w < width - 1
     if IS_SIMULATED:
         seed = tl.load(seeds + slot) + tl.zeros((BLOCK_W,), tl.int64)
         bits = seed * ODD + (length + 1 + w) * GOLDEN
@@ -87,16 +87,16 @@ def accept_kernel(
         bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * MIX_2
         stands = ((bits >> 32) & 0xFFFFFFFF) < threshold
     else:
-        target = tl.load(tokens + b * WIDTH + w, mask=is_drafted, other=0)
-        draft = tl.load(given + b * WIDTH + 1 + w, mask=is_drafted, other=0)
+        target = tl.load(tokens + b * width + w, mask=is_drafted, other=0)
+        draft = tl.load(given + b * width + 1 + w, mask=is_drafted, other=0)
         stands = target == draft
-    first_miss = tl.min(tl.where(stands & is_drafted, BLOCK_W, tl.minimum(w, WIDTH - 1)), axis=0)
+    first_miss = tl.min(tl.where(stands & is_drafted, BLOCK_W, tl.minimum(w, width - 1)), axis=0)
     accepted = tl.minimum(first_miss.to(tl.int64), tl.load(most + slot))
     tl.store(out_accepted + b, accepted)
     tl.store(out_seq_lens + b, length + accepted + 1)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "width"])
 def publish_kernel(
     new_seq_lens: tl.tensor,  # [ring, slots] int64
     num_accepted: tl.tensor,  # [ring, slots] int32
@@ -107,11 +107,11 @@ def publish_kernel(
     rows: tl.tensor,  # [B] int64
     seq_lens: tl.tensor,  # [B] int64
     accepted: tl.tensor,  # [B] int64
-    tokens: tl.tensor,  # [B, WIDTH] int64
-    scores: tl.tensor,  # [B, WIDTH], read if HAS_SCORES
+    tokens: tl.tensor,  # [B, width] int64
+    scores: tl.tensor,  # [B, width], read if HAS_SCORES
     num_slots: tl.tensor,
+    width: tl.tensor,
     ROW: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
     HAS_SCORES: tl.constexpr,
     NOT_FINITE: tl.constexpr,
@@ -126,14 +126,14 @@ def publish_kernel(
     w = tl.arange(0, BLOCK_W)
     published = number
     if HAS_SCORES:
-        score = tl.load(scores + b * WIDTH + w, mask=w <= number, other=0.0)
+        score = tl.load(scores + b * width + w, mask=w <= number, other=0.0)
         num_sound = tl.sum((tl.abs(score) < float("inf")).to(tl.int32), axis=0)
         published = tl.where(num_sound == BLOCK_W, number, NOT_FINITE)
     tl.store(num_accepted + place, published.to(tl.int32))
     tl.store(kept_seq_lens + slot, length)
-    tl.store(kept_bonus + slot, tl.load(tokens + b * WIDTH + number))
-    token = tl.load(tokens + b * WIDTH + w, mask=w < WIDTH, other=0)
-    tl.store(output_tokens + place * ROW + w, token, mask=w < WIDTH)
+    tl.store(kept_bonus + slot, tl.load(tokens + b * width + number))
+    token = tl.load(tokens + b * width + w, mask=w < width, other=0)
+    tl.store(output_tokens + place * ROW + w, token, mask=w < width)
 
 
 @triton.jit(
@@ -263,6 +263,14 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 """Columns of `SamplingRows`, as the kernel takes them."""
 
 
+_LEAST_TOKENS = 16
+
+
+def token_block(width: int) -> int:
+    """A block for `width` tokens of a slot: the same for all usual numbers, so that a new draft finds it compiled."""
+    return max(_LEAST_TOKENS, power_of_two(width))
+
+
 def take_sampling(table: SamplingRows, rows: Tensor, width: int) -> SamplingRows:
     """Does `table.take(rows.repeat_interleave(width))` in one launch. `rows`: [B] int64."""
     num_tokens = len(rows) * width
@@ -298,8 +306,8 @@ def accept(
         new_seq_lens,
         accepted,
         threshold if threshold is not None else 0,
-        WIDTH=width,
-        BLOCK_W=power_of_two(width),
+        width,
+        BLOCK_W=token_block(width),
         IS_SIMULATED=threshold is not None,
         num_warps=1,
     )

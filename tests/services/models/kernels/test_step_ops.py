@@ -13,6 +13,7 @@ from slipstream.common.worker.access_log import AccessLog
 from slipstream.common.worker.contract import DraftSizes
 from slipstream.common.worker.layout import NOT_FINITE, BufferName, DraftShape, EpochShape
 from slipstream.services.models import sampler
+from slipstream.services.models.kernels import step_ops
 from slipstream.services.models.kernels.step_ops import (
     accept,
     accept_kernel,
@@ -22,11 +23,13 @@ from slipstream.services.models.kernels.step_ops import (
     take_sampling,
 )
 from slipstream.services.models.sampler import SamplingRows, SimulatedAcceptance
+from slipstream.services.worker import fused_future_map
 from slipstream.services.worker.fused_future_map import HIDDEN_BLOCK, FusedFutureMap, FusedRegion
 from slipstream.services.worker.future_map import CapturedStep, FutureMap, Region, VerifyResult
 from slipstream.services.worker.staging import PinnedStaging, put_integers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from slipstream.common.device.manifest import BufferSpec
@@ -77,6 +80,29 @@ def test_steps_with_and_without_a_graph_share_a_kernel(kernel: Any) -> None:
     assert of_graph.data_ptr() % 16 != staged.data_ptr() % 16
     options = getattr(kernel, "kwargs", None) or vars(kernel)
     assert "rows" in (options["do_not_specialize_on_alignment"] or ())
+
+
+class Launches:
+    """Notes the constants that a kernel is compiled for, in its place."""
+
+    def __init__(self) -> None:
+        self.constants: set[tuple[tuple[str, object], ...]] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **constants: self.constants.add(tuple(constants.items()))
+
+
+def test_drafts_of_any_number_of_tokens_share_the_kernels_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes while sequences run does not let them wait for a compiler."""
+    accepting, publishing = Launches(), Launches()
+    monkeypatch.setattr(step_ops, "accept_kernel", accepting)
+    monkeypatch.setattr(fused_future_map, "publish_kernel", publishing)
+    memory, rows = Memory(FusedFutureMap, FusedRegion, 0, torch.device("cpu")), torch.tensor([5, 1, 3])
+    for num_tokens in (1, 2, 3, 4):
+        outcome = _outcome(0, num_tokens, torch.device("cpu"))
+        accept(outcome.tokens, outcome.tokens, rows, outcome.seq_lens, rows, rows, None)
+        memory.map.publish(CapturedStep(torch.tensor([0])), rows, outcome)
+    assert len(accepting.constants) == len(publishing.constants) == 1
 
 
 @pytest.mark.parametrize("width", [1, 3])
