@@ -236,8 +236,9 @@ class SampleOutput:
             return None
         if offset == end:
             return None
-        if self._last_encoded[0] == offset and self._last_encoded[1] == end:
-            return self._last_encoded[2]
+        last_offset, last_end, encoded = self._last_encoded
+        if (last_offset, last_end) == (offset, end):
+            return encoded
         if len(self._text_ends) != offset:
             return None
         token_ids = self.token_ids[offset:]

@@ -221,8 +221,12 @@ _TOKEN_OFFSET, _PUBLISHED_NS = (tag(_FIELDS[name].number, VARINT) for name in ("
 _TOKEN_IDS, _TEXT, _IS_DRAFT, _TEXT_LENGTHS = (
     tag(_FIELDS[name].number, LENGTH_DELIMITED) for name in ("token_ids", "text", "is_draft", "text_lengths")
 )
-_time = lru_cache(maxsize=16)(new_varint)
-"""The chunks of a step share its time, which never comes again: among token ids it would take their room."""
+
+
+@lru_cache(maxsize=16)
+def _published(published_ns: int) -> bytes:
+    """The last field, which the chunks of a step share."""
+    return _PUBLISHED_NS + new_varint(published_ns)
 
 
 class PlainChunkEncoder:
@@ -250,14 +254,13 @@ class PlainChunkEncoder:
         # A number below 128 is one byte.
         is_short = max(text_lengths) < 128
         lengths = bytes(text_lengths) if is_short else b"".join(map(varint, text_lengths))
-        parts: list[bytes | bytearray] = [self._begin]
-        if token_offset:
-            parts += _TOKEN_OFFSET, new_varint(token_offset)
-        parts += _TOKEN_IDS, varint(len(ids)), ids
-        if text:
-            encoded = text.encode()
-            parts += _TEXT, varint(len(encoded)), encoded
-        parts += _IS_DRAFT, varint(len(token_ids)), is_draft, _TEXT_LENGTHS, varint(len(lengths)), lengths, self._end
-        if published_ns:
-            parts += _PUBLISHED_NS, _time(published_ns)
-        return b"".join(parts)
+        offset = _TOKEN_OFFSET + new_varint(token_offset) if token_offset else b""
+        encoded = text.encode()
+        before_text = _TEXT + varint(len(encoded)) if text else b""
+        end = self._end + _published(published_ns) if published_ns else self._end
+        return b"".join(
+            (
+                *(self._begin, offset, _TOKEN_IDS, varint(len(ids)), ids, before_text, encoded),
+                *(_IS_DRAFT, varint(len(token_ids)), is_draft, _TEXT_LENGTHS, varint(len(lengths)), lengths, end),
+            )
+        )

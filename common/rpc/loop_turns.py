@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 SLICE_S = 0.004
 """Length of a turn of the event loop."""
-WOKEN_IN_A_TURN = 64
+WOKEN_IN_A_TURN = 32
 """Futures that are set in a turn at most."""
 MANY_WAITING = 128
 """With so many, turns are a quarter as long: gRPC takes in one call a turn, and a health check may be among them."""
@@ -64,7 +64,7 @@ class LoopTurns:
     def _next(self) -> None:
         """Begins the next turn with those that wait for longest."""
         self._is_counting = False
-        self._num_left = WOKEN_IN_A_TURN if len(self._waiting) < MANY_WAITING else WOKEN_IN_A_TURN // 8
+        self._num_left = WOKEN_IN_A_TURN if len(self._waiting) < MANY_WAITING else WOKEN_IN_A_TURN // 4
         if self._waiting:
             self._count()
         while self._waiting and self._num_left:
