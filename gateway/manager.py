@@ -348,7 +348,8 @@ class JobManager:
 
     def _fail_all(self, error: SlipstreamError) -> None:
         """Ends all that is alive: what came of it last is not in the journal."""
-        for sequence in tuple(self._alive):
+        # Some are of no job any more, and wait for an end that may be lost as well.
+        for sequence in self._link.sequences:
             self._link.cancel(sequence)
             self._end(sequence, None, error)
 

@@ -124,6 +124,11 @@ class SchedulerLink:
         """Sequences that had a slot and are not over."""
         return len(self._sequences) - self.num_waiting
 
+    @property
+    def sequences(self) -> tuple[RunningSequence, ...]:
+        """All that are not over."""
+        return tuple(self._sequences)
+
     def model(self) -> ServedModel:
         """The model that is served, or was last.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -321,3 +322,33 @@ async def test_the_journal_forgets_with_the_store(path: Path) -> None:
     async with generation_server(journal=left) as server, AsyncClient(server.address) as client:
         page = await client.list_jobs()
         assert [job.job_id for job in page.jobs] == ["job-7", "job-6", "job-5"]
+
+
+async def test_a_sequence_whose_end_is_lost_with_a_commit_is_forgotten(path: Path) -> None:
+    """It belongs to no job any more: its request came back, and has a new one."""
+    async with generation_server(journal=path) as server, AsyncClient(server.address) as client:
+        server.loop.pause_tokens = PAUSE
+        stream = asyncio.ensure_future(collect(client.generate(PROMPT, job_id="mine", max_new_tokens=60)))
+        await until(lambda: bool(server.loop.running))
+        await until(lambda: (job := server.store.get("", "mine")) is not None and job.num_tokens == PAUSE)
+        job = server.store.get("", "mine")
+        assert job is not None
+        journal, may_fail = server.manager.journal, threading.Event()
+
+        def fail(changes: object, rows: object) -> int:
+            may_fail.wait(30)
+            raise sqlite3.OperationalError("the disk has failed")
+
+        journal._write, write = fail, journal._write
+        server.manager.leave(job, None)
+        server.manager.create(job.request, server.model)
+        # Both sequences' news, the one's end and the other's admission, come in one message.
+        await until(lambda: any(item.then is not None for item in journal._pending))
+        may_fail.set()
+        with pytest.raises(UnavailableError, match="the disk has failed"):
+            await stream
+        journal._write = write
+        await until(lambda: not server.link._sequences)
+        assert server.link.running == {}
+        server.loop.pause_tokens = None
+        assert len(tokens_of(await collect(client.generate(PROMPT, max_new_tokens=3)))) == 3
