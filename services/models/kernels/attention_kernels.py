@@ -9,82 +9,81 @@ from slipstream.services.models.kernels.launching import wait_for_previous
 
 
 @triton.jit
-def key_rows(
-    page_table: tl.tensor, key: tl.tensor, stop: tl.tensor, num_pages: tl.tensor, PAGE_SIZE: tl.constexpr
-) -> tl.tensor:
-    """Looks up the rows of `kv` of the keys numbered `key`: [BLOCK_N] int64. Keys from `stop` on are not looked up."""
-    page = tl.load(page_table + key // PAGE_SIZE, mask=key < stop, other=0)
-    return tl.minimum(tl.maximum(page, 0), num_pages - 1) * PAGE_SIZE + key % PAGE_SIZE
+def pages_of(page_table: tl.tensor, key: tl.tensor, stop: tl.tensor, PAGE_SIZE: tl.constexpr) -> tl.tensor:
+    """Looks up the pages of the keys numbered `key`: [BLOCK_N] int64. Keys from `stop` on are not looked up."""
+    return tl.load(page_table + key // PAGE_SIZE, mask=key < stop, other=0)
 
 
 @triton.jit
-def attend_blocks(
+def rows_of(page: tl.tensor, key: tl.tensor, num_pages: tl.tensor, PAGE_SIZE: tl.constexpr) -> tl.tensor:
+    """The rows of `kv` of the keys numbered `key`, whatever the pages are: [BLOCK_N] int32."""
+    return tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int32) * PAGE_SIZE + key % PAGE_SIZE
+
+
+@triton.jit
+def attend_keys(
     query: tl.tensor,  # [BLOCK_M, BLOCK_D]
     kv: tl.tensor,  # the key head's first element
     page_table: tl.tensor,  # the row's first page
     begin: tl.tensor,
     stop: tl.tensor,
-    last: tl.tensor,  # where the keys end of which a row may be looked up
-    rows: tl.tensor,  # [BLOCK_N] int64: where the first block's keys lie
-    best: tl.tensor,  # [BLOCK_M] float32: the greatest score to the base 2 so far
-    total: tl.tensor,  # [BLOCK_M] float32: the sum of weights so far, relative to it
-    accumulated: tl.tensor,  # [BLOCK_M, BLOCK_D] float32
+    seen_from: tl.tensor,  # the first key that every query sees
+    seen_until: tl.tensor,  # and where these keys end
     lowest: tl.tensor,  # the first key that may be read, if HAS_FIRST
     first_seen: tl.tensor,
     last_seen: tl.tensor,
+    rows: tl.tensor,  # [BLOCK_N] int32: where the first block's keys lie
+    pages: tl.tensor,  # [BLOCK_N] int64: the pages of the second's
     num_pages: tl.tensor,
     score_scale: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     KV_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
-    IS_MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Adds the keys from `begin` to `stop`; if not IS_MASKED, these are whole blocks that every query sees."""
+    """Attends to the keys from `begin` to `stop`. Returns the greatest scores, the weights' sums and those of values.
+
+    Scores are to the base 2, weights relative to the greatest: [BLOCK_M] float32 twice, and [BLOCK_M, BLOCK_D] float32.
+    """
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     is_dim = d < HEAD_DIM
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    accumulated = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for block_begin in range(begin, stop, BLOCK_N):
         key = block_begin + n
         is_key = key < stop
         if HAS_FIRST:
             is_key = is_key & (key >= lowest)
-        at = rows * (2 * KV_SIZE)
-        # Looked up a block ahead, so that keys need not wait for page numbers.
-        rows = key_rows(page_table, key + BLOCK_N, last, num_pages, PAGE_SIZE)
-        keys_at = kv + at[None, :] + d[:, None]
-        values_at = kv + KV_SIZE + at[:, None] + d[None, :]
-        if IS_MASKED:
-            keys = tl.load(keys_at, mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        elif BLOCK_D == HEAD_DIM:
-            keys = tl.load(keys_at)
-        else:
-            keys = tl.load(keys_at, mask=is_dim[:, None], other=0.0)
-        scores = tl.dot(query, keys, input_precision="ieee") * score_scale
-        if IS_MASKED:
-            is_visible = key[None, :] <= last_seen[:, None]
+        # Keys and values lie in the same layout, a constant apart: addresses are computed once.
+        is_read = is_key[:, None] & is_dim[None, :] if BLOCK_D > HEAD_DIM else is_key[:, None]
+        at = kv + (rows.to(tl.int64) * (2 * KV_SIZE))[:, None] + d[None, :]
+        # Looked up two blocks ahead, as the keys of the next are fetched in this one.
+        rows = rows_of(pages, key + BLOCK_N, num_pages, PAGE_SIZE)
+        pages = pages_of(page_table, key + 2 * BLOCK_N, stop, PAGE_SIZE)
+        # A key that no query may see must not be read: zero times NaN is NaN.
+        keys = tl.load(at, mask=is_read, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if (block_begin + BLOCK_N > seen_until) | (block_begin < seen_from):
+            is_visible = is_key[None, :] & (key[None, :] <= last_seen[:, None])
             if HAS_FIRST:
                 is_visible = is_visible & (key[None, :] >= first_seen[:, None])
-            scores = tl.where(is_visible & is_key[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * score_scale)
         # A query that has seen nothing yet must not make a NaN of -inf - -inf.
-        base = tl.where(new_best == float("-inf"), 0.0, new_best) if IS_MASKED else new_best
-        weights = tl.exp2(scores - base[:, None])
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores * score_scale - base[:, None])
         decay = tl.exp2(best - base)
         total = total * decay + tl.sum(weights, axis=1)
-        if IS_MASKED:
-            # A key that no query may see must not be read: zero times NaN is NaN.
-            values = tl.load(values_at, mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        elif BLOCK_D == HEAD_DIM:
-            values = tl.load(values_at)
-        else:
-            values = tl.load(values_at, mask=is_dim[None, :], other=0.0)
+        values = tl.load(at + KV_SIZE, mask=is_read, other=0.0)
         accumulated = accumulated * decay[:, None]
         accumulated = tl.dot(weights.to(values.dtype), values, accumulated, input_precision="ieee")
         best = new_best
-    return best, total, accumulated, rows
+    return best, total, accumulated
 
 
 @triton.jit(do_not_specialize=["num_pages", "table_width", "width", "num_splits", "num_query_blocks", "window"])
@@ -96,11 +95,10 @@ def attend_kernel(
     is_valid: tl.tensor,  # [B, width] bool
     limits: tl.tensor,  # [B] int64
     starts: tl.tensor,  # [B] int64, read if HAS_STARTS
-    rows: tl.tensor,  # [N] int64: the row of each token, read if IS_RAGGED
     row_begins: tl.tensor,  # [B + 1] int64: the first token of each row, and N; read if IS_RAGGED
-    tile_begins: tl.tensor,  # [T] int64: the first token of each tile, N of one that has none; read if IS_RAGGED
-    output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM], written if not IS_SPLIT
-    partial_output: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits, HEAD_DIM] float32, written if IS_SPLIT
+    items: tl.tensor,  # [5, I] int32: of `plan_kernel`, read if IS_RAGGED
+    output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM], written where one program has all keys
+    partial_output: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits, HEAD_DIM] float32, written where several share them
     partial_lse: tl.tensor,  # [N * KV_HEADS * GROUP, num_splits] float32: log2 of the sum of weights
     num_pages: tl.tensor,
     table_width: tl.tensor,
@@ -118,26 +116,32 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
-    SPARES_MASKS: tl.constexpr,  # whole blocks that all queries see get a loop of their own
-    IS_SPLIT: tl.constexpr,
-    IS_RAGGED: tl.constexpr,  # [N] instead of [B, width], and not split
+    IS_SPLIT: tl.constexpr,  # each row into num_splits; ragged rows as their items say
+    IS_RAGGED: tl.constexpr,  # [N] instead of [B, width]
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Attends with a tile of queries (of all heads that share one key head) of one row over one split of its keys.
 
-    Grid: (KV_HEADS, num_query_blocks * num_splits, B), or (KV_HEADS, T) if IS_RAGGED; `width` is N then. BLOCK_M
-    queries, of which row m is head m % GROUP of a token; tiles of ragged rows begin with a whole token.
+    Grid: (KV_HEADS, num_query_blocks * num_splits, B), or (KV_HEADS, I) if IS_RAGGED; `width` is N then. BLOCK_M
+    queries, of which row m is head m % GROUP of a token; tiles of ragged rows begin with a whole token. Partial results
+    of ragged rows are [num_places, KV_HEADS, BLOCK_M] instead of [N, KV_HEADS * GROUP, num_splits].
     """
     head = tl.program_id(0)
-    # The last queries see the most keys, and start first.
     if IS_RAGGED:
-        split = 0
         m = tl.arange(0, BLOCK_M)
-        tile_begin = tl.load(tile_begins + tl.num_programs(1) - 1 - tl.program_id(1))
-        row = tl.load(rows + tile_begin, mask=tile_begin < width, other=0)
-        token = tile_begin + m // GROUP
+        item = items + tl.program_id(1)
+        tile_begin = tl.load(item)
+        if tile_begin >= width:  # In a graph there are more items than tiles.
+            wait_for_previous(OVERLAPS)
+            return
+        row = tl.load(item + tl.num_programs(1)).to(tl.int64)
+        split = tl.load(item + 2 * tl.num_programs(1))
+        num_splits = tl.load(item + 3 * tl.num_programs(1))
+        place = tl.load(item + 4 * tl.num_programs(1))
+        token = tile_begin.to(tl.int64) + m // GROUP
         is_query = (m < BLOCK_M // GROUP * GROUP) & (token < tl.load(row_begins + row + 1))
     else:
+        # The last queries see the most keys, and start first.
         query_block = num_query_blocks - 1 - tl.program_id(1) % num_query_blocks
         split = tl.program_id(1) // num_query_blocks
         row = tl.program_id(2).to(tl.int64)
@@ -172,7 +176,9 @@ def attend_kernel(
     stop = tl.minimum(begin + keys_per_split, num_seen)
 
     own_pages = page_table + row * table_width
-    rows = key_rows(own_pages, begin + tl.arange(0, BLOCK_N), stop, num_pages, PAGE_SIZE)
+    key = begin + tl.arange(0, BLOCK_N)
+    rows = rows_of(pages_of(own_pages, key, stop, PAGE_SIZE), key, num_pages, PAGE_SIZE)
+    pages = pages_of(own_pages, key + BLOCK_N, stop, PAGE_SIZE)
     # So far nothing was read that an overlapping kernel writes: positions and page tables are there before the first
     # kernel of a forward, which follows a kernel that does not overlap.
     wait_for_previous(OVERLAPS)
@@ -184,29 +190,22 @@ def attend_kernel(
     query_at = qkv + query_row[:, None] + (query_head * HEAD_DIM)[:, None] + d[None, :]
     query = tl.load(query_at, mask=is_seeing[:, None] & is_dim[None, :], other=0.0)
 
-    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    accumulated = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    masked_begin = begin
-    if SPARES_MASKS and not has_first:
-        seen_by_all = tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1
-        num_whole = tl.maximum(tl.minimum(seen_by_all, stop) - begin, 0) // BLOCK_N
-        masked_begin = begin + num_whole * BLOCK_N
-        best, total, accumulated, rows = attend_blocks(
-            query, kv + head * HEAD_DIM, own_pages, begin, masked_begin, stop, rows, best, total, accumulated,
-            lowest, first_seen, last_seen, num_pages, score_scale,
-            PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, has_first, False,
-        )  # fmt: skip
-    best, total, accumulated, rows = attend_blocks(
-        query, kv + head * HEAD_DIM, own_pages, masked_begin, stop, stop, rows, best, total, accumulated,
-        lowest, first_seen, last_seen, num_pages, score_scale,
-        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, has_first, True,
+    seen_until = tl.minimum(tl.min(tl.where(is_seeing, last_seen, num_seen), axis=0) + 1, stop)
+    seen_from = tl.max(tl.where(is_seeing, first_seen, 0), axis=0) if has_first else 0
+    best, total, accumulated = attend_keys(
+        query, kv + head * HEAD_DIM, own_pages, begin, stop, seen_from, seen_until,
+        lowest, first_seen, last_seen, rows, pages, num_pages, score_scale,
+        PAGE_SIZE, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_M, BLOCK_D, BLOCK_N, has_first,
     )  # fmt: skip
 
     has_keys = is_seeing & (total > 0.0)
     result = tl.where(has_keys[:, None], accumulated / tl.where(has_keys, total, 1.0)[:, None], 0.0)
-    if IS_SPLIT:
-        partial = (token * (KV_HEADS * GROUP) + query_head) * num_splits + split
+    is_partial = IS_SPLIT and (num_splits > 1 if IS_RAGGED else True)
+    if is_partial:
+        if IS_RAGGED:
+            partial = (place.to(tl.int64) * KV_HEADS + head) * BLOCK_M + m
+        else:
+            partial = (token * (KV_HEADS * GROUP) + query_head) * num_splits + split
         lse = tl.where(has_keys, best + tl.log2(tl.where(has_keys, total, 1.0)), float("-inf"))
         tl.store(partial_lse + partial, lse, mask=is_query)
         is_kept = (is_query & has_keys)[:, None] & is_dim[None, :]
@@ -242,3 +241,57 @@ def combine_kernel(
     total = tl.sum(weights, axis=0)
     result = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     tl.store(output + index * HEAD_DIM + d, result.to(output.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_split_tiles"])
+def combine_tiles_kernel(
+    partial_output: tl.tensor,  # [num_places, KV_HEADS, BLOCK_M, HEAD_DIM] float32
+    partial_lse: tl.tensor,  # [num_places, KV_HEADS, BLOCK_M] float32
+    split_tiles: tl.tensor,  # [4, num_split_tiles] int32: of `plan_kernel`
+    output: tl.tensor,  # [N, KV_HEADS * GROUP * HEAD_DIM]
+    num_split_tiles: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Combines the splits of BLOCK_Q of a tile's queries.
+
+    Grid: (KV_HEADS * BLOCK_M / BLOCK_Q, num_split_tiles), of which some may be none.
+    """
+    head = tl.program_id(0) % KV_HEADS
+    m = tl.program_id(0) // KV_HEADS * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    tile = split_tiles + tl.program_id(1)
+    token = tl.load(tile).to(tl.int64) + m // GROUP
+    row_end = tl.load(tile + num_split_tiles)
+    num_splits = tl.load(tile + 2 * num_split_tiles)
+    place = tl.load(tile + 3 * num_split_tiles).to(tl.int64)
+    wait_for_previous(OVERLAPS)
+    is_query = (m < BLOCK_M // GROUP * GROUP) & (token < row_end)
+    d = tl.arange(0, BLOCK_D)
+    best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    result = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        partial = ((place + split) * KV_HEADS + head)[:, None] * BLOCK_M + m[None, :]
+        is_split = (split < num_splits)[:, None] & is_query[None, :]
+        lse = tl.load(partial_lse + partial, mask=is_split, other=float("-inf"))
+        new_best = tl.maximum(best, tl.max(lse, axis=0))
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(lse - base[None, :])
+        decay = tl.exp2(best - base)
+        is_there = (weights > 0.0)[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        values_at = partial_output + (partial * HEAD_DIM)[:, :, None] + d[None, None, :]
+        values = tl.load(values_at, mask=is_there, other=0.0)
+        result = result * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        total = total * decay + tl.sum(weights, axis=0)
+        best = new_best
+    result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+    query_head = head * GROUP + m % GROUP
+    at = output + (token * (GROUP * KV_HEADS) + query_head)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(at, result.to(output.dtype.element_ty), mask=is_query[:, None] & (d < HEAD_DIM)[None, :])

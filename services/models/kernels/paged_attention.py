@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.services.models.attention import JoinedBatch
-from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel
+from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel, combine_tiles_kernel
+from slipstream.services.models.kernels.attention_plan import MOST_SPLITS, RaggedPlan
 from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping, power_of_two
 from slipstream.services.models.kernels.rotation import keep_kernel
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from slipstream.services.models.config import ModelConfig
     from slipstream.services.models.decoder import RMSNorm
 
-_MOST_SPLITS = 64
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs that share the keys: fewer leave multiprocessors idle, more only add to the reduction."""
 
@@ -26,13 +26,13 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 class PagedAttention:
     """Attention of one forward, called once for each layer: reads keys and values from their pages.
 
-    Several programs share the keys of a row. What a query sees, what is kept and what goes to the padding page is as
-    `TorchAttention` has it; a query that is not valid reads nothing and gives zeros. Everything it launches depends on
-    shapes alone, so that it can be captured in a CUDA graph.
+    Several programs share the keys of a long row. What a query sees, what is kept and what goes to the padding page is
+    as `TorchAttention` has it; a query that is not valid reads nothing and gives zeros. Everything it launches depends
+    on shapes alone, so that it can be captured in a CUDA graph.
     """
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV, *, is_invariant: bool = False) -> None:
-        """Allocates the partial results of the programs that share keys; computes nothing.
+        """Allocates the partial results of the programs that share keys; plans the tiles of ragged rows.
 
         `is_invariant`: a query gets the same bits in any row and batch, which is slower: no programs share keys.
         """
@@ -47,19 +47,23 @@ class PagedAttention:
         self._group = config.num_heads // config.num_kv_heads
         self._ragged = batch.ragged
         element_size = cache.rows[0].element_size()
+        self._plan: RaggedPlan | None = None
         if batch.ragged is not None:
             self._width, self._num_splits, self._num_query_blocks = self._num_tokens, 1, 1
             self._tile = _tile_of_ragged(self._group, config.head_dim, element_size)
-            self._tile_begins = _tile_begins(batch.ragged, self._tile.block_m // self._group)
-            self._grid: tuple[int, ...] = (config.num_kv_heads, len(self._tile_begins))
+            self._plan = self._make_plan(batch.ragged, is_invariant=is_invariant)
+            self._is_split = self._plan.num_places > 0
+            num_partials = self._plan.num_places * config.num_kv_heads * self._tile.block_m
+            self._grid: tuple[int, ...] = (config.num_kv_heads, self._plan.items.shape[1])
         else:
             num_rows, self._width = batch.tokens.shape
             self._tile = _tile(self._width * self._group, config.head_dim, element_size)
             self._num_query_blocks = -(-self._width * self._group // self._tile.block_m)
             self._num_splits = 1 if is_invariant else self._choose_splits(num_rows)
+            self._is_split = self._num_splits > 1
+            num_partials = self._num_tokens * config.num_heads * self._num_splits
             self._grid = (config.num_kv_heads, self._num_query_blocks * self._num_splits, num_rows)
-        is_split = self._num_splits > 1
-        num_partials = self._num_tokens * config.num_heads * self._num_splits if is_split else 1
+        num_partials = num_partials if self._is_split else 1
         self._partial_output = self._limits.new_empty(num_partials, config.head_dim, dtype=torch.float32)
         self._partial_lse = self._limits.new_empty(num_partials, dtype=torch.float32)
 
@@ -95,7 +99,8 @@ class PagedAttention:
             self._is_valid,
             self._limits,
             self._limits if self._starts is None else self._starts,
-            *self._ragged_places,
+            self._limits if self._ragged is None else self._ragged.begins,
+            self._limits if self._plan is None else self._plan.items,
             output,
             self._partial_output,
             self._partial_lse,
@@ -115,30 +120,33 @@ class PagedAttention:
             BLOCK_N=self._tile.block_n,
             HAS_WINDOW=window is not None,
             HAS_STARTS=self._starts is not None,
-            SPARES_MASKS=self._tile.block_m > 64,
-            IS_SPLIT=self._num_splits > 1,
+            IS_SPLIT=self._is_split,
             IS_RAGGED=self._ragged is not None,
             **overlapping(qkv.device),
             num_warps=self._tile.num_warps,
             num_stages=self._tile.num_stages,
         )
-        if self._num_splits > 1:
+        if self._is_split:
             self._combine(output)
-
-    @property
-    def _ragged_places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows of tokens, and where rows and tiles begin; any tensors if they are not read."""
-        if self._ragged is None:
-            return self._limits, self._limits, self._limits
-        return self._ragged.rows, self._ragged.begins, self._tile_begins
 
     def _choose_splits(self, num_rows: int) -> int:
         if not num_rows or self._num_query_blocks > 1:
             return 1
-        capacity = self._page_table.shape[1] * self._cache.page_size
-        wanted = _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)
-        splits = wanted // (num_rows * self._config.num_kv_heads)
-        return max(1, min(splits, _MOST_SPLITS, -(-capacity // self._tile.block_n)))
+        splits = self._wanted_programs // (num_rows * self._config.num_kv_heads)
+        return max(1, min(splits, MOST_SPLITS, -(-self._capacity // self._tile.block_n)))
+
+    def _make_plan(self, ragged: RaggedRows, *, is_invariant: bool) -> RaggedPlan:
+        spare = 0 if is_invariant else max(1, self._wanted_programs // self._config.num_kv_heads)
+        tokens = self._tile.block_m // self._group
+        return RaggedPlan.of(ragged, self._positions, self._limits, capacity=self._capacity, tokens=tokens, spare=spare)
+
+    @property
+    def _wanted_programs(self) -> int:
+        return _PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(self._limits.device)
+
+    @property
+    def _capacity(self) -> int:
+        return self._page_table.shape[1] * self._cache.page_size
 
     def _keep(
         self, layer: int, qkv: torch.Tensor, rotation: torch.Tensor, norms: tuple[RMSNorm, RMSNorm] | None
@@ -157,7 +165,7 @@ class PagedAttention:
             self._positions,
             self._is_valid,
             self._limits,
-            self._ragged_places[0],
+            self._limits if self._ragged is None else self._ragged.rows,
             self._cache.num_pages,
             self._page_table.shape[1],
             self._width,
@@ -175,6 +183,9 @@ class PagedAttention:
         )
 
     def _combine(self, output: torch.Tensor) -> None:
+        if self._plan is not None:
+            self._combine_tiles(self._plan, output)
+            return
         head_dim = self._config.head_dim
         combine_kernel[(output.numel() // head_dim,)](
             self._partial_output,
@@ -186,6 +197,26 @@ class PagedAttention:
             BLOCK_S=power_of_two(self._num_splits),
             **overlapping(output.device),
             num_warps=1 if self._num_splits <= 8 else 4,
+        )
+
+    def _combine_tiles(self, plan: RaggedPlan, output: torch.Tensor) -> None:
+        config, block_m = self._config, self._tile.block_m
+        num_tiles = plan.split_tiles.shape[1]
+        combine_tiles_kernel[config.num_kv_heads * (block_m // _COMBINED), num_tiles](
+            self._partial_output,
+            self._partial_lse,
+            plan.split_tiles,
+            output,
+            num_tiles,
+            KV_HEADS=config.num_kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=config.head_dim,
+            BLOCK_D=power_of_two(config.head_dim),
+            BLOCK_M=block_m,
+            BLOCK_Q=_COMBINED,
+            BLOCK_S=8,
+            **overlapping(output.device),
+            num_warps=4,
         )
 
 
@@ -216,6 +247,8 @@ def paged_attention(
     return PagedAttention(config, batch, cache, is_invariant=is_invariant)
 
 
+_COMBINED = 8
+"""Stacked queries of which one program combines the splits."""
 _LARGE = 128
 """Stacked queries of the largest tile."""
 
@@ -228,13 +261,21 @@ class _Tile:
     num_stages: int
 
 
+_PROMPT_TILE = _Tile(_LARGE, 128, 8, 3)
+"""For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way.
+
+It takes 224 KiB of a multiprocessor's 227: Hopper's tensor cores are kept busy by large blocks, not by many programs.
+"""
+_WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
+
+
 def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
     """Chooses the tile of a program for `num_stacked` queries of the heads that share a key head."""
     block_m = min(_LARGE, max(16, power_of_two(num_stacked)))
     if element_size == 4:
         return _Tile(min(block_m, 64), 32, 4, 2)
     if block_m == _LARGE:
-        return _Tile(_LARGE, 64, 4 if head_dim <= 128 else 8, 2)
+        return _PROMPT_TILE if head_dim <= 128 else _WIDE_PROMPT_TILE
     return _Tile(block_m, 128 if head_dim <= 128 else 64, 4, 2)
 
 
@@ -242,21 +283,3 @@ def _tile_of_ragged(group: int, head_dim: int, element_size: int) -> _Tile:
     """Returns the tile of ragged rows: one size for all, so that any step finds its kernel compiled."""
     tile = _tile(_LARGE, head_dim, element_size)
     return replace(tile, block_m=max(tile.block_m, power_of_two(group)))
-
-
-def _tile_begins(ragged: RaggedRows, num_tokens: int) -> torch.Tensor:
-    """The places of the first tokens of all tiles, of `num_tokens` at most and each of one row: [T] int64.
-
-    In a graph there are as many as there may be, the last of which begin behind all tokens and do nothing.
-    """
-    begins, (size,) = ragged.begins, ragged.rows.shape
-    tiles = (begins.diff() + (num_tokens - 1)) // num_tokens
-    if ragged.lengths is None:
-        num_tiles = size // num_tokens + len(tiles)
-    else:
-        num_tiles = sum(-(-length // num_tokens) for length in ragged.lengths)
-    ends = tiles.cumsum(0)
-    numbers = torch.arange(num_tiles, device=begins.device)
-    rows = torch.searchsorted(ends, numbers, right=True).clamp_max_(len(tiles) - 1)
-    places = begins.index_select(0, rows) + (numbers - (ends - tiles).index_select(0, rows)) * num_tokens
-    return torch.where(numbers < ends[-1], places, size)

@@ -27,6 +27,9 @@ from triton.runtime.jit import JITFunction
 from slipstream.services.models import kernels
 
 COMPILED, FAILED = "compiled", "cannot compile"
+FULL_HEAD_DIM = 128
+SHARED_BYTES = 227 * 1024
+"""Of a Hopper GPU's multiprocessor, for one program; a kernel that takes more fails when it is launched."""
 
 
 class HopperDriver:
@@ -56,14 +59,20 @@ _run = JITFunction.run
 
 def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     flags = (name for name, value in options.items() if value is True)
-    key = self.fn.__name__, *sorted(flags), *(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+    # Heads of that size have the tiles that models run with.
+    has_full_heads = options.get("HEAD_DIM") == FULL_HEAD_DIM
+    dtypes = (arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+    key = self.fn.__name__, has_full_heads, *sorted(flags), *dtypes
     if key in _compiled:
         return None
     _compiled.add(key)
     if "OVERLAPS" in options:
         options |= {"OVERLAPS": True, "launch_pdl": True}
     try:
-        return _run(self, *args, grid=grid, warmup=True, **options)
+        kernel = _run(self, *args, grid=grid, warmup=True, **options)
+        if kernel.metadata.shared > SHARED_BYTES:
+            raise MemoryError(f"{kernel.metadata.shared} bytes of shared memory, of which there are {SHARED_BYTES}")
+        return kernel
     except Exception as error:
         _failures.setdefault(self.fn.__name__, "".join(traceback.format_exception(error)[-3:]))
         raise

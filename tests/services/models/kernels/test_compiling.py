@@ -15,7 +15,7 @@ ROOT = HERE.parents[3]
 KERNELS = ROOT / "services" / "models" / "kernels"
 TESTS = {
     "step_ops": ("step_ops",),
-    "paged_attention": ("attention_kernels",),
+    "paged_attention": ("attention_kernels", "attention_plan"),
     "rotate_and_keep": ("rotation",),
     "block_ops": ("block_ops",),
     "products": ("products",),
