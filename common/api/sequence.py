@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.common.api.output_chunk import FinishReason, TokenLogprobs
-from slipstream.common.errors import InvalidArgumentError
+from slipstream.common.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from slipstream.common.messages import LENGTH_DELIMITED, decode, encode, tag, varint
 from slipstream.common.rpc.status import code_of, error_from_code
 from slipstream.protos import generation_pb2, scheduler_pb2, worker_pb2
@@ -337,8 +337,15 @@ class Refusal:
     error: SlipstreamError
 
     def to_pb(self) -> scheduler_pb2.Refusal:
-        return scheduler_pb2.Refusal(sequence=self.sequence, code=code_of(self.error).value[0], message=str(self.error))
+        error, retry_after_ms = self.error, None
+        if isinstance(error, ResourceExhaustedError | UnavailableError):
+            retry_after_ms = error.retry_after_ms
+        code = code_of(error).value[0]
+        return scheduler_pb2.Refusal(
+            sequence=self.sequence, code=code, message=str(error), retry_after_ms=retry_after_ms
+        )
 
     @classmethod
     def from_pb(cls, message: scheduler_pb2.Refusal) -> Refusal:
-        return cls(message.sequence, error_from_code(message.code, message.message))
+        retry_after_ms = message.retry_after_ms if message.HasField("retry_after_ms") else None
+        return cls(message.sequence, error_from_code(message.code, message.message, retry_after_ms=retry_after_ms))

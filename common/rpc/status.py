@@ -82,12 +82,14 @@ def error_from_rpc(error: grpc.RpcError) -> errors.SlipstreamError:
     return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, status)
 
 
-def error_from_code(number: int, message: str) -> errors.SlipstreamError:
-    """Returns the nearest exception to a code of google.rpc.Code that came without details."""
+def error_from_code(number: int, message: str, *, retry_after_ms: int | None = None) -> errors.SlipstreamError:
+    """Returns the nearest exception to a code of google.rpc.Code that came with no other detail than a time."""
     code = _CODES_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
     kind = _FROM_CODE.get(code)
-    empty = status_pb2.Status()
-    return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, empty)
+    status = status_pb2.Status()
+    if retry_after_ms is not None:
+        status.details.add().Pack(_retry_info(retry_after_ms))
+    return errors.InternalError(f"{code.name}: {message}") if kind is None else _build(kind, message, status)
 
 
 def _details(error: errors.SlipstreamError) -> list[Message]:
@@ -98,15 +100,19 @@ def _details(error: errors.SlipstreamError) -> list[Message]:
             )
             return [error_details_pb2.BadRequest(field_violations=[violation])]
         case errors.ResourceExhaustedError() | errors.UnavailableError() if error.retry_after_ms is not None:
-            delay = Duration()
-            delay.FromMilliseconds(error.retry_after_ms)
-            return [error_details_pb2.RetryInfo(retry_delay=delay)]
+            return [_retry_info(error.retry_after_ms)]
         case errors.MismatchError():
             return [_precondition("MISMATCH", *error.differences[:8])]
         case errors.FailedPreconditionError():
             return [_precondition(_reason(type(error)), str(error))]
         case _:
             return []
+
+
+def _retry_info(milliseconds: int) -> error_details_pb2.RetryInfo:
+    delay = Duration()
+    delay.FromMilliseconds(milliseconds)
+    return error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 def _precondition(kind: str, *descriptions: str) -> error_details_pb2.PreconditionFailure:

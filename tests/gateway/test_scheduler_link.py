@@ -366,3 +366,12 @@ async def test_a_sequence_whose_end_is_being_written_is_not_submitted_again(tmp_
         server.loop.pause_tokens = None
         await collect(client.generate([6], job_id="other", max_new_tokens=3))
         assert [sequence.spec.job_id for sequence in server.loop.submitted] == ["late", "other"]
+
+
+async def test_a_client_learns_when_to_come_back_to_a_full_scheduler(
+    server: GenerationServer, client: AsyncClient
+) -> None:
+    server.loop.error = ResourceExhaustedError("the scheduler is full", retry_after_ms=700)
+    with pytest.raises(ResourceExhaustedError, match="the scheduler is full") as caught:
+        await collect(client.generate([5], max_new_tokens=9))
+    assert caught.value.retry_after_ms == 700

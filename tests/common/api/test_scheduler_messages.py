@@ -16,6 +16,7 @@ from slipstream.common.errors import (
     InvalidArgumentError,
     ResourceExhaustedError,
     SlipstreamError,
+    UnavailableError,
 )
 from slipstream.protos import scheduler_pb2
 from tests.harness.example_states import STATE
@@ -120,12 +121,15 @@ def test_a_state_comes_out_the_same(state: SchedulerState) -> None:
     [
         InvalidArgumentError("prompt", "()", "token ids"),
         ResourceExhaustedError("full", retry_after_ms=500),
+        UnavailableError("gone", retry_after_ms=200),
+        UnavailableError("changed"),
         DeadlineExceededError("late"),
         InternalError("it failed"),
     ],
 )
-def test_a_refusal_keeps_its_code_and_message(error: SlipstreamError) -> None:
+def test_a_refusal_keeps_its_code_its_message_and_the_time_of_another_try(error: SlipstreamError) -> None:
     refusal = Refusal.from_pb(Refusal(6, error).to_pb())
     assert refusal.sequence == 6
     assert type(refusal.error) is type(error)
     assert str(error) in str(refusal.error)
+    assert getattr(refusal.error, "retry_after_ms", None) == getattr(error, "retry_after_ms", None)
