@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from slipstream.common.api.output_chunk import FinishReason
 from slipstream.common.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
 
 if TYPE_CHECKING:
@@ -139,6 +140,11 @@ class JobReader:
         chunk = output.read(self._offsets[index])
         if chunk is None:
             return None
+        if chunk.finish_reason is FinishReason.ABORT and self._job.error is not None:
+            # Another sample's error is the end of this one, too, and comes behind all output.
+            if not chunk.token_ids:
+                return None
+            chunk = replace(chunk, finish_reason=None, usage=None)
         if chunk.token_ids:
             self._advance(output, index, self._offsets[index] + len(chunk.token_ids))
         if chunk.finish_reason is not None:

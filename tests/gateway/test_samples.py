@@ -174,3 +174,21 @@ async def test_logprobs_come_with_their_tokens(client: AsyncClient, num_top: int
         assert all(len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
     plain = await collect(client.generate([5, 6, 7], max_new_tokens=9))
     assert all(chunk.logprobs == () for chunk in plain)
+
+
+async def test_the_error_of_one_sample_is_the_end_of_all(server: GenerationServer, client: AsyncClient) -> None:
+    """Nobody has cancelled the others; the same request again would go on with them."""
+    server.loop.pause_tokens = TOKENS_PER_STEP
+    await client.create_job([5, 6], job_id="mine", n=2, max_new_tokens=9)
+    await until(lambda: server.manager.get("mine").num_tokens == 2 * TOKENS_PER_STEP)
+    failed, _ = server.manager.get("mine").sequences
+    server.manager.end(failed, error=UnavailableError("no scheduler for too long", retry_after_ms=10))
+    await until(lambda: not server.link.running)
+    watched = client.watch_job("mine", reconnect_s=0)
+    chunks = [await anext(watched) for _ in range(2)]
+    with pytest.raises(UnavailableError, match="no scheduler for too long"):
+        await anext(watched)
+    assert [(tokens_of(sample), sample[-1].finish_reason) for sample in by_sample(chunks, 2)] == [([5, 6, 5], None)] * 2
+    server.loop.pause_tokens = None
+    again = await collect(client.generate([5, 6], job_id="mine", n=2, max_new_tokens=9))
+    assert [tokens_of(sample) for sample in by_sample(again, 2)] == [[5, 6] * 4 + [5]] * 2
