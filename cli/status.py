@@ -195,7 +195,9 @@ class ServerStatus:
         for name, report in self.reports.items():
             if name not in self.health:
                 pid = f"{report.pid or '-'}"
-                table.add_row(name, f"[yellow]{report.state}[/]", pid, _restarts(report), "-", "-", "-")
+                table.add_row(
+                    name, f"[yellow]{report.state}[/]", pid, _restarts(report), report.address or "-", "-", "-"
+                )
         Console(width=None if sys.stdout.isatty() else _UNFOLDED_WIDTH).print(table)
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.protos import scheduler_pb2 as slipstream_dot_protos_dot_scheduler__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"slipstream/protos/supervisor.proto\x12\rslipstream.v1\x1a!slipstream/protos/scheduler.proto\"\x1b\n\x19\x44\x65scribeSupervisorRequest\"K\n\x15SupervisorDescription\x12\x32\n\x08services\x18\x01 \x03(\x0b\x32 .slipstream.v1.SupervisedService\"e\n\x11SupervisedService\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x10\n\x08last_end\x18\x05 \x01(\t\"\x9a\x01\n\x15SwapDraftModelRequest\x12\r\n\x05\x64raft\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x1d\n\x10num_draft_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bjudge_steps\x18\x04 \x01(\r\x12\x16\n\x0erollback_below\x18\x05 \x01(\x01\x42\x13\n\x11_num_draft_tokens2\xbd\x01\n\nSupervisor\x12Z\n\x08\x44\x65scribe\x12(.slipstream.v1.DescribeSupervisorRequest\x1a$.slipstream.v1.SupervisorDescription\x12S\n\tSwapDraft\x12$.slipstream.v1.SwapDraftModelRequest\x1a .slipstream.v1.SwapDraftResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"slipstream/protos/supervisor.proto\x12\rslipstream.v1\x1a!slipstream/protos/scheduler.proto\"\x1b\n\x19\x44\x65scribeSupervisorRequest\"K\n\x15SupervisorDescription\x12\x32\n\x08services\x18\x01 \x03(\x0b\x32 .slipstream.v1.SupervisedService\"v\n\x11SupervisedService\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x10\n\x08last_end\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\"\x9a\x01\n\x15SwapDraftModelRequest\x12\r\n\x05\x64raft\x18\x01 \x01(\t\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\x1d\n\x10num_draft_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bjudge_steps\x18\x04 \x01(\r\x12\x16\n\x0erollback_below\x18\x05 \x01(\x01\x42\x13\n\x11_num_draft_tokens2\xbd\x01\n\nSupervisor\x12Z\n\x08\x44\x65scribe\x12(.slipstream.v1.DescribeSupervisorRequest\x1a$.slipstream.v1.SupervisorDescription\x12S\n\tSwapDraft\x12$.slipstream.v1.SwapDraftModelRequest\x1a .slipstream.v1.SwapDraftResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,9 +37,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUPERVISORDESCRIPTION']._serialized_start=117
   _globals['_SUPERVISORDESCRIPTION']._serialized_end=192
   _globals['_SUPERVISEDSERVICE']._serialized_start=194
-  _globals['_SUPERVISEDSERVICE']._serialized_end=295
-  _globals['_SWAPDRAFTMODELREQUEST']._serialized_start=298
-  _globals['_SWAPDRAFTMODELREQUEST']._serialized_end=452
-  _globals['_SUPERVISOR']._serialized_start=455
-  _globals['_SUPERVISOR']._serialized_end=644
+  _globals['_SUPERVISEDSERVICE']._serialized_end=312
+  _globals['_SWAPDRAFTMODELREQUEST']._serialized_start=315
+  _globals['_SWAPDRAFTMODELREQUEST']._serialized_end=469
+  _globals['_SUPERVISOR']._serialized_start=472
+  _globals['_SUPERVISOR']._serialized_end=661
 # @@protoc_insertion_point(module_scope)

@@ -18,18 +18,20 @@ class SupervisorDescription(_message.Message):
     def __init__(self, services: _Optional[_Iterable[_Union[SupervisedService, _Mapping]]] = ...) -> None: ...
 
 class SupervisedService(_message.Message):
-    __slots__ = ("name", "pid", "state", "num_restarts", "last_end")
+    __slots__ = ("name", "pid", "state", "num_restarts", "last_end", "address")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     LAST_END_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     pid: int
     state: str
     num_restarts: int
     last_end: str
-    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., num_restarts: _Optional[int] = ..., last_end: _Optional[str] = ...) -> None: ...
+    address: str
+    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., num_restarts: _Optional[int] = ..., last_end: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class SwapDraftModelRequest(_message.Message):
     __slots__ = ("draft", "algorithm", "num_draft_tokens", "judge_steps", "rollback_below")

@@ -59,6 +59,8 @@ class ServiceReport:
     """Times that it was started again."""
     last_end: str
     """How its process before ended; empty if there was none."""
+    address: str
+    """Where its health is asked, see `ServiceCommand`."""
 
 
 def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -93,6 +93,7 @@ class Service:
             state=self.state.value,
             num_restarts=self.num_restarts,
             last_end=self.last_end,
+            address=self.process.command.address,
         )
 
     def start(

@@ -80,7 +80,7 @@ class Batch:
         """No sequence of `_decoding` is sure to end before so many more tokens are sure."""
         self._num_covered = 0
         """The pages of all sequences of `_decoding` last for so many steps more."""
-        self._num_drafted = 0
+        self._num_in_reach = 0
         """The draft has room for those of `_decoding` that it drafts for, for so many steps more."""
         self._preempted: list[Sequence] = []
         """Sequences that are to wait in the queue again."""
@@ -257,7 +257,7 @@ class Batch:
 
     def _decoding_with(self, num_draft_tokens: int) -> _Decoding:
         decoding = self._decoding
-        is_same = decoding is not None and decoding.num_draft_tokens == num_draft_tokens and self._num_drafted > 0
+        is_same = decoding is not None and decoding.num_draft_tokens == num_draft_tokens and self._num_in_reach > 0
         if decoding is None or not is_same or self._has_sure_end(decoding):
             decoding = self._decoding = self._find_decoding(num_draft_tokens)
         while self._num_covered <= 0 and not self._has_pages(decoding):
@@ -287,7 +287,7 @@ class Batch:
         is_decoding[rows] = ~self.accounts.is_sure_to_end(rows)
         rows = is_decoding.nonzero()[0]
         members = StepSlots(tuple(rows.tolist()), rows, self.slots.generations[rows], _mask(is_decoding))
-        beyond, self._num_drafted = self._reach.ends(rows)
+        beyond, self._num_in_reach = self._reach.ends(rows)
         for slot in beyond:
             self._leave_draft(self._running[slot])
         most = self.accounts.most_accepted(rows, num_draft_tokens)
@@ -356,7 +356,7 @@ class Batch:
     def _decode_step(self, decoding: _Decoding) -> Step:
         self._room -= 1
         self._num_covered -= 1
-        self._num_drafted -= 1
+        self._num_in_reach -= 1
         return Step(
             number=self.last_step,
             kind=StepKind.DECODE if decoding.is_drafted else StepKind.PLAIN,

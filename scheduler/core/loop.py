@@ -64,12 +64,13 @@ class _Sent(NamedTuple):
     """True if a draft rested meanwhile, or came back from it."""
 
 
-class _TakenIn(NamedTuple):
-    """The outcome of a step."""
+class _Consumed(NamedTuple):
+    """A step whose result was taken in, and what came of it."""
 
     sent: _Sent
     outcome: TakenIn
     landed_ns: int
+    """When the result was on the host."""
     gap_s: float
     """Since the step before, or since it was sent."""
 
@@ -118,7 +119,7 @@ class StepLoop:
         self._in_flight: deque[_Sent] = deque()
         self._landed_ns = 0
         """When the last result came."""
-        self._taken_in: _TakenIn | None = None
+        self._consumed: _Consumed | None = None
         """The outcome of the last result, not handed out yet."""
 
     def run(self) -> None:
@@ -172,9 +173,9 @@ class StepLoop:
         outgoing = self._batch.outbox.take()
         if outgoing:
             self._put(outgoing)
-        if self._taken_in is not None:
-            taken_in, self._taken_in = self._taken_in, None
-            self._note(*taken_in)
+        if self._consumed is not None:
+            consumed, self._consumed = self._consumed, None
+            self._note(*consumed)
         self._metrics.tidy()
         self._batch.committed.tidy()
 
@@ -261,7 +262,7 @@ class StepLoop:
             waited_for=sent.waits_for,
         )
         self._timings.came(step, result.stamps_before)
-        self._taken_in = _TakenIn(sent, self._apply(step, result, landed_ns), landed_ns, gap_s)
+        self._consumed = _Consumed(sent, self._apply(step, result, landed_ns), landed_ns, gap_s)
         self._recorder.add(Site.TAKE_IN, step.number, landed_ns, time.monotonic_ns())
 
     def _note(self, sent: _Sent, outcome: TakenIn, landed_ns: int, gap_s: float) -> None:

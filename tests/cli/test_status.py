@@ -70,7 +70,9 @@ async def test_restarts_are_shown_for_the_services_that_an_up_keeps(
     serve_state: ServeState, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def report(name: str, pid: int, state: str, last_end: str) -> ServiceReport:
-        return ServiceReport(name=name, pid=pid, state=state, num_restarts=2, last_end=last_end)
+        return ServiceReport(
+            name=name, pid=pid, state=state, num_restarts=2, last_end=last_end, address=f"unix:/far/{name}.sock"
+        )
 
     address = await serve_state(ServiceState(name="verify", address="unix:/nonexistent/far.sock", pid=3))
     status = await fetch_status(address)
@@ -79,7 +81,7 @@ async def test_restarts_are_shown_for_the_services_that_an_up_keeps(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     words = "verify ELSEWHERE 3 2 (was killed by SIGKILL) unix:/nonexistent/far.sock - -"
     assert words.split() in rows
-    assert ["draft", "died", "-", "2", "-", "-", "-"] in rows
+    assert ["draft", "died", "-", "2", "unix:/far/draft.sock", "-", "-"] in rows
     supervised = json.loads(json.dumps(status.with_reports(reports).as_json()))["supervised"]
     assert [(each["name"], each["num_restarts"]) for each in supervised] == [("verify", 2), ("draft", 2)]
     assert status.with_reports([report("verify", 4, "ready", "")]) == status
