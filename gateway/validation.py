@@ -277,10 +277,12 @@ def check_size(request: JobRequest, limits: RequestLimits) -> None:
     """Raises InvalidArgumentError for a prompt that is too long, before any work that grows with its length."""
     check_num_messages(request)
     check_most(len(request.input_ids.ids), limits.context_tokens, "input_ids.ids")
-    num_characters = len(request.text) + sum(len(message.content) for message in request.messages.items)
+    # protobuf makes a new string each time that it is asked for one.
+    num_in_text = len(request.text)
+    num_characters = num_in_text + sum(len(message.content) for message in request.messages.items)
     if limits.max_characters is not None and num_characters > limits.max_characters:
         accepted = f"at most {limits.max_characters}, which may fit into the context of {limits.context_tokens} tokens"
-        field = "text" if request.text else "messages"
+        field = "text" if num_in_text else "messages"
         raise InvalidArgumentError(field, f"{num_characters} characters", accepted)
 
 

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
+SLOW_REQUEST_BYTES = 2**18
+"""To receive one of 4 MiB, to decode it and to look at its text takes a few milliseconds each."""
+
 _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -215,6 +218,10 @@ class Decoder(ServerInterceptor):
 
         def make(handle: Handle) -> Handle:
             async def call(request: bytes, context: Any) -> Any:
+                is_large = len(request) >= SLOW_REQUEST_BYTES
+                if is_large:
+                    # gRPC has just copied it, which took a turn's time already.
+                    await asyncio.sleep(0)
                 if kind is not None and len(request) >= MIN_COUNTED_BYTES:
                     await check_num_fields(request, kind.DESCRIPTOR, self._turns)
                 try:
@@ -222,6 +229,8 @@ class Decoder(ServerInterceptor):
                 except DecodeError:
                     self._log.write("%s: a request of %d bytes cannot be decoded", method, len(request))
                     raise _undecodable(f"{len(request)} bytes") from None
+                if is_large:
+                    await self._turns.begin()
                 return await handle(message, context)
 
             return call
