@@ -86,7 +86,16 @@ class Plan:
 class Client:
     """A client with one job. It belongs to no process of the server."""
 
-    def __init__(self, world: World, number: int, plan: Plan, find: Callable[[], GatewayProcess | None]) -> None:
+    def __init__(
+        self,
+        world: World,
+        number: int,
+        plan: Plan,
+        find: Callable[[], GatewayProcess | None],
+        *,
+        can_fail: bool = False,
+    ) -> None:
+        """`can_fail`: the server may fail the job; the client then asks for it again, which ends its cancel, too."""
         self.plan = plan
         self.name = f"job-{number}"
         self.is_over = False
@@ -98,6 +107,7 @@ class Client:
         self._reader = OutputReader()
         self._job_id = self.name if plan.is_named else ""
         self._call: ClientCall | None = None
+        self._can_fail = can_fail
         self._has_created = not plan.creates
         self._has_left = self._has_cancelled = False
         self._most_tokens = 10**9
@@ -185,6 +195,8 @@ class Client:
         elif isinstance(error, ResourceExhaustedError) or can_go_on_after(
             error or ConnectionLostError("an end without an end")
         ):
+            if self._can_fail:
+                self._has_created, self._most_tokens = not self.plan.creates, 10**9
             self._world.at(PAUSE_S * (0.5 + self._world.random.random()), self._open)
         else:
             self._world.fail(f"{self.name}: {error!r}")
@@ -223,7 +235,7 @@ class Client:
                     for index in range(plan.num_samples)
                 )
                 self._most_tokens = generated + MOST_TOKENS_AFTER_CANCEL * plan.num_samples
-            elif can_go_on_after(error):
+            elif can_go_on_after(error) or isinstance(error, ResourceExhaustedError):
                 self._world.at(PAUSE_S, self._cancel)
             elif not self.is_over:
                 self._world.fail(f"{self.name}: CancelJob: {error!r}")

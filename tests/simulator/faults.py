@@ -27,6 +27,7 @@ class Fault:
     """kill: SIGKILL. stop: SIGSTOP for `seconds`. cut: the stream between gateway and scheduler breaks.
     slow, hang: the stream of the worker rests for `seconds`, or for ever. stumble: first one, then the other, and
     verify's rests as long, so that a draft that was given up on writes late, and for the last time.
+    full: the disk of the gateway's journal is full for `seconds`.
     swap: the scheduler is asked to put this draft in the place of the one that drafts; "none" takes it away."""
     process: str
     seconds: float
@@ -93,6 +94,8 @@ class Faults:
                 gateway = machine.find("gateway")
                 if gateway is not None and gateway.connection.stream is not None:
                     gateway.connection.stream.break_off()
+            case "full":
+                process.is_full_until = world.now + fault.seconds
             case "swap":
                 process.soon(process.begin_swap, fault.process)
             case "slow":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,11 +35,12 @@ from tests.simulator.transport import SimulatedConnection
 from tests.simulator.world import Process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from slipstream.common.api.draft_swap import SwapOutcome
     from slipstream.common.worker.step import Role
+    from slipstream.gateway.journal_file import Change
     from slipstream.gateway.peers import Peers
     from slipstream.scheduler.config import SchedulerConfig
     from slipstream.scheduler.core.outbox import Outgoing
@@ -204,22 +206,41 @@ class _Alone:
 class GatewayProcess(Process):
     """The real manager, journal, scheduler link and servicer."""
 
-    def __init__(self, world: World, journal: Path, find: Callable[[], SchedulerProcess | None], *, queue: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        journal: Path,
+        find: Callable[[], SchedulerProcess | None],
+        *,
+        queue: int,
+        outage_timeout_s: float,
+    ) -> None:
         super().__init__(world, "gateway")
+        self.is_full_until = 0.0
+        """The disk of the journal has no room until then."""
         self.loop = SimulatedLoop(self)
         self.servicer: GenerationServicer | None = None
         """None until it listens."""
         self._file = JournalFile.open(journal, JournalMode.PROCESS)
         self.unwind.append(self._file.close)
+        self._commit = self._file.commit
+        self._file.commit = self._commit_if_there_is_room  # type: ignore[method-assign]
         self.connection = SimulatedConnection(self, find)
-        self.soon(self.loop.run_call, self._start, queue)
+        self.soon(self.loop.run_call, self._start, queue, outage_timeout_s)
 
-    def _start(self, queue: int) -> None:
+    def _commit_if_there_is_room(self, changes: Sequence[Change], rows: Sequence[bytes]) -> int:
+        if self.world.now < self.is_full_until:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._commit(changes, rows)
+
+    def _start(self, queue: int, outage_timeout_s: float) -> None:
         self.link = SchedulerLink(
             "simulated",
             lambda description, _: _model(description.server.context_tokens),
             capacity=queue,
-            outage_timeout_s=600.0,
+            outage_timeout_s=outage_timeout_s,
             # No sequence is to blame for an epoch's end here.
             max_lost_epochs=1000,
             connect=lambda _: self.connection,

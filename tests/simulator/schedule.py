@@ -14,7 +14,7 @@ from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.workers import describe
 from tests.simulator.clients import Client, Plan
-from tests.simulator.faults import Faults
+from tests.simulator.faults import TYPICAL_EVENTS, Fault, Faults
 from tests.simulator.memory import Host
 from tests.simulator.processes import GatewayProcess, Machine, SchedulerProcess
 from tests.simulator.substitutes import substituted
@@ -100,6 +100,24 @@ class Schedule:
         if random.random() < 0.4:
             # Drafts rest and come back at random, see `substitutes`.
             self.config = replace(self.config, num_draft_tokens=None)
+        self.outage_timeout_s = 600.0
+        self.can_fail = False
+        """True if the server may fail jobs, which their clients ask for again."""
+        self._lack_room(Random(f"room {seed}"))
+
+    def _lack_room(self, random: Random) -> None:
+        """Has some schedules fail jobs: the disk is full, the scheduler's queue is, or an outage takes too long."""
+        what = random.random()
+        if what < 0.1:
+            self.faults.faults += [
+                Fault(random.randrange(TYPICAL_EVENTS), "full", "gateway", random.choice((0.001, 0.01, 0.1)))
+                for _ in range(random.choice((1, 2)))
+            ]
+        elif what < 0.15:
+            self.config = replace(self.config, max_sequences=random.choice((2, 3)))
+        elif what < 0.25:
+            self.outage_timeout_s = random.choice((0.001, 0.01, 0.1))
+        self.can_fail = what < 0.25
 
     def _shorten_contexts(self, random: Random) -> None:
         """Has drafts of some schedules be for shorter sequences than verify."""
@@ -145,7 +163,7 @@ class Schedule:
         for name in ("verify", *drafts, "scheduler", "gateway"):
             machine.start(name)
         clients = [
-            Client(world, number, plan, lambda: machine.find("gateway"))  # type: ignore[no-any-return]
+            Client(world, number, plan, lambda: machine.find("gateway"), can_fail=self.can_fail)  # type: ignore[no-any-return]
             for number, plan in enumerate(self.plans)
         ]
         self.faults.plant(machine)
@@ -195,7 +213,11 @@ class Schedule:
                 "other-draft": partial(worker, "other-draft", Role.DRAFT, self.other_skill),
                 "scheduler": scheduler,
                 "gateway": lambda: GatewayProcess(
-                    world, directory / "journal", lambda: machine.find("scheduler"), queue=self.queue
+                    world,
+                    directory / "journal",
+                    lambda: machine.find("scheduler"),
+                    queue=self.queue,
+                    outage_timeout_s=self.outage_timeout_s,
                 ),
             },
         )
