@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 
-SLOW_REQUEST_BYTES = 2**18
-"""To receive one of 4 MiB, to decode it and to look at its text takes a few milliseconds each."""
+SLOW_REQUEST_BYTES = 2**16
+"""To receive one of 4 MiB, to decode it and to look at its text takes a few milliseconds each; of one with thousands of
+messages, the last two do."""
 
 _METHOD_HANDLERS: dict[tuple[bool, bool], tuple[str, Callable[..., Any]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
