@@ -168,10 +168,11 @@ def draw_serving(report: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_long_prompt(report: Mapping[str, Any], path: Path) -> None:
-    """The stream's tokens over time, and gaps by the size of the chunks. `report`: the content of the JSON file."""
+    """The stream's tokens over time, and gaps by the size of the steps. `report`: the content of the JSON file."""
     figure, (timeline, bars) = plt.subplots(1, 2, figsize=(10.4, 3.9), layout="constrained")
     results, prompt_tokens = report["results"], report["plan"]["prompt_tokens"]
-    names = ["all at once" if r["chunk_tokens"] >= prompt_tokens else str(r["chunk_tokens"]) for r in results]
+    sizes = [r["max_batched_tokens"] for r in results]
+    names = [str(size) if size == "auto" or size < prompt_tokens else "all at once" for size in sizes]
     for number, (name, result) in enumerate(zip(names, results, strict=True)):
         colour = plt.get_cmap("viridis")(number / max(1, len(results) - 1) * 0.9)
         times, counts = zip(*result["messages"], strict=True)
@@ -184,7 +185,7 @@ def draw_long_prompt(report: Mapping[str, Any], path: Path) -> None:
     timeline.axvline(0, color="k", linewidth=0.8, linestyle="--")
     timeline.set_xlabel("s since the long prompt was sent (dot: its first token)")
     timeline.set_ylabel("tokens of the running stream")
-    timeline.legend(fontsize=8, title="chunk", title_fontsize=8)
+    timeline.legend(fontsize=8, title="tokens a step", title_fontsize=8)
     timeline.grid(alpha=0.3)
     _draw_gaps(bars, results, names)
     _save(figure, path, f"A running stream while a prompt of {prompt_tokens:,} tokens comes in; {report['host']}")
@@ -203,7 +204,7 @@ def _draw_gaps(panel: Axes, results: Sequence[Mapping[str, Any]], names: Sequenc
     panel.set_ylabel("ms between messages of the stream")
     labels = [f"{name}\n{mean(r['first_token_s']):.1f} s" for name, r in zip(names, results, strict=True)]
     panel.set_xticks(range(len(results)), labels, fontsize=8)
-    panel.set_xlabel("tokens in a chunk; below: to the prompt's first token")
+    panel.set_xlabel("tokens of a step; below: to the prompt's first token")
     panel.legend(fontsize=8)
     panel.grid(alpha=0.3, axis="y")
 

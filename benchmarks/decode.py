@@ -243,7 +243,7 @@ class DecodeBenchmark:
             "num_draft_tokens": NUM_DRAFT_TOKENS,
             "slots": max(self._batches),
             "context_tokens": self._setup.context_tokens,
-            "chunk_tokens": min(2048, self._setup.context_tokens),
+            "max_batched_tokens": min(2048, self._setup.context_tokens),
             "kv_memory_mib": self._setup.kv_memory_mib,
             "no_prefix_cache": True,  # the same prompts come in each window
         }

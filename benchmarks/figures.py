@@ -297,7 +297,7 @@ def _robustness_sections() -> list[str]:
         "at most."
     )
     rows = [
-        f"{r['chunk_tokens']} | "
+        f"{r['max_batched_tokens']} | "
         + " | ".join(
             f"{r[gaps][p]:.0f}" for gaps in ("quiet_message_gap_ms", "message_gap_ms") for p in ("p50", "most")
         )
@@ -306,9 +306,9 @@ def _robustness_sections() -> list[str]:
     ]
     prompt = (
         f"Milliseconds between messages of a running stream, alone and while a prompt of "
-        f"{long['plan']['prompt_tokens']:,} tokens comes in, by the size of its chunks; and its own first token."
+        f"{long['plan']['prompt_tokens']:,} tokens comes in, by `--max-batched-tokens`; and its own first token."
     )
-    gaps = markdown_table("chunk | alone, p50 | most | with the prompt, p50 | most | first token, s", rows)
+    gaps = markdown_table("tokens a step | alone, p50 | most | with the prompt, p50 | most | first token, s", rows)
     picture = "![A running stream while a long prompt comes in](../benchmarks/results/long_prompt_cpu.png)"
     title = "A long prompt beside a stream"
     return [

@@ -74,9 +74,10 @@ class LocalLink:
     def describe(self) -> WorkerDescription:
         return self._device_thread.submit(self._engine.describe).result()
 
-    def attach(self, attachment: Attachment) -> None:
-        self._device_thread.submit(self._engine.attach, attachment).result()
+    def attach(self, attachment: Attachment) -> int | None:
+        step_tokens = self._device_thread.submit(self._engine.attach, attachment).result()
         self._epoch = attachment.epoch
+        return step_tokens
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._device_thread.submit(lambda: list(self._engine.attach_draft(region))).result()

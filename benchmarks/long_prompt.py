@@ -1,9 +1,9 @@
 """The effect of a long prompt on others' tokens: a running stream while a prompt of 4,000 tokens comes in.
 
-A prompt is taken in by chunks, in steps that take turns with decoding. For each size of the chunks a stream runs
-alone for a while, then together with the long prompt until that has its first token; the last size takes the whole
-prompt at once. The bundled models were trained for 1,024 tokens: copies with a larger `max_position_embeddings` take
-as long for a step as any model of their sizes.
+A prompt is taken in by chunks, in steps that decode beside. For each size of these steps, that which verify measures
+first, a stream runs alone for a while, then together with the long prompt until that has its first token; the last size
+takes the whole prompt at once. The bundled models were trained for 1,024 tokens: copies with a larger
+`max_position_embeddings` take as long for a step as any model of their sizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.client import AsyncClient
 
-CHUNK_SIZES = (32, 64, 128, 256, 512, 4096)
-"""Prompt tokens in a prefill step."""
+STEP_TOKENS: tuple[int | str, ...] = ("auto", 32, 64, 128, 256, 512, 4096)
+"""Tokens of a step: `--max-batched-tokens`."""
 REPEATS = 2
 """Long prompts for each size."""
 SEED = 1
@@ -43,10 +43,10 @@ TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSize:
-    """The result for one size of the chunks."""
+class StepSize:
+    """The result for one size of the steps."""
 
-    chunk_tokens: int
+    max_batched_tokens: int | str
     quiet_message_gap_ms: Percentiles
     """Between messages of the stream when it runs alone."""
     message_gap_ms: Percentiles
@@ -87,8 +87,8 @@ class Reader:
             await self.next_message()
 
 
-async def _measure_all() -> list[ChunkSize]:
-    """Starts the workers once, and a scheduler for each size of the chunks."""
+async def _measure_all() -> list[StepSize]:
+    """Starts the workers once, and a scheduler for each size of the steps."""
     results = []
     with tempfile.TemporaryDirectory(prefix="slipstream-") as directory:
         target, draft = (
@@ -96,22 +96,22 @@ async def _measure_all() -> list[ChunkSize]:
         )
         async with Stack(LOG_DIR / "long_prompt") as stack:
             await stack.models(Models(target=target, drafts={STANDALONE: draft}))
-            for chunk_tokens in CHUNK_SIZES:
+            for step_tokens in STEP_TOKENS:
                 scheduler = stack.scheduler(
                     STANDALONE,
-                    chunk_tokens=chunk_tokens,
+                    max_batched_tokens=step_tokens,
                     slots=4,
                     context_tokens=CONTEXT_TOKENS,
                     no_prefix_cache=True,  # the same prompt comes each time
                 )
                 async with scheduler as served, AsyncClient(served.address) as client:
-                    results.append(await _measure(client, chunk_tokens, range(SEED, SEED + REPEATS)))
+                    results.append(await _measure(client, step_tokens, range(SEED, SEED + REPEATS)))
                 gaps = results[-1].quiet_message_gap_ms.p50, results[-1].message_gap_ms.p50
-                print(f"chunks of {chunk_tokens}: {gaps[0]:.1f} ms between messages, then {gaps[1]:.1f}", flush=True)
+                print(f"{step_tokens} tokens a step: {gaps[0]:.1f} ms between messages, then {gaps[1]:.1f}", flush=True)
     return results
 
 
-async def _measure(client: AsyncClient, chunk_tokens: int, seeds: range) -> ChunkSize:
+async def _measure(client: AsyncClient, step_tokens: int | str, seeds: range) -> StepSize:
     info = await client.server_info()
     prompt = [100 + number * 7919 % (info.vocab_size - 100) for number in range(PROMPT_TOKENS)]
     alone_s = await _first_token_s(client, prompt)
@@ -136,8 +136,8 @@ async def _measure(client: AsyncClient, chunk_tokens: int, seeds: range) -> Chun
         quiet_s += [at - before for before, at in pairs if started <= before and at < sent]
         together_s += [at - before for before, at in pairs if sent <= at and before < ended]
         messages = messages or [(round(at - sent, 4), count) for at, count in reader.messages]
-    return ChunkSize(
-        chunk_tokens=chunk_tokens,
+    return StepSize(
+        max_batched_tokens=step_tokens,
         quiet_message_gap_ms=Percentiles.of_seconds(quiet_s),
         message_gap_ms=Percentiles.of_seconds(together_s),
         first_token_s=first_token_s,

@@ -130,7 +130,7 @@ async def serve(stack: Stack, ways: Sequence[Way], cases: Sequence[Case]) -> dic
     await stack.models(Models().with_drafts(*algorithms))
     outputs: dict[Way, list[Output]] = {}
     for (algorithm, run_ahead, chunk_tokens), group in itertools.groupby(ways, lambda way: way.scheduler):
-        scheduler = stack.scheduler(draft_of(algorithm), run_ahead=run_ahead, chunk_tokens=chunk_tokens)
+        scheduler = stack.scheduler(draft_of(algorithm), run_ahead=run_ahead, max_batched_tokens=chunk_tokens)
         async with scheduler as served, AsyncClient(served.address) as client:
             for way in group:
                 outputs[way] = await _generate(client, cases, way)

@@ -8,7 +8,7 @@ from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from slipstream import bundled
 from slipstream.common.errors import ConfigError
 from slipstream.common.settings import Settings, setting
-from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_draft_tokens
+from slipstream.scheduler.config import AUTO, DEFAULT_DRAFT_TOKENS, parse_number_or_auto
 from slipstream.services.worker.config import ALGORITHMS as WORKER_ALGORITHMS
 from slipstream.services.worker.config import EAGLE, EAGLE3, MTP, NGRAM, STANDALONE
 
@@ -56,7 +56,7 @@ class ModelOptions(Settings, heading="Models"):
         None,
         unit="K|auto",
         help="Tokens drafted in each step; auto drafts as long as that is faster than plain decoding.",
-        parse=parse_draft_tokens,
+        parse=parse_number_or_auto,
         unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
     )
 

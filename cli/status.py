@@ -161,6 +161,8 @@ class ServerStatus:
             words += ["resting now"] * is_resting
         if borrowed := sum(service.shared_weight_bytes for service in state.services):
             words.append(f"draft borrows {borrowed / 2**20:.1f} MiB of the target's weights")
+        if state.max_batched_tokens:
+            words.append(f"up to {state.max_batched_tokens} tokens a step beside decoding")
         return ", ".join([*words, f"{state.fence} fences", *(["MPS"] if state.under_mps else [])])
 
     def as_json(self) -> dict[str, object]:

@@ -328,7 +328,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model", "vocab_size", "context_tokens", "algorithm", "num_draft_tokens", "run_ahead", "num_slots", "page_tokens", "num_pages", "num_free_pages", "queue_capacity", "num_waiting", "num_running", "epoch", "services", "fence", "under_mps", "draft_state", "draft_state_seconds", "draft_problem", "num_preemptions")
+    __slots__ = ("version", "model", "vocab_size", "context_tokens", "algorithm", "num_draft_tokens", "run_ahead", "num_slots", "page_tokens", "num_pages", "num_free_pages", "queue_capacity", "num_waiting", "num_running", "epoch", "services", "fence", "under_mps", "draft_state", "draft_state_seconds", "draft_problem", "num_preemptions", "max_batched_tokens")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +351,7 @@ class GetServerInfoResponse(_message.Message):
     DRAFT_STATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBLEM_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     vocab_size: int
@@ -373,7 +374,8 @@ class GetServerInfoResponse(_message.Message):
     draft_state_seconds: float
     draft_problem: str
     num_preemptions: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., num_slots: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., epoch: _Optional[int] = ..., services: _Optional[_Iterable[_Union[ServiceInfo, _Mapping]]] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ..., draft_state: _Optional[str] = ..., draft_state_seconds: _Optional[float] = ..., draft_problem: _Optional[str] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    max_batched_tokens: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_tokens: _Optional[int] = ..., algorithm: _Optional[str] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., num_slots: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., queue_capacity: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., epoch: _Optional[int] = ..., services: _Optional[_Iterable[_Union[ServiceInfo, _Mapping]]] = ..., fence: _Optional[str] = ..., under_mps: _Optional[bool] = ..., draft_state: _Optional[str] = ..., draft_state_seconds: _Optional[float] = ..., draft_problem: _Optional[str] = ..., num_preemptions: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("name", "address", "pid", "metrics_port", "model", "device", "shared_weight_bytes")

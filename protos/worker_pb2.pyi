@@ -110,7 +110,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., weights: _Optional[int] = ..., work: _Optional[int] = ..., work_per_token: _Optional[int] = ..., work_per_choice: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages")
+    __slots__ = ("epoch", "peer", "manifest", "num_slots", "num_draft_tokens", "run_ahead", "page_tokens", "num_pages", "context_tokens", "chunk_tokens", "protocol_version", "debug", "given", "expected_draft", "slot_pages", "measures_step_tokens")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class AttachRequest(_message.Message):
     GIVEN_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_DRAFT_FIELD_NUMBER: _ClassVar[int]
     SLOT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    MEASURES_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     peer: DescribeResponse
     manifest: Manifest
@@ -141,11 +142,14 @@ class AttachRequest(_message.Message):
     given: Manifest
     expected_draft: DraftSizes
     slot_pages: int
-    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ...) -> None: ...
+    measures_step_tokens: bool
+    def __init__(self, epoch: _Optional[int] = ..., peer: _Optional[_Union[DescribeResponse, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., num_slots: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., run_ahead: _Optional[int] = ..., page_tokens: _Optional[int] = ..., num_pages: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., protocol_version: _Optional[int] = ..., debug: _Optional[bool] = ..., given: _Optional[_Union[Manifest, _Mapping]] = ..., expected_draft: _Optional[_Union[DraftSizes, _Mapping]] = ..., slot_pages: _Optional[int] = ..., measures_step_tokens: _Optional[bool] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("step_tokens",)
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    step_tokens: int
+    def __init__(self, step_tokens: _Optional[int] = ...) -> None: ...
 
 class DraftSizes(_message.Message):
     __slots__ = ("num_draft_tokens", "hidden_width", "hidden_layers")

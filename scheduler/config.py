@@ -20,8 +20,8 @@ DEFAULT_DRAFT_TOKENS = 4
 _DAY_S = 86_400
 
 
-def parse_draft_tokens(word: str) -> int | None:
-    """Reads `--num-draft-tokens`: None for "auto". Raises ValueError."""
+def parse_number_or_auto(word: str) -> int | None:
+    """Reads `--num-draft-tokens` and `--max-batched-tokens`: None for "auto". Raises ValueError."""
     return None if word == AUTO else int(word)
 
 
@@ -52,13 +52,16 @@ class ServingSettings(Settings, heading="Steps and memory"):
         unset="512 on a CPU, on a GPU what is free",
     )
     page_tokens: int = setting(16, help="Tokens in a KV page.", unit="N", low=1, high=4096)
-    chunk_tokens: int | None = setting(
+    max_batched_tokens: int | None = setting(
         None,
-        help="Tokens of a step that takes in prompts: what it decodes beside, K + 1 a request, and prompt tokens.",
-        unit="N",
+        help="Tokens of a step that takes in prompts: what it decodes beside, K + 1 a request, and prompt tokens. auto "
+        "measures at the start how many keep the pause of the others short.",
+        unit="N|auto",
         low=1,
         high=2**16,
-        unset="2048 on a GPU with room for it, else 512; on a CPU 64 while other requests wait for their next tokens",
+        accepted="1 to 65536, or auto",
+        parse=parse_number_or_auto,
+        unset=AUTO,
     )
     no_prefix_cache: bool = setting(
         False, help="Compute every prompt whole: share no KV pages of requests that begin with the same tokens."
@@ -116,7 +119,7 @@ class SchedulerConfig(ServingSettings, heading="Scheduler"):
         low=1,
         high=16,
         accepted="1 to 16, or auto",
-        parse=parse_draft_tokens,
+        parse=parse_number_or_auto,
         unset=f"{AUTO}, with {DEFAULT_DRAFT_TOKENS}",
     )
     swapped_draft_tokens: int | None = setting(

@@ -128,8 +128,9 @@ class _Serving:
         self._epoch = epoch
         self._change(SchedulerState(serving=self.describe()))
         mps, extra = "on" if epoch.under_mps else "off", {"epoch": epoch.number}
-        text = "serving %s, algorithm %s, fence %s, MPS %s"
-        logger.info(text, epoch.verify.model, epoch.algorithm, epoch.fence_kind, mps, extra=extra)
+        text = "serving %s, algorithm %s, fence %s, MPS %s, %d tokens in steps that decode and take in prompts"
+        sizes = epoch.batch.sizes
+        logger.info(text, epoch.verify.model, epoch.algorithm, epoch.fence_kind, mps, sizes.mixed_tokens, extra=extra)
 
     def detached(self, reason: str) -> None:
         self._change(SchedulerState(paused=reason))
@@ -202,6 +203,7 @@ class _Serving:
             draft_state_seconds=time.monotonic() - drafts.status.since if drafts.status.state else 0.0,
             draft_problem=drafts.status.problem,
             num_preemptions=epoch.batch.counts.preemptions,
+            max_batched_tokens=epoch.batch.sizes.mixed_tokens,
         )
         return SchedulerDescription(
             server=server,

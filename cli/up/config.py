@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 DEFAULT_SERVER = LISTEN
 """Address at which `up` listens, and to which `generate` and `status` connect."""
 
-DETERMINISTIC_CHUNK_TOKENS = 512
-"""Prompt tokens in a step with `deterministic`, if chunk_tokens is not set."""
+DETERMINISTIC_STEP_TOKENS = 512
+"""Prompt tokens in a step with `deterministic`, if max_batched_tokens is auto."""
 METRICS_PORT = 9401
 """The scheduler's port in deploy/prometheus."""
 _IN_ORDER_OF_PORTS = ("scheduler", "verify", "draft")
@@ -157,7 +157,7 @@ class UpConfig(ServingSettings, GatewaySettings, ComputeSettings, RestartSetting
             draft=self.socket(self.draft_instance) if self.models.has_draft else None,
             num_draft_tokens=self.models.num_draft_tokens,
             # Every prefill step is padded to a whole chunk then, of a short prompt, too.
-            chunk_tokens=self.chunk_tokens or (DETERMINISTIC_CHUNK_TOKENS if self.deterministic else None),
+            max_batched_tokens=self.max_batched_tokens or (DETERMINISTIC_STEP_TOKENS if self.deterministic else None),
             # A page that decode steps have filled may be rounded otherwise than by the chunk of a prompt.
             no_prefix_cache=self.no_prefix_cache or self.deterministic,
         )

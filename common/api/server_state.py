@@ -68,6 +68,8 @@ class ServerState:
     """While it is missing: why the last one left or was refused."""
     num_preemptions: int = 0
     """Times in this epoch that a running request gave its pages back for want of pages."""
+    max_batched_tokens: int = 0
+    """Tokens of a step that decodes and takes in prompts."""
 
     def to_pb(self) -> generation_pb2.GetServerInfoResponse:
         return encode(generation_pb2.GetServerInfoResponse, self)

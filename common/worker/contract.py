@@ -155,6 +155,8 @@ class Attachment:
     """For a draft: verify."""
     expected_draft: DraftSizes | None = None
     """For verify: the draft to prepare for."""
+    measures_step_tokens: bool = False
+    """For verify: measure how many tokens a step beside decoding may have."""
     protocol_version: int = PROTOCOL_VERSION
     is_debug: bool = False
 

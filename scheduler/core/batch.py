@@ -91,6 +91,10 @@ class Batch:
         self._is_decodes_turn = False
         """True behind a step of prompts. Counts where steps are not mixed."""
 
+    def bound_shared_steps(self, num_tokens: int) -> None:
+        """Sets the tokens of a step that takes in prompts while sequences decode."""
+        self.sizes = replace(self.sizes, shared_chunk_tokens=min(num_tokens, self.sizes.chunk_tokens))
+
     @property
     def num_running(self) -> int:
         """Sequences that have a slot."""

@@ -25,7 +25,7 @@ class BatchSizes:
     run_ahead: int
     has_prefix_cache: bool = True
     shared_chunk_tokens: int | None = None
-    """As `chunk_tokens` while sequences decode, which wait for the step; None is no less."""
+    """As `chunk_tokens` while sequences decode, which wait for the step: verify's measurement; None is no less."""
     mixes: bool = True
     """Whether a step may both decode and take in prompts; if not, they take turns."""
 
@@ -33,6 +33,11 @@ class BatchSizes:
     def numbers_ahead(self) -> int:
         """The run-ahead by numbers of steps, of which a mixed step has two."""
         return 2 * self.run_ahead + 1 if self.mixes else self.run_ahead
+
+    @property
+    def mixed_tokens(self) -> int:
+        """Tokens of a step that takes in prompts while sequences decode."""
+        return self.chunk_tokens if self.shared_chunk_tokens is None else self.shared_chunk_tokens
 
     @property
     def most_step_tokens(self) -> int:
@@ -52,10 +57,15 @@ class BatchSizes:
         return max(self.chunk_tokens, self.most_choices + self.room_for_prompts(self.chunk_tokens))
 
     def room_for_prompts(self, num_decoded: int) -> int:
-        """Prompt tokens in a step that decodes so many tokens: what these leave, and a part in any case."""
-        shared = self.shared_chunk_tokens
-        room = shared if num_decoded and shared is not None else self.chunk_tokens
-        return max(room - num_decoded, -(-room // LEAST_PROMPTS)) if self.mixes else room
+        """Prompt tokens in a step that decodes so many tokens: what these leave, and a part in any case.
+
+        It may always have as many as it decodes, which hardly doubles its time, up to that part of the largest step.
+        """
+        room = self.mixed_tokens if num_decoded else self.chunk_tokens
+        if not self.mixes:
+            return room
+        part, most_part = -(-room // LEAST_PROMPTS), -(-self.chunk_tokens // LEAST_PROMPTS)
+        return max(room - num_decoded, part, min(num_decoded, most_part))
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages for so many tokens, prompt and output, with those that run-ahead may add."""

@@ -152,10 +152,13 @@ class Epoch:
             slot_pages=slot_pages(self._shape, context_tokens=self.sizes.context_tokens, page_tokens=batch.page_tokens),
             context_tokens=self.sizes.context_tokens,
             expected_draft=self._expected_draft(),
+            measures_step_tokens=self._config.max_batched_tokens is None and not self._config.debug,
             is_debug=self._config.debug,
         )
         attach_verify = failing_before("scheduler.before_attach", self.link.attach)
-        attach_verify(self._attachment)
+        step_tokens = attach_verify(self._attachment)
+        if step_tokens is not None:
+            self.batch.bound_shared_steps(step_tokens)
         # All processes that need the memory have mapped it by now.
         arena.seal()
         return self._loop(arena)

@@ -86,8 +86,11 @@ class Link(Protocol):
         """Has verify let go of a draft's memory; returns when it does not use it any more."""
         ...
 
-    def attach(self, attachment: Attachment) -> None:
-        """Opens an epoch. Raises FailedPreconditionError (and its kinds)."""
+    def attach(self, attachment: Attachment) -> int | None:
+        """Opens an epoch. Raises FailedPreconditionError (and its kinds).
+
+        Returns the tokens of a step beside decoding, if verify was asked to measure that and did.
+        """
         ...
 
     def send(self, command: StepCommand) -> None:
@@ -180,8 +183,8 @@ class WorkerLink:
     def describe(self) -> WorkerDescription:
         return self._thread.call(self._describe())
 
-    def attach(self, attachment: Attachment) -> None:
-        self._thread.call(self._attach(attachment))
+    def attach(self, attachment: Attachment) -> int | None:
+        return self._thread.call(self._attach(attachment))
 
     def attach_draft(self, region: DraftRegion) -> None:
         self._thread.call(self._attach_draft(region))
@@ -227,14 +230,15 @@ class WorkerLink:
             raise UnavailableError(f"{self.address} is a {description.role.value} service, not {self.role.value}")
         return description
 
-    async def _attach(self, attachment: Attachment) -> None:
+    async def _attach(self, attachment: Attachment) -> int | None:
         stub = await self._connect()
-        await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
+        answer = await stub.Attach(attachment_to_pb(attachment), timeout=ATTACH_TIMEOUT_S)
         self._epoch = attachment.epoch
         self._outbox = asyncio.Queue()
         call = stub.Execute()
         await call.wait_for_connection()
         self._tasks = [asyncio.create_task(self._write(call)), asyncio.create_task(self._read(call))]
+        return answer.step_tokens or None
 
     async def _attach_draft(self, region: DraftRegion) -> None:
         stub = await self._connect()

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 MIB = 2**20
 HOST_KV_BYTES = 512 * MIB
 """KV pages on a CPU, if kv_memory_mib is not set."""
-HOST_CHUNK_TOKENS = 512
-"""Prompt tokens in a step, if chunk_tokens is not set: on a CPU, and on a GPU without memory for more."""
-HOST_SHARED_CHUNK_TOKENS = 64
-"""The same on a CPU while sequences decode. Few tokens take no longer each, and a step of them is short."""
-GPU_CHUNK_TOKENS = 2048
+HOST_STEP_TOKENS = 512
+"""Tokens of the largest step of prompts, if max_batched_tokens is auto: on a CPU, and on a GPU with no room for more.
+Buffers and memory are for such a step. While sequences decode, verify's measurement holds (`Attachment`)."""
+GPU_STEP_TOKENS = 2048
 """The same on a GPU: about as many as keep it busy."""
 
 
@@ -56,10 +55,10 @@ class EpochSizes:
 
         Raises ConfigError if one request does not fit `kv_memory_mib`, OutOfMemoryError if it does not fit the GPU.
         """
-        if config.chunk_tokens is None and workers.verify.memory.total:
+        if config.max_batched_tokens is None and workers.verify.memory.total:
             with suppress(OutOfMemoryError):  # smaller steps take less
-                return cls._decide(config, workers, GPU_CHUNK_TOKENS)
-        return cls._decide(config, workers, config.chunk_tokens or HOST_CHUNK_TOKENS)
+                return cls._decide(config, workers, GPU_STEP_TOKENS)
+        return cls._decide(config, workers, config.max_batched_tokens or HOST_STEP_TOKENS)
 
     @classmethod
     def _decide(cls, config: SchedulerConfig, workers: Workers, chunk_tokens: int) -> EpochSizes:
@@ -68,7 +67,6 @@ class EpochSizes:
         context = longest if config.context_tokens is None else config.context_tokens
         if context > longest:
             raise ConfigError("context_tokens", context, f"at most {longest}, what the model was made for")
-        has_one_size = config.chunk_tokens is not None or workers.verify.memory.total > 0
         sizes = BatchSizes(
             num_slots=config.slots + 1,
             num_pages=0,
@@ -77,7 +75,6 @@ class EpochSizes:
             num_draft_tokens=config.most_draft_tokens,
             run_ahead=config.run_ahead,
             has_prefix_cache=not config.no_prefix_cache,
-            shared_chunk_tokens=None if has_one_size else min(HOST_SHARED_CHUNK_TOKENS, context),
             mixes=workers.verify.takes_mixed_steps,
         )
         needed = sizes.pages_for(context) + 1
@@ -163,7 +160,8 @@ class MemoryPlan:
             f"GPU memory: {needed / MIB:.0f} MiB are needed and {self.free / MIB:.0f} MiB of "
             f"{self.workers[0].memory.total / MIB:.0f} MiB are free: KV pages {self.mib(num_pages)} MiB ({of}), "
             f"graphs and steps {self.work / MIB:.0f} MiB, reserve {reserve / MIB:.0f} MiB; weights have taken "
-            f"{weights}{shared}. Less is needed with a smaller context_tokens, slots, chunk_tokens or kv_memory_mib"
+            f"{weights}{shared}. Less is needed with a smaller context_tokens, slots, max_batched_tokens or "
+            "kv_memory_mib"
         )
 
 

@@ -14,6 +14,7 @@ from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import FenceName, PrefillChunk, StepKind
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
+from slipstream.services.verify.step_tokens import measure_step_tokens
 from slipstream.services.verify.target import PromptEnds, Target
 from slipstream.services.worker.engine import Phase
 from slipstream.services.worker.graphs import at_once
@@ -58,17 +59,21 @@ class VerifyEngine:
         self._target: Target | None = None
         self._graphs: VerifyGraphs | None = None
 
-    def open(self, state: EpochState) -> None:
+    def open(self, state: EpochState) -> int | None:
         attachment = state.attachment
         width = None if state.graphs is None else self._width(attachment.shape.num_draft_tokens)
         self._target = Target(self._model, state, self._acceptance, width=width)
         if width is not None:
             self._model.decoder.enable_batch_invariance()
         self._model.open(state)
-        if state.graphs is None:
-            return
-        self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
-        sizes = attachment.expected_draft
+        if state.graphs is not None:
+            self._graphs = VerifyGraphs(self._target, state, state.graphs, is_one_size=width is not None)
+            self._make_ready(state, self._graphs)
+        return measure_step_tokens(self._model, state) if attachment.measures_step_tokens else None
+
+    def _make_ready(self, state: EpochState, graphs: VerifyGraphs) -> None:
+        """Captures and rehearses steps of all kinds."""
+        sizes = state.attachment.expected_draft
         try:
             layers = () if sizes is None else self._check_draft(sizes)
         except MismatchError as error:
@@ -77,9 +82,9 @@ class VerifyEngine:
             sizes, layers = None, ()
         at_once(self._capture_prompts(layers))
         rehearse_prompts(self, state)
-        at_once(self._graphs.capture(sizes, layers))
-        if width is None:
-            self._rehearse_mixed(state, self._graphs, sizes)
+        at_once(graphs.capture(sizes, layers))
+        if self._deterministic_width is None:
+            self._rehearse_mixed(state, graphs, sizes)
 
     def prepare(self, region: Region, state: EpochState) -> Iterator[None]:
         layers = self._check_draft(region.sizes)

@@ -59,8 +59,8 @@ class RoleEngine(Protocol):
     description: WorkerDescription
     """The worker's description, for the scheduler."""
 
-    def open(self, state: EpochState) -> None:
-        """Allocates what an epoch needs and warms up. Raises MismatchError, FailedPreconditionError."""
+    def open(self, state: EpochState) -> int | None:
+        """Allocates what an epoch needs, warms up; verify may return a step's tokens. Raises MismatchError, others."""
 
     def phases(self, command: StepCommand, state: EpochState) -> list[Phase]:
         """Returns the step's work in order; each part is stream work and holds all it needs."""
@@ -126,16 +126,16 @@ class Engine:
             raise failure from error
         return replace(self.description, last_epoch=self.last_epoch, memory=memory)
 
-    def attach(self, attachment: Attachment) -> None:
-        """Opens an epoch. Raises FailedPreconditionError (and its kinds), ConfigError, ManifestError."""
+    def attach(self, attachment: Attachment) -> int | None:
+        """Opens an epoch, see `RoleEngine.open`. Raises FailedPreconditionError and its kinds, ConfigError, others."""
         with self.stalls.at(ATTACH):
             try:
-                self._open_epoch(attachment)
+                return self._open_epoch(attachment)
             except DeviceError as error:
                 self._lose_device(error)
                 raise
 
-    def _attach(self, attachment: Attachment) -> None:
+    def _attach(self, attachment: Attachment) -> int | None:
         if self._open is not None:
             raise FailedPreconditionError(f"attached in epoch {self.epoch}: drain it first")
         check_attachment(attachment, self.description, self.last_epoch)
@@ -152,7 +152,7 @@ class Engine:
             )
             opened = Epoch(state, memory)
             self._stream.bind_thread()
-            self._role.open(state)
+            step_tokens = self._role.open(state)
         except BaseException as error:
             self._role.close()
             memory.close()
@@ -163,6 +163,7 @@ class Engine:
         self.recorder.begin_epoch(attachment.epoch)
         self._is_ending = False
         self._open = opened
+        return step_tokens
 
     def attach_draft(self, offered: DraftRegion) -> Generator[None, None, None]:
         """Verify: maps the memory of a draft, so that commands may name its attachment once this is at its end.

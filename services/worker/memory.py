@@ -78,7 +78,7 @@ def no_room(
     return OutOfMemoryError(
         f"{description.role.value} ran out of GPU memory: weights {weights / MIB:.0f} MiB, {attachment.num_pages} KV "
         f"pages {kv_mib:.0f} MiB, the rest for graphs and steps. Less is needed with a smaller kv_memory_mib, slots or "
-        f"chunk_tokens ({first_line(error)})"
+        f"max_batched_tokens ({first_line(error)})"
     )
 
 

@@ -122,8 +122,7 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         attachment = attachment_from_pb(request)
         if self._has_stream:
             raise FailedPreconditionError("another scheduler has the Execute stream of this worker")
-        await self._on_device_thread(self._attach, attachment)
-        return pb.AttachResponse()
+        return pb.AttachResponse(step_tokens=await self._on_device_thread(self._attach, attachment) or 0)
 
     async def AttachDraft(self, request: pb.AttachDraftRequest, context: ServicerContext) -> pb.AttachDraftResponse:
         await self._by_pieces(self._engine.attach_draft(region_from_pb(request)))
@@ -171,13 +170,13 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         await self._on_device_thread(self._engine.drain, request.epoch)
         return pb.DrainResponse()
 
-    def _attach(self, attachment: Attachment) -> None:
+    def _attach(self, attachment: Attachment) -> int | None:
         # Set here, as a caller may wait behind other work, or be gone before this is done.
         self._is_attaching = True
         try:
             # An epoch that is open and has no stream lost its scheduler between Attach and Execute.
             self._engine.abandon(self._engine.epoch)
-            self._engine.attach(attachment)
+            return self._engine.attach(attachment)
         finally:
             self._is_attaching = False
 

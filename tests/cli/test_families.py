@@ -71,7 +71,16 @@ async def check(folder: Path, family: str, *options: str) -> list[list[OutputChu
     assert sum(len(set(tokens)) for tokens in expected) > 20 * len(expected), "one that repeats itself proves little"
 
     state_dir = folder / "state"
-    sizes = ("--target", str(target), "--chunk-tokens", str(CHUNK_TOKENS), "--slots", "4", "--kv-memory-mib", "64")
+    sizes = (
+        "--target",
+        str(target),
+        "--max-batched-tokens",
+        str(CHUNK_TOKENS),
+        "--slots",
+        "4",
+        "--kv-memory-mib",
+        "64",
+    )
     with running_up(state_dir, *sizes, *options) as up:
         children = up.children()
         assert status(state_dir)["algorithm"] == ("standalone" if options else "none")

@@ -151,7 +151,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     settings_file = target / "tokenizer_config.json"
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     write_json(settings_file, json.loads(settings_file.read_text()) | {"chat_template": template})
-    sizes = {"--slots": "3", "--queue": "2", "--context-tokens": str(CONTEXT_TOKENS), "--chunk-tokens": "16"}
+    sizes = {"--slots": "3", "--queue": "2", "--context-tokens": str(CONTEXT_TOKENS), "--max-batched-tokens": "16"}
     models = ("--target", str(target), "--draft", str(target), "--algorithm", "standalone", "--kv-memory-mib", "8")
     with running_up(folder / "state", *models, *itertools.chain(*sizes.items())) as up:
         address = (folder / "state" / "server").read_text()

@@ -155,7 +155,7 @@ def test_every_setting_reaches_its_service(tmp_path: Path) -> None:
     assert all("--dtype float16 --load-format dummy" in worker for worker in (draft, verify))
     assert "--simulate-accept-length 2.5" in verify
     assert "--deterministic-width 4" in verify
-    assert "--chunk-tokens 512" in scheduler, "every step of prompts is padded to a whole chunk"
+    assert "--max-batched-tokens 512" in scheduler, "every step of prompts is padded to a whole chunk"
     assert "--no-prefix-cache" in scheduler, "a page of an output may be rounded otherwise than one of a prompt"
     assert "--simulate-accept-length" not in draft
     assert "--metrics-port 9500 " in scheduler

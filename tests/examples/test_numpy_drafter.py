@@ -83,7 +83,7 @@ def make_job(job_id: str, prompt: tuple[int, ...], sampling: SamplingParams, max
 
 def settings(**changes: object) -> dict[str, Any]:
     """Scheduler settings: small sizes, and every check on."""
-    sizes = {"num_draft_tokens": 3, "slots": 3, "context_tokens": 480, "chunk_tokens": 16}
+    sizes = {"num_draft_tokens": 3, "slots": 3, "context_tokens": 480, "max_batched_tokens": 16}
     return {**sizes, "page_tokens": 8, "kv_memory_mib": 8, "debug": True, **changes}
 
 

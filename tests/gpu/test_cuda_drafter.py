@@ -30,7 +30,7 @@ CHECKED = {
 }
 NUM_JOBS = 6
 MAX_NEW_TOKENS = 96
-SIZES = {"slots": 3, "num_draft_tokens": 4, "context_tokens": 512, "chunk_tokens": 64, "kv_memory_mib": 256}
+SIZES = {"slots": 3, "num_draft_tokens": 4, "context_tokens": 512, "max_batched_tokens": 64, "kv_memory_mib": 256}
 REPETITIVE = "".join(f"    def test_{name}(self):\n        self.check({name})\n\n" for name in ("one", "two", "six"))
 
 

@@ -113,7 +113,7 @@ def serve_ways(
         num_draft_tokens=NUM_DRAFT_TOKENS,
         slots=slots,
         context_tokens=256,
-        chunk_tokens=64,
+        max_batched_tokens=64,
         kv_memory_mib=64,
         no_prefix_cache=is_deterministic,  # as `slipstream up --deterministic` has it
         access_log_dir=log_dir,

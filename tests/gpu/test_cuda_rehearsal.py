@@ -99,7 +99,12 @@ def test_no_kernel_is_compiled_for_a_request(
         config = WorkerConfig(model=model, algorithm=draft, target=target_dir(), dtype="bfloat16")
         roles.append(make_draft(config, device, 0))
     settings = SchedulerConfig(
-        verify="unix:/none", num_draft_tokens=4, slots=slots, context_tokens=1024, chunk_tokens=700, kv_memory_mib=64
+        verify="unix:/none",
+        num_draft_tokens=4,
+        slots=slots,
+        context_tokens=1024,
+        max_batched_tokens=700,
+        kv_memory_mib=64,
     )
     print("prompts from seed 1")
     generator = random.Random(1)

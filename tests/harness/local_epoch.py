@@ -217,7 +217,7 @@ class Way:
             run_ahead=self.run_ahead,
             slots=self.slots,
             context_tokens=self.context_tokens,
-            chunk_tokens=self.chunk_tokens,
+            max_batched_tokens=self.chunk_tokens,
             page_tokens=self.page_tokens,
             debug=self.debug,
             no_prefix_cache=self.no_prefix_cache,

@@ -92,10 +92,11 @@ class LocalWorker:
         """See `WorkerLink.describe`."""
         return self.engine.describe()
 
-    def attach(self, attachment: Attachment) -> None:
+    def attach(self, attachment: Attachment) -> int | None:
         """See `WorkerLink.attach`."""
-        self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
+        step_tokens = self.engine.attach(attachment_from_pb(attachment_to_pb(attachment)))
         self._epoch = attachment.epoch
+        return step_tokens
 
     def attach_draft(self, region: DraftRegion) -> None:
         """See `WorkerLink.attach_draft`."""

@@ -58,7 +58,7 @@ def _serve(prompts: list[list[int]], *roles: RoleEngine) -> tuple[list[list[int]
         num_draft_tokens=3,
         slots=len(prompts),
         context_tokens=96,
-        chunk_tokens=8,
+        max_batched_tokens=8,
         page_tokens=4,
         debug=True,
     )

@@ -45,12 +45,13 @@ class Vandal(LocalWorker):
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def attach(self, attachment: Attachment) -> None:
+    def attach(self, attachment: Attachment) -> int | None:
         """See `LocalWorker.attach`."""
         arena = HostArena.open(attachment.manifest)
-        super().attach(attachment)
+        step_tokens = super().attach(attachment)
         self._thread = threading.Thread(target=self._scribble, args=(arena,))
         self._thread.start()
+        return step_tokens
 
     def detach(self, *, drain: bool) -> None:
         """See `LocalWorker.detach`."""

@@ -68,7 +68,7 @@ class Schedule:
             context_tokens=CONTEXT_TOKENS,
             kv_memory_mib=1,
             page_tokens=self.page_tokens,
-            chunk_tokens=random.choice((5, 16)),
+            max_batched_tokens=random.choice((5, 16)),
             num_draft_tokens=random.choice((1, 2, 4)),
             step_timeout_s=5.0,
             draft_timeout_ms=random.choice((None, 50.0)),

@@ -79,7 +79,7 @@ def _explained(error: OSError, size: int) -> FailedPreconditionError:
     return OutOfMemoryError(
         f"{DIRECTORY} has no room for {-(-size // MIB)} MiB of shared memory ({error.strerror}): {free // MIB} of "
         f"{total // MIB} MiB are free. Remove what else lies there, make it larger (containers: shm_size), or take a "
-        "smaller slots, num_draft_tokens or chunk_tokens"
+        "smaller slots, num_draft_tokens or max_batched_tokens"
     )
 
 

@@ -164,11 +164,20 @@ def test_steps_decode_and_take_in_prompts_up_to_a_number_of_tokens() -> None:
     sizes = replace(SMALL, num_slots=5, num_pages=200)
     assert _steps_beside_a_stream(sizes, 7, 6) == [(StepKind.DECODE, count) for count in (5, 5, 2, 1)]
     numbers = replace(sizes, shared_chunk_tokens=4)
-    assert _steps_beside_a_stream(numbers, 3) == [(StepKind.DECODE, count) for count in (1, 1, 1)]
-    run = _run(numbers)
+    assert _steps_beside_a_stream(numbers, 4) == [(StepKind.DECODE, count) for count in (2, 2)]
+    run = _run(sizes)
+    run.batch.bound_shared_steps(4)
+    assert run.batch.sizes == numbers
     run.jobs.add(make_job("alone", tuple(range(30)), 2))
     run.turn()
     assert [len(chunk.tokens) for chunk in run.in_flight[-1][0].chunks] == [8]
+
+
+def test_prompts_have_as_many_tokens_as_are_decoded_up_to_a_part_of_the_largest_step() -> None:
+    sizes = replace(SMALL, chunk_tokens=64, shared_chunk_tokens=8)
+    assert [sizes.room_for_prompts(num_decoded) for num_decoded in (0, 3, 6, 12, 16, 40)] == [64, 5, 6, 12, 16, 16]
+    one_size = replace(sizes, shared_chunk_tokens=None)
+    assert [one_size.room_for_prompts(num_decoded) for num_decoded in (0, 12, 60, 90)] == [64, 52, 16, 16]
 
 
 def test_prompts_come_beside_sequences_that_do_not_speculate() -> None:

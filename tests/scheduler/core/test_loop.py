@@ -163,7 +163,7 @@ def test_a_draft_that_hangs_costs_no_more_than_the_watchdogs_time(prompt_tokens:
         expected = make_epoch(both).run([make_job(prompt_tokens)])
         for worker in both:
             worker.engine.last_epoch = 0
-        epoch = make_epoch(both, chunk_tokens=2, draft_timeout_ms=100.0)
+        epoch = make_epoch(both, max_batched_tokens=2, draft_timeout_ms=100.0)
         job = make_job(prompt_tokens)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.jobs.add(job)
@@ -193,7 +193,7 @@ def test_a_slow_draft_is_never_a_whole_ring_behind(run_ahead: int) -> None:
         return command
 
     with workers(before_draft=look) as both:
-        epoch = make_epoch(both, chunk_tokens=2, run_ahead=run_ahead, draft_timeout_ms=20_000.0)
+        epoch = make_epoch(both, max_batched_tokens=2, run_ahead=run_ahead, draft_timeout_ms=20_000.0)
         both[1].stream.enqueue(lambda: go_on.wait() and None)
         epoch.run([make_job(prompt_tokens=60)])
         assert max(behind) == ring_rows(run_ahead), "verify ran ahead of draft as far as it may"

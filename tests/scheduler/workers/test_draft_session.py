@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(30)
 ADDRESS = "unix:/d"
 CONFIG = SchedulerConfig(
-    verify="unix:/v", draft=ADDRESS, slots=2, page_tokens=8, chunk_tokens=16, num_draft_tokens=2, kv_memory_mib=8
+    verify="unix:/v", draft=ADDRESS, slots=2, page_tokens=8, max_batched_tokens=16, num_draft_tokens=2, kv_memory_mib=8
 )
 VERIFY = describe(Role.VERIFY)
 NO_PROCESS = 2**22 + 1

@@ -71,7 +71,7 @@ def settings(log_dir: Path | None = None, **changes: object) -> dict[str, Any]:
         "num_draft_tokens": 3,
         "slots": 3,
         "context_tokens": 480,
-        "chunk_tokens": 16,
+        "max_batched_tokens": 16,
         "page_tokens": 8,
         "kv_memory_mib": 8,
         "debug": True,

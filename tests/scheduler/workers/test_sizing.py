@@ -21,7 +21,13 @@ VERIFY = describe(Role.VERIFY, max_context_tokens=800, kv_bytes_per_token=1024)
 DRAFT = describe(Role.DRAFT, max_context_tokens=200, kv_bytes_per_token=256)
 BOTH = Workers(verify=VERIFY, draft=DRAFT)
 CONFIG = SchedulerConfig(
-    verify="unix:/v", slots=4, page_tokens=10, num_draft_tokens=4, run_ahead=1, kv_memory_mib=512, chunk_tokens=512
+    verify="unix:/v",
+    slots=4,
+    page_tokens=10,
+    num_draft_tokens=4,
+    run_ahead=1,
+    kv_memory_mib=512,
+    max_batched_tokens=512,
 )
 
 
@@ -72,19 +78,18 @@ def test_a_chunk_is_no_longer_than_the_context() -> None:
 
 
 def test_a_chunk_is_larger_on_a_gpu() -> None:
-    config = replace(CONFIG, chunk_tokens=None, memory_reserve_mib=0)
+    config = replace(CONFIG, max_batched_tokens=None, memory_reserve_mib=0)
     longest, gib = 4096, 2**30
     on_host = replace(VERIFY, max_context_tokens=longest)
     on_gpu = replace(on_host, memory=DeviceMemory(total=16 * gib, free=16 * gib))
-    for verify, expected in ((on_host, (512, 64)), (on_gpu, (2048, None))):
-        batch = EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch
-        assert (batch.chunk_tokens, batch.shared_chunk_tokens) == expected
-        given = EpochSizes.decide(replace(config, chunk_tokens=100), Workers(verify=verify, draft=None)).batch
-        assert (given.chunk_tokens, given.shared_chunk_tokens) == (100, None)
+    for verify, expected in ((on_host, 512), (on_gpu, 2048)):
+        assert EpochSizes.decide(config, Workers(verify=verify, draft=None)).batch.chunk_tokens == expected
+        given = EpochSizes.decide(replace(config, max_batched_tokens=100), Workers(verify=verify, draft=None)).batch
+        assert given.chunk_tokens == 100
 
 
 def test_a_gpu_without_memory_for_large_chunks_takes_small_ones() -> None:
-    config = replace(CONFIG, chunk_tokens=None, kv_memory_mib=None, memory_reserve_mib=0)
+    config = replace(CONFIG, max_batched_tokens=None, kv_memory_mib=None, memory_reserve_mib=0)
 
     def chunk_tokens(free_mib: int) -> int:
         memory = DeviceMemory(total=free_mib * MIB, free=free_mib * MIB, work_per_token=MIB // 16)

@@ -239,7 +239,7 @@ async def test_a_worker_goes_on_to_attach_when_its_scheduler_is_gone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attach, go_on = served.worker.engine.attach, threading.Event()
-    monkeypatch.setattr(served.worker.engine, "attach", lambda attachment: (go_on.wait(), attach(attachment)))
+    monkeypatch.setattr(served.worker.engine, "attach", lambda attachment: go_on.wait() and attach(attachment))
     try:
         async with served.scheduler() as stub:
             attaching = stub.Attach(served.attach_request(1))
@@ -254,7 +254,7 @@ async def test_a_worker_goes_on_to_attach_when_its_scheduler_is_gone(
 async def test_a_worker_may_take_its_time_to_attach(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken, and graphs are captured."""
     attach, go_on = served.worker.engine.attach, threading.Event()
-    monkeypatch.setattr(served.worker.engine, "attach", lambda attachment: (go_on.wait(), attach(attachment)))
+    monkeypatch.setattr(served.worker.engine, "attach", lambda attachment: go_on.wait() and attach(attachment))
     async with served.scheduler() as stub:
         attaching = stub.Attach(served.attach_request(1))
         try:

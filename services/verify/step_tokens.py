@@ -1,0 +1,93 @@
+"""Measures how many tokens a step that takes in prompts may have while sequences decode, which wait for it.
+
+The largest power of two from LEAST to MOST such that a forward over so many tokens of a prompt takes no longer than a
+pause may be:
+
+- On a GPU PAUSE_S. Many tokens take hardly longer there than few, so that smaller steps would be dear.
+- On a CPU, where a token takes about as long among few as among many, as long as verify's part of a decode step of one
+  sequence: then a stream's steps take about twice as long while a prompt comes in beside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from slipstream.common.worker.step import PrefillChunk, SlotUpdate
+from slipstream.services.worker.staging import FlatChunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slipstream.services.worker.epoch import EpochState
+    from slipstream.services.worker.language_model import LanguageModel
+
+logger = logging.getLogger(__name__)
+
+LEAST, MOST = 32, 2048
+PAUSE_S = 0.05
+_REPEATS = 3
+"""The shortest counts: other processes start at the same time."""
+_SLOT = 1
+"""Has no pages yet."""
+
+
+def measure_step_tokens(model: LanguageModel, state: EpochState) -> int:
+    """Stream work: returns the number of tokens. Waits for the device. Nothing must run yet."""
+    is_cpu = model.device.type == "cpu"
+    _put(state, SlotUpdate(slot=_SLOT, generation=0, limit_tokens=state.attachment.context_tokens))
+    most_s = _seconds(lambda: _decode(model), model.device) if is_cpu else PAUSE_S
+    found, found_s, size = LEAST, 0.0, LEAST
+    while size <= min(MOST, state.attachment.shape.chunk_tokens):
+        seconds = _seconds(lambda: _prefill(model, state, size), model.device)  # noqa: B023 - it is called at once
+        if size > LEAST and seconds > most_s:
+            break
+        found, found_s, size = size, seconds, 2 * size
+    logger.info(
+        "steps that decode and take in prompts have %d tokens: a prompt's take %.1f ms, a pause may have %.1f ms",
+        found,
+        1e3 * found_s,
+        1e3 * most_s,
+    )
+    return found
+
+
+def _put(state: EpochState, update: SlotUpdate) -> None:
+    state.staging.begin(0, (_SLOT,))
+    changes = state.slots.changes((update,), state.staging)
+    state.staging.flush()
+    state.slots.take_over(changes)
+
+
+def _decode(model: LanguageModel) -> None:
+    """One sequence with as many draft tokens as there may be."""
+    *_, (slots, tokens, positions) = model.slots.warm_up()
+    model.decoder.logits(model.forward(slots, tokens, positions).hidden)
+
+
+def _prefill(model: LanguageModel, state: EpochState, num_tokens: int) -> None:
+    state.staging.begin(0, (_SLOT,))
+    chunk = PrefillChunk(slot=_SLOT, start=0, tokens=(0,) * num_tokens, is_last=True)
+    chunks = FlatChunks.of((chunk,), state.staging)
+    state.staging.flush()
+    model.decoder.logits(model.prefill(chunks).hidden[-1:])
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    """The shortest time of a few."""
+    found = []
+    for _ in range(_REPEATS):
+        _wait_for(device)
+        begun = time.monotonic()
+        work()
+        _wait_for(device)
+        found.append(time.monotonic() - begun)
+    return min(found)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
