@@ -16,6 +16,7 @@ Draft tokens are accepted that equal the target's choices, up to the first misma
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -285,6 +286,17 @@ def _deficits(logits: Tensor, rows: SamplingRows) -> Tensor:
     """The distance of each logit below its row's greatest, over the temperature: [N, V] float32, at least 0."""
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
     return (logits.amax(dim=1, keepdim=True) - logits).div_(temperature[:, None])
+
+
+_MOST_LOGITS = 1 << 24
+"""Logits that are computed with at a time, where that takes many times their memory."""
+
+
+def row_parts(logits: Tensor) -> list[slice]:
+    """Parts of the rows of `logits` ([B, W, V]) that are small enough to compute with."""
+    num_rows, *of_row = logits.shape
+    size = max(1, _MOST_LOGITS // max(1, math.prod(of_row)))
+    return [slice(begin, begin + size) for begin in range(0, num_rows, size)]
 
 
 @torch.inference_mode()

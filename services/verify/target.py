@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from slipstream.common.worker.step import StepKind
-from slipstream.services.models.sampler import accept, logprobs_of
+from slipstream.services.models.sampler import accept, logprobs_of, row_parts
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
 from slipstream.services.worker.staging import put_integers
 
@@ -142,7 +142,7 @@ class Target:
             tokens=tokens,
             scores=_scores(forward.logits, tokens),
             hidden_states=forward.aux,
-            logprobs=None if top_logprobs is None else logprobs_of(forward.logits.float(), tokens, top_logprobs),
+            logprobs=None if top_logprobs is None else _logprobs(forward.logits, tokens, top_logprobs),
         )
 
     def prefill(
@@ -227,7 +227,7 @@ class Target:
             tokens=tokens,
             scores=_scores(logits, tokens),
             hidden_states=None if output.aux is None else output.aux.index_select(0, ends.places)[:, None],
-            logprobs=None if top_logprobs is None else logprobs_of(logits.float(), tokens, top_logprobs),
+            logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
 
     def record_output(self, rows: torch.Tensor, result: VerifyResult) -> None:
@@ -277,6 +277,11 @@ def _widened(result: VerifyResult, width: int) -> VerifyResult:
         return torch.nn.functional.pad(value, (0, 0) * (value.dim() - 2) + (0, missing)) if missing else value
 
     return merged(widen, result)
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
+    parts = row_parts(logits)
+    return merged(torch.cat, *(logprobs_of(logits[part].float(), tokens[part], num_top) for part in parts))
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.services.models.adjustments import adjust
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
-from slipstream.services.models.sampler import sample
+from slipstream.services.models.sampler import row_parts, sample
 from slipstream.services.worker.ragged_graphs import RaggedGraphs
 from slipstream.services.worker.slots import SamplingMode
 from slipstream.services.worker.staging import FlatChunks
@@ -181,6 +181,14 @@ class PagedSlots:
         if mode is SamplingMode.ADJUSTMENTS:
             assert token_ids is None, "bias, penalties and masks are by the target's ids"
             chain = positions[:, :0] if chain is None else chain
+            parts = row_parts(logits)
+            if len(parts) > 1:
+                return torch.cat(
+                    [
+                        self.sample(self.take(slots.rows[part]), logits[part], positions[part], mode, chain[part])
+                        for part in parts
+                    ]
+                )
             logits = logits.to(torch.float32)
             logits = adjust(logits, table.adjustments, table.history, slots.rows, positions, chain)
         rows = slots.sampling(width)

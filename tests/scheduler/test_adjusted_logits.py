@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.common.api.sequence import SamplingParams
+from slipstream.services.models import sampler
 from tests.harness.counted_jobs import Job
 from tests.harness.local_epoch import Models, Served, Way
 from tests.harness.seeded_jobs import adjusted_jobs, make_jobs
@@ -85,6 +86,24 @@ def test_the_repetition_penalty_is_that_of_transformers(models: Models, num_draf
             do_sample=False,
         )
         assert generated[0, len(job.spec.prompt) :].tolist() == output
+
+
+def test_rows_that_are_computed_in_parts_give_the_same(
+    models: Models, plain: list[list[int]], adjusted_reference: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adjustments and logprobs take many times the memory of the logits, so that large batches are."""
+    way, logprobs = Way(num_draft_tokens=4, run_ahead=2, slots=8), []
+    for most_logits in (1 << 24, 1):
+        monkeypatch.setattr(sampler, "_MOST_LOGITS", most_logits)
+        jobs = adjusted_jobs(plain)
+        for job in jobs:
+            job.spec = replace(job.spec, top_logprobs=3)
+        served = Served(models, way)
+        found = served.epoch.jobs.logprobs
+        assert served.run(jobs) == adjusted_reference
+        logprobs.append([[(row.logprob, *row.top) for row in found[job]] for job in jobs])
+    assert logprobs[0] == logprobs[1]
+    assert len(sampler.row_parts(torch.zeros(8, 5, 11))) == 8
 
 
 @pytest.mark.sampled(1)
