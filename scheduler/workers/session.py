@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 FINAL_ERRORS = (MismatchError, ConfigError, CheckpointError, ManifestError, OutOfMemoryError)
 """Errors of verify that a retry cannot fix. No error of a draft ends the scheduler."""
+DRAFT_LOADS_S = 20.0
+"""How long, from the start on, an epoch that takes all free memory waits for a draft that is still loading."""
 RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
 """Between two tries to open an epoch: the time doubles while verify is lost before a step was done."""
 
@@ -133,6 +136,7 @@ class WorkerSession:
         self._thread = threading.Thread(target=self._run, name="loop")
         self._last_cause = ""
         self._retry_s = RETRY_S
+        self._draft_loads_until = time.monotonic() + DRAFT_LOADS_S
 
     def start(self) -> None:
         """Starts the threads."""
@@ -219,7 +223,7 @@ class WorkerSession:
 
     def _decide(self, verify: WorkerDescription) -> tuple[Workers, EpochSizes]:
         """Decides the sizes with the draft that is expected, if it fits. Raises ConfigError, OutOfMemoryError."""
-        draft = self.drafts.describe()
+        draft = self._expected_draft(verify)
         if draft is not None:
             workers = Workers(verify=verify, draft=draft, num_draft_tokens=self.drafts.target.num_draft_tokens)
             try:
@@ -229,6 +233,17 @@ class WorkerSession:
                 logger.warning("the memory is planned without the draft %s: %s", draft.model, error)
         workers = Workers(verify=verify, draft=None)
         return workers, EpochSizes.decide(self._config, workers)
+
+    def _expected_draft(self, verify: WorkerDescription) -> WorkerDescription | None:
+        """The draft that memory is planned for. Pages that take all that is free would leave none for a later one."""
+        draft = self.drafts.describe()
+        takes_all = verify.memory.total > 0 and self._config.kv_memory_mib is None and self._config.draft is not None
+        if draft is None and takes_all and time.monotonic() < self._draft_loads_until:
+            logger.info("waiting for the draft at %s to load: memory is planned for both", self.drafts.address)
+        while draft is None and takes_all and time.monotonic() < self._draft_loads_until and not self._queue.is_stopped:
+            self._queue.wait_for_stop(RETRY_S)
+            draft = self.drafts.describe()
+        return draft
 
     def _run_epoch(self, epoch: Epoch) -> None:
         loop = epoch.open()

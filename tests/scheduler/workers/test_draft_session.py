@@ -16,7 +16,7 @@ from slipstream.common.api.draft_swap import DraftSwap, SwapTerms
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import ConfigError, FailedPreconditionError, UnavailableError
 from slipstream.common.worker.access_log import AccessLog
-from slipstream.common.worker.contract import Attachment, WorkerDescription
+from slipstream.common.worker.contract import Attachment, DeviceMemory, WorkerDescription
 from slipstream.common.worker.layout import RESULT_FENCES, EpochShape
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
@@ -63,6 +63,7 @@ class FakeLink:
         """Cleared, it does not come to an end of its work."""
         self.drains.set()
         self.num_detached = 0
+        self.attachment: Attachment | None = None
 
     def describe(self) -> WorkerDescription:
         """See `Link.describe`."""
@@ -72,6 +73,7 @@ class FakeLink:
 
     def attach(self, attachment: Attachment) -> None:
         """See `Link.attach`."""
+        self.attachment = attachment
 
     def attach_draft(self, _region: object) -> None:
         """See `Link.attach_draft`."""
@@ -249,10 +251,36 @@ class Listener:
 
 @pytest.mark.parametrize("wrong", [{"kv_bytes_per_token": 2**40}, {"dtype": "float16"}], ids=["too large", "misfit"])
 def test_no_draft_ends_the_scheduler_as_the_memory_is_planned(wrong: dict[str, object]) -> None:
-    links = {Role.VERIFY: FakeLink(VERIFY), Role.DRAFT: FakeLink(describe(Role.DRAFT, **wrong))}
-    queue, listener = WaitingQueue(8), Listener()
+    attachment = attach(CONFIG, FakeLink(VERIFY), FakeLink(describe(Role.DRAFT, **wrong)))
+    assert attachment.expected_draft is None
+
+
+@pytest.mark.parametrize("kv_memory_mib", [None, 8])
+def test_memory_is_planned_for_a_draft_that_still_loads_where_pages_take_all(kv_memory_mib: int | None) -> None:
+    """Where they do not, an epoch begins without it."""
+    verify = FakeLink(describe(Role.VERIFY, memory=DeviceMemory(total=2**40, free=2**40)))
+    attachment = attach(replace(CONFIG, kv_memory_mib=kv_memory_mib), verify, LoadingLink(DRAFT))
+    assert (attachment.expected_draft is None) == (kv_memory_mib is not None)
+
+
+class LoadingLink(FakeLink):
+    """A link to a draft that is there when it is asked for the third time."""
+
+    num_asked = 0
+
+    def describe(self) -> WorkerDescription:
+        """See `Link.describe`."""
+        self.num_asked += 1
+        if self.num_asked < 3:
+            raise UnavailableError("it loads")
+        return self.description
+
+
+def attach(config: SchedulerConfig, verify: FakeLink, draft: FakeLink) -> Attachment:
+    """Runs a session until its first epoch is open; returns what verify is told of it."""
+    links, queue, listener = {Role.VERIFY: verify, Role.DRAFT: draft}, WaitingQueue(8), Listener()
     session = WorkerSession(
-        CONFIG,
+        config,
         HostDevice(),
         queue,
         registry=CollectorRegistry(),
@@ -265,3 +293,5 @@ def test_no_draft_ends_the_scheduler_as_the_memory_is_planned(wrong: dict[str, o
     queue.stop()
     session.join()
     assert not listener.errors
+    assert verify.attachment is not None
+    return verify.attachment
