@@ -95,7 +95,7 @@ class Client:
         *,
         can_fail: bool = False,
     ) -> None:
-        """`can_fail`: the server may fail the job; the client then asks for it again, which ends its cancel, too."""
+        """`can_fail`: the server may fail the job; the client then asks for it again, cancelled or not."""
         self.plan = plan
         self.name = f"job-{number}"
         self.is_over = False
@@ -196,7 +196,7 @@ class Client:
             error or ConnectionLostError("an end without an end")
         ):
             if self._can_fail:
-                self._has_created, self._most_tokens = not self.plan.creates, 10**9
+                self._has_created = not self.plan.creates
             self._world.at(PAUSE_S * (0.5 + self._world.random.random()), self._open)
         else:
             self._world.fail(f"{self.name}: {error!r}")
@@ -229,7 +229,9 @@ class Client:
         self._world.note(self.name, "cancels")
 
         def ended(error: SlipstreamError | None) -> None:
-            if error is None:
+            if self._can_fail and error is None:
+                pass  # a job that has failed before is asked for again, and goes on
+            elif error is None:
                 generated = sum(
                     self._world.num_generated.get((self._job_id, sample_seed(plan.seed, index)), 0)
                     for index in range(plan.num_samples)
