@@ -94,7 +94,7 @@ class Prompter:
         self._propose = HeadDrafter.propose
         monkeypatch.setattr(HeadDrafter, "propose", lambda *arguments: self._record(*arguments))
 
-    def follow(self, job: Job, _: object = None) -> None:
+    def follow(self, job: Job) -> None:
         """What is drafted from now on is for this job."""
         prompt = list(job.spec.prompt)
         self._tokens = next(tokens for tokens in self._expected if tokens[: len(prompt)] == prompt)
@@ -190,7 +190,14 @@ def test_drafts_behind_a_hit_are_those_of_the_definition(
     prompter = Prompter(monkeypatch, plain_tokens(both, prompts, 16))
     jobs = [*(greedy_job(prompt, 2) for prompt in prompts), *(greedy_job(prompt, 16) for prompt in prompts)]
     served = Served(both, Way(num_draft_tokens=num_draft_tokens, run_ahead=0, slots=1))
-    served.epoch.on_progress = prompter.follow
+    add = served.epoch.jobs.add
+
+    def add_followed(job: Job) -> None:
+        prompter.follow(job)
+        add(job)
+
+    # As soon as it has a token, the draft may be at work.
+    monkeypatch.setattr(served.epoch.jobs, "add", add_followed)
     served.run(*([job] for job in jobs))
     again = jobs[len(prompts) :]
     assert {job.stats.cached_tokens for job in again} == {28, 32}, "with and without the page before the endings"
