@@ -42,6 +42,6 @@ def test_the_thread_of_a_stream_does_not_wait():
 @pytest.mark.skipif(
     tuple(map(int, os.uname().release.split(".")[:2])) < FIRST_WITH_SLICES, reason="the kernel knows no slices"
 )
-def test_the_thread_of_a_stream_has_the_shortest_slice():
+def test_the_thread_of_a_stream_has_a_shorter_slice():
     before, after = attributes_after(yield_to_streams), attributes_after(yield_to_streams, work_as_stream)
     assert after.runtime == STREAM_SLICE_NS < before.runtime
