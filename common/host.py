@@ -10,7 +10,7 @@ STEP_LOOP = "step-loop"
 """Name of the scheduler's step thread."""
 
 STREAM_SLICE_NS = 1_000_000
-"""The time slice of a CPU stream's thread: shorter than others', which Linux gives 1.4 ms on two cores, more on more."""
+"""The time slice of a CPU stream's thread: shorter than others', to which Linux gives 1.4 ms on two cores."""
 
 _PR_SET_NAME = 15
 _SYS_SCHED_SETATTR = 314  # on x86-64
