@@ -216,7 +216,11 @@ class OutputReader:
             if not self.is_over:
                 return None
             return OutputChunk(
-                job_id=chunk.job_id, token_offset=expected, sample_index=sample, job_usage=chunk.job_usage
+                job_id=chunk.job_id,
+                token_offset=expected,
+                sample_index=sample,
+                job_usage=chunk.job_usage,
+                attempt=chunk.attempt,
             )
         if chunk.finish_reason is not None:
             self._finished.add(sample)

@@ -149,7 +149,8 @@ def test_an_end_that_is_told_again_is_not_repeated() -> None:
     assert reader.watch_request("a") == generation_pb2.WatchJobRequest(job_id="a", from_tokens=[2, 0, 1])
     assert not reader.is_over
     # The server cannot know which sample's end came last.
-    assert reader.read(LAST.to_pb()) == OutputChunk(job_id="a", token_offset=2, job_usage=USAGE)
+    expected = OutputChunk(job_id="a", token_offset=2, job_usage=USAGE, attempt=3)
+    assert reader.read(replace(LAST, attempt=3).to_pb()) == expected
     assert reader.is_over
     with pytest.raises(InternalError):
         reader.read(replace(FIRST, token_offset=2).to_pb())

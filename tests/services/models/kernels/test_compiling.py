@@ -21,6 +21,7 @@ TESTS = {
     "products": ("products",),
     "fp8": ("fp8",),
     "sampling": ("sampling_kernels", "filter_kernels"),
+    "suffix_ring": ("suffix_ring",),
 }
 """The modules whose kernels a file of tests launches; together all that have any."""
 
