@@ -121,7 +121,7 @@ def test_the_bundled_head_with_half_its_context_serves_requests_of_900_tokens(tm
         ]
 
     crossing, beyond, within = drafted = jobs()
-    sizes = {"context_tokens": 1024, "max_batched_tokens": 256, "page_tokens": 16, "debug": False}
+    sizes = {"context_tokens": 1024, "chunk_tokens": 256, "page_tokens": 16, "debug": False}
     way = Way(num_draft_tokens=4, **sizes)  # type: ignore[arg-type]
     outputs = Served(Models(verify, head, head), way).run(drafted)
     assert outputs == Served(Models(verify, head, head), Way(**sizes)).run(jobs())  # type: ignore[arg-type]
