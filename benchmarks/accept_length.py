@@ -49,7 +49,7 @@ CONCURRENCY = 8
 GRAM = 5
 NAME = re.compile(r"\b[a-z_]{5,}\b")
 NEW_NAMES = {HELD_OUT: (None,), EDITS: ("second",), AGAIN: ("second", "third", "fourth")}
-"""What is asked for, by workload: an edit with each of these names."""
+"""The names that the edits of a workload ask for, each in a request of its own; None is the prompt as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

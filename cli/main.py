@@ -53,7 +53,7 @@ _HINTS: dict[type[SlipstreamError], str] = {
     ConnectionLostError: " (`slipstream up` starts one; --server names another; --tls or --tls-ca reach one with TLS)",
     UnauthenticatedError: " (--api-key TOKEN, or the variable SLIPSTREAM_API_KEY)",
 }
-"""What to do about an error, in the words of the command line."""
+"""Advice for the user by kind of error, in the terms of the command line."""
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ class ConnectionOptions(Settings, heading="Connection"):
 
 
 class CallOptions(TypedDict):
-    """What a command says of a call, beside the request."""
+    """The name of a job, and the time to connect: arguments of a call that are not in its request's options."""
 
     job_id: str
     connect_timeout_s: float

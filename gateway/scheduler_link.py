@@ -126,7 +126,7 @@ class SchedulerLink:
 
     @property
     def sequences(self) -> tuple[RunningSequence, ...]:
-        """All that are not over."""
+        """The unfinished sequences that were submitted, oldest first."""
         return tuple(self._sequences)
 
     def model(self) -> ServedModel:

@@ -109,7 +109,7 @@ class DraftPolicy:
         self._num_prompt_tokens = 0
         """Taken in since the last decode step."""
         self._beside_s, self._num_beside = 0.0, 0
-        """Of mixed steps since the last decode step: their time beyond that of decoding, and their prompt tokens."""
+        """Seconds that mixed steps took beyond decoding, and their prompt tokens; summed since the last decode step."""
         self._is_behind_mixed = False
         """Whether the last step was mixed."""
         self._num_mixed = self._num_alone = 0

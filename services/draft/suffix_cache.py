@@ -19,7 +19,7 @@ NOTHING_TO_FIND = -2
 
 
 class Guesses(NamedTuple):
-    """What a search has found for B sequences."""
+    """Draft tokens for B sequences, and how good the match behind each is."""
 
     tokens: torch.Tensor
     """[B, K] int64."""
@@ -28,7 +28,7 @@ class Guesses(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What the last step brought B sequences."""
+    """The tokens that the last step added to B sequences."""
 
     rows: torch.Tensor
     """[B] int64 slots, each once, but for padding."""

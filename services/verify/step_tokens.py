@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,10 +40,10 @@ def measure_step_tokens(model: LanguageModel, state: EpochState) -> int:
     """Stream work: returns the number of tokens. Waits for the device. Nothing must run yet."""
     is_cpu = model.device.type == "cpu"
     _put(state, SlotUpdate(slot=_SLOT, generation=0, limit_tokens=state.attachment.context_tokens))
-    most_s = _seconds(lambda: _decode(model), model.device) if is_cpu else PAUSE_S
+    most_s = _seconds(partial(_decode, model), model.device) if is_cpu else PAUSE_S
     found, found_s, size = LEAST, 0.0, LEAST
     while size <= min(MOST, state.attachment.shape.chunk_tokens):
-        seconds = _seconds(lambda: _prefill(model, state, size), model.device)  # noqa: B023 - it is called at once
+        seconds = _seconds(partial(_prefill, model, state, size), model.device)
         if size > LEAST and seconds > most_s:
             break
         found, found_s, size = size, seconds, 2 * size

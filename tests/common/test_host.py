@@ -15,7 +15,7 @@ FIRST_WITH_SLICES = (6, 12)
 
 
 def attributes_after(*calls) -> SchedulingAttributes:
-    """What the kernel says of a new thread that has made some calls."""
+    """Reads the scheduling attributes of a new thread from the kernel, after it has made some calls."""
     attributes = SchedulingAttributes()
 
     def work() -> None:

@@ -264,7 +264,7 @@ class _Tile:
 _PROMPT_TILE = _Tile(_LARGE, 128, 8, 3)
 """For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way.
 
-It takes 224 KiB of a multiprocessor's 227: Hopper's tensor cores are kept busy by large blocks, not by many programs.
+It takes 224 KiB of a multiprocessor's 227, so that one program runs there at a time.
 """
 _WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
 
