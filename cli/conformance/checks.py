@@ -172,6 +172,7 @@ def refuses_what_makes_no_sense(bench: Bench) -> None:
     ):
         with bench.verify() as verify:
             bench.stub.Attach(attachment_to_pb(verify.attachment), timeout=ATTACH_TIMEOUT_S)
+            verify.allow_rehearsal()
             made = {"epoch": verify.attachment.epoch, "step": 1, "kind": pb.STEP_KIND_DECODE} | fields
             bench.must_refuse(f"a command with {what}", partial(bench.execute, [pb.StepCommand(**made)]))
             verify.check_memory(f"by a command with {what}")

@@ -161,7 +161,10 @@ class Target:
         output = self._model.prefill(chunks, aux_layers=aux_layers)
         if region is not None and output.aux is not None:
             region.stash_prefill(command.step, output.aux[: sum(len(chunk.tokens) for chunk in command.chunks)])
-        results = [self._first_tokens(output, together, command.top_logprobs) for together in ends]
+        results = []
+        for together in ends:
+            logits = self._model.decoder.logits(_at_ends(output.hidden, together)[:, None])
+            results.append(self._first_tokens(output, together, logits, command.top_logprobs))
         if len(results) > 1:
             return merged(torch.cat, *results)
         return results[0] if results else None
@@ -189,15 +192,15 @@ class Target:
         decoded, taken_in = self._model.mixed(rows, tokens, positions, chunks, aux_layers=aux_layers)
         if region is not None and taken_in.aux is not None:
             region.stash_prefill(command.step, taken_in.aux)
-        forward = TargetForward(
-            rows,
-            seq_lens,
-            tokens,
-            self._model.decoder.logits(decoded.hidden),
-            decoded.aux,
-        )
+        # One product for all of them: it has to read the same weights.
+        hidden = (decoded.hidden.flatten(0, 1), *(_at_ends(taken_in.hidden, together) for together in ends))
+        logits = self._model.decoder.logits(torch.cat(hidden)).split([len(part) for part in hidden])
+        forward = TargetForward(rows, seq_lens, tokens, logits[0].view(*tokens.shape, -1), decoded.aux)
         mode, asked = self._state.slots.sampling_mode(command.slots), command.top_logprobs
-        first = [_widened(self._first_tokens(taken_in, together, asked), tokens.shape[1]) for together in ends]
+        first = (
+            _widened(self._first_tokens(taken_in, together, of_ends[:, None], asked), tokens.shape[1])
+            for together, of_ends in zip(ends, logits[1:], strict=True)
+        )
         return merged(torch.cat, self.sample(forward, mode, asked), *first)
 
     def _inputs(
@@ -216,17 +219,18 @@ class Target:
             if region is not None:
                 region.forget(command.step, new)
 
-    def _first_tokens(self, output: DecoderOutput, ends: PromptEnds, top_logprobs: int | None) -> VerifyResult:
-        """Samples the tokens behind some prompts."""
+    def _first_tokens(
+        self, output: DecoderOutput, ends: PromptEnds, logits: torch.Tensor, top_logprobs: int | None
+    ) -> VerifyResult:
+        """Samples the tokens behind some prompts, from [E, 1, vocab_size]."""
         slots, mode = self._model.slots.take(ends.rows), self._state.slots.sampling_mode(ends.slots)
-        logits = self._model.decoder.logits(output.hidden.index_select(0, ends.places)[:, None])
         tokens = self._model.slots.sample(slots, logits, ends.lengths[:, None], mode)
         return VerifyResult(
             seq_lens=ends.lengths,
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
             scores=_scores(logits, tokens),
-            hidden_states=None if output.aux is None else output.aux.index_select(0, ends.places)[:, None],
+            hidden_states=None if output.aux is None else _at_ends(output.aux, ends)[:, None],
             logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
 
@@ -266,6 +270,11 @@ def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Resul
         return merged(merge, *values)
 
     return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
+
+
+def _at_ends(states: torch.Tensor, ends: PromptEnds) -> torch.Tensor:
+    """[N, width] of all tokens to [E, width] of the last ones."""
+    return states.index_select(0, ends.places)
 
 
 def _widened(result: VerifyResult, width: int) -> VerifyResult:

@@ -64,8 +64,12 @@ class ListeningWorker(LocalWorker):
 
 
 def _reserved() -> tuple[int, int]:
-    """Bytes of the device's memory, and pinned allocations of the host's."""
-    return torch.cuda.memory_reserved(), torch.cuda.host_memory_stats()["num_host_alloc"]
+    """Bytes of the device's memory in large blocks, and pinned allocations of the host's.
+
+    Small blocks of 2 MiB may be added: their number depends on the moments at which the device is done with others.
+    """
+    large = torch.cuda.memory_stats()["reserved_bytes.large_pool.current"]
+    return large, torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
 def forget_kernels() -> None:

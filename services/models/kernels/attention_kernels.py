@@ -264,10 +264,15 @@ def combine_tiles_kernel(
     Grid: (KV_HEADS * BLOCK_M / BLOCK_Q, num_split_tiles), of which some may be none.
     """
     head = tl.program_id(0) % KV_HEADS
-    m = tl.program_id(0) // KV_HEADS * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    first_m = tl.program_id(0) // KV_HEADS * BLOCK_Q
+    m = first_m + tl.arange(0, BLOCK_Q)
     tile = split_tiles + tl.program_id(1)
-    token = tl.load(tile).to(tl.int64) + m // GROUP
+    tile_begin = tl.load(tile).to(tl.int64)
     row_end = tl.load(tile + num_split_tiles)
+    if tile_begin + first_m // GROUP >= row_end:  # Most tiles have fewer queries, and some are none.
+        wait_for_previous(OVERLAPS)
+        return
+    token = tile_begin + m // GROUP
     num_splits = tl.load(tile + 2 * num_split_tiles)
     place = tl.load(tile + 3 * num_split_tiles).to(tl.int64)
     wait_for_previous(OVERLAPS)

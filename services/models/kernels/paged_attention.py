@@ -50,7 +50,8 @@ class PagedAttention:
         self._plan: RaggedPlan | None = None
         if batch.ragged is not None:
             self._width, self._num_splits, self._num_query_blocks = self._num_tokens, 1, 1
-            self._tile = _tile_of_ragged(self._group, config.head_dim, element_size)
+            is_long = is_invariant or _are_long(batch.ragged)
+            self._tile = _tile_of_ragged(self._group, config.head_dim, element_size, is_long=is_long)
             self._plan = self._make_plan(batch.ragged, is_invariant=is_invariant)
             self._is_split = self._plan.num_places > 0
             num_partials = self._plan.num_places * config.num_kv_heads * self._tile.block_m
@@ -261,12 +262,13 @@ class _Tile:
     num_stages: int
 
 
-_PROMPT_TILE = _Tile(_LARGE, 128, 8, 3)
-"""For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way.
-
-It takes 224 KiB of a multiprocessor's 227, so that one program runs there at a time.
-"""
+_PROMPT_TILE = _Tile(_LARGE, 64, 8, 3)
+"""For heads of up to 128. Two groups of four warps share a block of keys, of which the next two are under way."""
 _WIDE_PROMPT_TILE = _Tile(_LARGE, 64, 8, 2)
+_SHORT_TILE = _Tile(64, 64, 4, 3)
+"""For heads of up to 128 and rows of which most have a few tokens: a larger tile would compute mostly with padding."""
+_LONG_TOKENS, _LONG_ROW = 512, 128
+"""Tokens of ragged rows, together and on average, from which a large tile is faster."""
 
 
 def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
@@ -279,7 +281,15 @@ def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
     return _Tile(block_m, 128 if head_dim <= 128 else 64, 4, 2)
 
 
-def _tile_of_ragged(group: int, head_dim: int, element_size: int) -> _Tile:
-    """Returns the tile of ragged rows: one size for all, so that any step finds its kernel compiled."""
+def _are_long(ragged: RaggedRows) -> bool:
+    """Returns whether most of the tokens are in long rows; in a graph, nobody knows."""
+    lengths = ragged.lengths
+    return lengths is not None and sum(lengths) >= max(_LONG_TOKENS, _LONG_ROW * len(lengths))
+
+
+def _tile_of_ragged(group: int, head_dim: int, element_size: int, *, is_long: bool) -> _Tile:
+    """Returns the tile of ragged rows: one of two sizes, so that any step finds its kernel compiled."""
     tile = _tile(_LARGE, head_dim, element_size)
+    if not is_long and tile == _PROMPT_TILE:
+        tile = _SHORT_TILE
     return replace(tile, block_m=max(tile.block_m, power_of_two(group)))

@@ -187,9 +187,15 @@ def test_ragged_rows_of_any_length_share_a_kernel(device: torch.device, monkeypa
     assert launched[0] == launched[1]
 
 
-@pytest.mark.sampled(1)
-def test_short_ragged_rows(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("has_large_tiles", [False, True])
+def test_short_ragged_rows(
+    has_large_tiles: bool, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Few queries in a tile, and many keys; heads that do not fill it evenly, many of one token, and of usual size."""
+    if has_large_tiles:
+        monkeypatch.setattr(paged_attention, "_LONG_TOKENS", 0)
+        monkeypatch.setattr(paged_attention, "_LONG_ROW", 0)
     for num_heads, num_kv_heads, head_dim in ((4, 2, 16), (6, 2, 16), (72, 1, 16), (4, 1, 128)):
         config = some_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         case = AttentionCase.random(config, (900, 0, 9), 5, device=device, dtype=dtype, seed=12)
