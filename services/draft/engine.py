@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from slipstream.common.errors import InvalidArgumentError
 from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.forward_sizes import with_padding
 from slipstream.services.worker.graphs import GRAPHED_MODES, at_once, batch_buckets, capture_buckets
 from slipstream.services.worker.rehearsal import rehearse_drafting, rehearse_prompts
 from slipstream.services.worker.staging import FlatChunks, put_integers
@@ -87,7 +88,10 @@ class DraftEngine:
         if command.kind is StepKind.DECODE and self._graphs is not None:
             return [Phase(partial(self._graphs.propose, command), FenceName.DRAFT_DONE, is_stamped=True)]
         if command.chunks:
-            chunks = FlatChunks.of(command.chunks, state.staging)
+            padded = command.chunks
+            if state.graphs is not None:
+                padded = with_padding(command.chunks, state.attachment.shape.chunk_tokens)
+            chunks = FlatChunks.of(padded, state.staging)
             return [Phase(partial(self._prefill, state, command.step, chunks), FenceName.DRAFT_DONE)]
         rows = put_integers(state.staging, command.slots)
 

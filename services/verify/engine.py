@@ -10,22 +10,22 @@ import torch
 
 from slipstream.common.errors import InvalidArgumentError, MismatchError
 from slipstream.common.worker.contract import FINAL_NORM, DraftSizes
-from slipstream.common.worker.layout import PADDING_SLOT
-from slipstream.common.worker.step import FenceName, PrefillChunk, StepKind
+from slipstream.common.worker.step import FenceName, StepKind
 from slipstream.services.models.sampler import SimulatedAcceptance
 from slipstream.services.verify.graphs import VerifyGraphs
 from slipstream.services.verify.step_tokens import measure_step_tokens
 from slipstream.services.verify.target import PromptEnds, Target
 from slipstream.services.worker.engine import Phase
+from slipstream.services.worker.forward_sizes import forward_size, padded_to, sizes_up_to, with_padding
 from slipstream.services.worker.graphs import at_once
 from slipstream.services.worker.rehearsal import rehearse_mixed, rehearse_prompts
 from slipstream.services.worker.staging import FlatChunks, put_integers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator
 
     from slipstream.common.worker.contract import WorkerDescription
-    from slipstream.common.worker.step import StepCommand
+    from slipstream.common.worker.step import PrefillChunk, StepCommand
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.future_map import Region, VerifyResult
     from slipstream.services.worker.language_model import LanguageModel
@@ -119,8 +119,10 @@ class VerifyEngine:
         if not command.chunks:
             return _phases(command, state, target, (), torch.empty(0), region, lambda: None)
         is_one_size = state.graphs is not None and self._deterministic_width is not None
-        padding = _padding(command.chunks, state.attachment.shape.chunk_tokens) if is_one_size else ()
-        chunks = FlatChunks.of((*command.chunks, *padding), state.staging)
+        most = state.attachment.shape.chunk_tokens
+        chunks = FlatChunks.of(
+            padded_to(most, command.chunks) if is_one_size else self._padded(command, state), state.staging
+        )
         ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_one_size)
         slots = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
         rows = put_integers(state.staging, slots)
@@ -137,15 +139,28 @@ class VerifyEngine:
     ) -> list[Phase]:
         if self._deterministic_width is not None:
             raise InvalidArgumentError("chunks", len(command.chunks), "none in a step that decodes: all have one size")
-        chunks, ends = FlatChunks.of(command.chunks, state.staging), PromptEnds.of(command.chunks, state.staging)
+        width = 1 if region is None or command.kind is StepKind.PLAIN else region.sizes.num_draft_tokens + 1
+        chunks = FlatChunks.of(self._padded(command, state, beside=width * len(command.slots)), state.staging)
+        ends = PromptEnds.of(command.chunks, state.staging)
         slots = (*command.slots, *(chunk.slot for chunk in command.chunks if chunk.is_last))
         rows = put_integers(state.staging, slots)
         work = partial(target.mixed, command, rows[: len(command.slots)], chunks, ends, region, layers)
         return _phases(command, state, target, slots, rows, region, work)
 
+    @staticmethod
+    def _padded(command: StepCommand, state: EpochState, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
+        """The command's chunks; on a GPU with padding. `beside`: tokens of the rows that decode."""
+        if state.graphs is None:
+            return command.chunks
+        return with_padding(command.chunks, state.attachment.shape.chunk_tokens, beside=beside)
+
     def _rehearse_mixed(self, state: EpochState, graphs: VerifyGraphs, draft: DraftSizes | None) -> None:
         """Runs mixed steps with a draft, the expected one if there is any, and without."""
-        shape = state.attachment.shape
+        shape, model = state.attachment.shape, self._model
+        for size in sizes_up_to(forward_size(shape.num_slots * (shape.num_draft_tokens + 1))):
+            model.decoder.logits(
+                torch.zeros(size, model.decoder.config.hidden_size, dtype=model.slots.dtype, device=model.device)
+            )
         if shape.num_draft_tokens:
             draft = draft or DraftSizes(num_draft_tokens=shape.num_draft_tokens)
             state.regions[_REHEARSED] = graphs.private_region(draft, shape.chunk_tokens)
@@ -189,12 +204,6 @@ class VerifyEngine:
         if not draft.hidden_width:
             return ()
         return draft.hidden_layers or fused_layers(self._model.decoder.config.num_layers)
-
-
-def _padding(chunks: Sequence[PrefillChunk], num_tokens: int) -> tuple[PrefillChunk, ...]:
-    """A chunk in the padding slot that makes them `num_tokens` together, if they are fewer."""
-    missing = num_tokens - sum(len(chunk.tokens) for chunk in chunks)
-    return (PrefillChunk(slot=PADDING_SLOT, start=0, tokens=(0,) * missing, is_last=False),) if missing else ()
 
 
 def _phases(

@@ -10,6 +10,7 @@ import torch
 
 from slipstream.common.worker.step import StepKind
 from slipstream.services.models.sampler import accept, logprobs_of, row_parts
+from slipstream.services.worker.forward_sizes import forward_size
 from slipstream.services.worker.future_map import Logprobs, VerifyResult
 from slipstream.services.worker.staging import put_integers
 
@@ -160,7 +161,7 @@ class Target:
         self._forget(command, region)
         output = self._model.prefill(chunks, aux_layers=aux_layers)
         if region is not None and output.aux is not None:
-            region.stash_prefill(command.step, output.aux[: sum(len(chunk.tokens) for chunk in command.chunks)])
+            region.stash_prefill(command.step, _without_padding(output.aux, command))
         results = []
         for together in ends:
             logits = self._model.decoder.logits(_at_ends(output.hidden, together)[:, None])
@@ -191,10 +192,9 @@ class Target:
         positions = _positions(seq_lens, tokens)
         decoded, taken_in = self._model.mixed(rows, tokens, positions, chunks, aux_layers=aux_layers)
         if region is not None and taken_in.aux is not None:
-            region.stash_prefill(command.step, taken_in.aux)
-        # One product for all of them: it has to read the same weights.
-        hidden = (decoded.hidden.flatten(0, 1), *(_at_ends(taken_in.hidden, together) for together in ends))
-        logits = self._model.decoder.logits(torch.cat(hidden)).split([len(part) for part in hidden])
+            region.stash_prefill(command.step, _without_padding(taken_in.aux, command))
+        ends_hidden = (_at_ends(taken_in.hidden, together) for together in ends)
+        logits = self._logits_of(decoded.hidden.flatten(0, 1), *ends_hidden)
         forward = TargetForward(rows, seq_lens, tokens, logits[0].view(*tokens.shape, -1), decoded.aux)
         mode, asked = self._state.slots.sampling_mode(command.slots), command.top_logprobs
         first = (
@@ -202,6 +202,15 @@ class Target:
             for together, of_ends in zip(ends, logits[1:], strict=True)
         )
         return merged(torch.cat, self.sample(forward, mode, asked), *first)
+
+    def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[N, hidden_size] each to [N, vocab_size], by one product: another would read all the weights again."""
+        sizes = [len(part) for part in hidden]
+        if hidden[0].is_cuda:
+            missing = forward_size(sum(sizes)) - sum(sizes)
+            hidden = (*hidden, hidden[0].new_zeros(missing, hidden[0].shape[1]))
+        logits = self._model.decoder.logits(torch.cat(hidden))
+        return torch.split(logits[: sum(sizes)], sizes)
 
     def _inputs(
         self, step: StepNumber, rows: torch.Tensor, draft_tokens: torch.Tensor | None
@@ -270,6 +279,11 @@ def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Resul
         return merged(merge, *values)
 
     return type(results[0])(**{one.name: field(one.name) for one in fields(results[0])})
+
+
+def _without_padding(states: torch.Tensor, command: StepCommand) -> torch.Tensor:
+    """Of all tokens of a forward to those of the command's chunks."""
+    return states[: sum(len(chunk.tokens) for chunk in command.chunks)]
 
 
 def _at_ends(states: torch.Tensor, ends: PromptEnds) -> torch.Tensor:

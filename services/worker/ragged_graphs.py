@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Forward = Callable[[FlatChunks, torch.Tensor, tuple[int, ...]], DecoderOutput]
     """Runs chunks; takes which of their tokens are valid ([N] bool), and the layers whose inputs are wanted, too."""
 
-_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1025, 128))
+GRAPH_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1025, 128))
 """Tokens of the forwards that are captured."""
 
 
@@ -37,7 +37,7 @@ class RaggedGraphs:
         self._forward = forward
         self._capture = capture
         shape = attachment.shape
-        self._sizes = tuple(sorted({min(size, shape.chunk_tokens) for size in _SIZES}))
+        self._sizes = tuple(sorted({min(size, shape.chunk_tokens) for size in GRAPH_SIZES}))
         self._made: dict[tuple[int, ...], Buckets[Callable[[], None]]] = {}
         """By the layers whose inputs they leave."""
         self._outputs: dict[tuple[int, ...], DecoderOutput] = {}

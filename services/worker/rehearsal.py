@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from slipstream.common.api.sequence import SamplingParams
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate, StepCommand, StepKind
+from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import batch_buckets
 
 if TYPE_CHECKING:
     from slipstream.services.worker.engine import RoleEngine
     from slipstream.services.worker.epoch import EpochState
 
-_SIZES = (1, 2, 16, 32, *range(64, 1024, 64), *range(1024, 2049, 128))
-"""Tokens of steps between which other kernels run: libraries choose theirs by size, and load each for 10 ms or more."""
 _MIXED_SIZES = (1, 16, 128, 512, 1024)
 """Prompt tokens of mixed steps: what differs by their number alone, prompts have rehearsed."""
 _FEW_TOKENS = 8
@@ -29,7 +28,7 @@ def rehearse_prompts(role: RoleEngine, state: EpochState) -> None:
     The largest comes first: the others then live in its memory.
     """
     shape = state.attachment.shape
-    for size in sorted({min(size, shape.chunk_tokens) for size in (*_SIZES, shape.chunk_tokens)}, reverse=True):
+    for size in sorted({*sizes_up_to(shape.chunk_tokens), 1}, reverse=True):
         lengths = (size,) if size == 1 or shape.num_slots == 2 else (1, size - 1)
         rehearse(role, state, StepKind.PREFILL, _chunks(1, *lengths))
 
@@ -45,9 +44,11 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
     if most_rows < 1:
         return  # the only slot cannot do both
 
+    least_room = -(-most_tokens // 4)
+
     def run(num_rows: int, num_tokens: int, sampling: SamplingParams = _PLAIN, top_logprobs: int | None = None) -> None:
         # As many as beside these rows in one step; see `BatchSizes.room_for_prompts`.
-        room = max(most_tokens - num_rows * width, -(-most_tokens // 4))
+        room = max(most_tokens - num_rows * width, least_room)
         rehearse(
             role,
             state,
@@ -60,6 +61,9 @@ def rehearse_mixed(role: RoleEngine, state: EpochState, kind: StepKind, attachme
         )
 
     run(most_rows, most_tokens)
+    for size in sizes_up_to(most_rows * width + least_room):
+        if size > most_tokens:  # Smaller ones, prompts have rehearsed.
+            run((size - least_room) // width, least_room)
     for size in reversed((*_MIXED_SIZES, most_tokens)):
         run(1, size)
     for num_rows in reversed(batch_buckets(most_rows)):

@@ -1,0 +1,43 @@
+"""Forwards over prompts have few sizes, and padding gives them one."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.common.worker.layout import PADDING_SLOT
+from slipstream.common.worker.step import PrefillChunk
+from slipstream.services.worker.forward_sizes import forward_size, sizes_up_to, with_padding
+from slipstream.services.worker.ragged_graphs import GRAPH_SIZES
+
+MOST = 2048
+
+
+def chunk(num_tokens: int) -> PrefillChunk:
+    """A part of a prompt."""
+    return PrefillChunk(slot=3, start=0, tokens=(7,) * num_tokens, is_last=True)
+
+
+@pytest.mark.parametrize("beside", [0, 1, 300, 1900])
+def test_every_step_has_a_size_that_is_rehearsed(beside: int) -> None:
+    rehearsed = set(sizes_up_to(forward_size(beside + MOST)))
+    for num_tokens in range(1, MOST + 1 - min(beside, 300)):
+        own, *padding = with_padding([chunk(num_tokens)], MOST, beside=beside)
+        assert own == chunk(num_tokens)
+        assert all(not added.is_last and added.slot == PADDING_SLOT for added in padding)
+        in_all = num_tokens + sum(len(added.tokens) for added in padding)
+        assert in_all <= MOST
+        assert beside + in_all in rehearsed
+        assert in_all - num_tokens < max(16, min(128, num_tokens + beside))
+
+
+def test_chunks_do_not_outgrow_a_step() -> None:
+    chunks = with_padding([chunk(60), chunk(38)], 100)
+    assert [len(one.tokens) for one in chunks] == [60, 38, 2]
+    assert with_padding([chunk(100)], 100) == (chunk(100),)
+    assert sizes_up_to(100) == [100, 64, 32, 16]
+    assert sizes_up_to(1) == [1]
+
+
+def test_graphs_have_sizes_of_forwards() -> None:
+    """So that a step that a graph takes is not padded twice."""
+    assert all(forward_size(size) == size for size in GRAPH_SIZES)
