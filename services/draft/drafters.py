@@ -47,7 +47,7 @@ class StandaloneDrafter:
 
     def prefill(self, chunks: FlatChunks, hidden: torch.Tensor | None) -> None:
         """See `Drafter.prefill`. A language model reads no hidden states."""
-        self._model.prefill(chunks)
+        self._model.prefill(chunks, chunks.slots[:0])
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:
         """See `Drafter.propose`.
@@ -119,7 +119,9 @@ class HeadDrafter:
             kept.index_copy_(0, chunks.slots, states.index_select(0, ragged.begins[1:] - 1))
             positions = positions - 1
             is_valid = positions >= written_from
-            batch = self._slots.batch(slots, chunks.tokens, positions.clamp(min=0), is_valid, ragged)
+            # Of the last module nothing but keys and values is read: a decode step makes the state that drafts.
+            none = positions[:0] if module == self._num_modules - 1 else None
+            batch = self._slots.batch(slots, chunks.tokens, positions.clamp(min=0), is_valid, ragged, none)
             states = self._head(batch, before, self._slots.cache, module)
 
     def propose(self, rows: torch.Tensor, stash: NextStepState, num_tokens: int, mode: SamplingMode) -> torch.Tensor:

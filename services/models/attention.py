@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from slipstream.services.models.config import ModelConfig
 
@@ -54,6 +54,24 @@ class ForwardBatch:
     """Bounds the positions that any valid query sees, where the host knows it; None is the whole page table."""
     ragged: RaggedRows | None = None
     """The rows of N tokens; None for W tokens in each."""
+    outputs: torch.Tensor | None = None
+    """[M] int64: the tokens whose outputs are read, any of them more than once; None is all, in order.
+
+    Of the others the last layer makes keys and values alone, which is most of what a prompt is computed for.
+    """
+
+    def one_token_rows(self, places: torch.Tensor) -> ForwardBatch:
+        """Takes some tokens of a ragged batch, [M] int64, as rows of one token."""
+        assert self.ragged is not None, "rows of W tokens are read together"
+        rows = self.ragged.rows.index_select(0, places)
+        return ForwardBatch(
+            tokens=self.tokens.index_select(0, places)[:, None],
+            positions=self.positions.index_select(0, places)[:, None],
+            is_valid=self.is_valid.index_select(0, places)[:, None],
+            page_table=self.page_table.index_select(0, rows),
+            limits=self.limits.index_select(0, rows),
+            starts=None if self.starts is None else self.starts.index_select(0, rows),
+        )
 
     def by_row(self) -> list[ForwardBatch]:
         """Takes a ragged batch apart: each row that has tokens by itself, [1, W]."""
@@ -71,6 +89,7 @@ class ForwardBatch:
                 starts=None if self.starts is None else self.starts[row : row + 1],
                 max_kv_len=None if self.max_kv_len is None else int(positions.max()) + 1,
                 ragged=None,
+                outputs=None,
             )
             for row, (tokens, positions, is_valid) in enumerate(parts)
             if lengths[row]
@@ -86,12 +105,19 @@ class JoinedBatch:
     """[N] int64: those of all parts."""
     positions: torch.Tensor
     """[N] int64."""
+    outputs: torch.Tensor | None
+    """[M] int64: see `ForwardBatch`; those of all parts."""
 
     @classmethod
     def of(cls, *parts: ForwardBatch) -> JoinedBatch:
         """Joins parts whose rows are different sequences."""
         tokens = torch.cat([part.tokens.flatten() for part in parts])
-        return cls(parts, tokens, torch.cat([part.positions.flatten() for part in parts]))
+        positions, outputs = torch.cat([part.positions.flatten() for part in parts]), None
+        if any(part.outputs is not None for part in parts):
+            places = torch.arange(len(tokens), device=tokens.device)
+            pairs = zip(parts, torch.split(places, [part.tokens.numel() for part in parts]), strict=True)
+            outputs = torch.cat([own if part.outputs is None else own[part.outputs] for part, own in pairs])
+        return cls(parts, tokens, positions, outputs)
 
     @property
     def sizes(self) -> list[int]:
@@ -129,22 +155,65 @@ def _lengths(ragged: RaggedRows) -> list[int]:
     return lengths
 
 
+class LastOutputs:
+    """Takes from what a layer has computed what is read of it: of the last layer perhaps some tokens' alone."""
+
+    def __init__(self, config: ModelConfig, outputs: torch.Tensor | None) -> None:
+        """`outputs`: see `ForwardBatch`."""
+        self._last = config.num_layers - 1
+        self._outputs = outputs
+
+    def are_all(self, layer: int) -> bool:
+        """Returns whether all that a layer computes is read, in order."""
+        return self._outputs is None or layer != self._last
+
+    def are_none(self, layer: int) -> bool:
+        """Returns whether a layer has to make keys and values alone."""
+        return layer == self._last and self._outputs is not None and not len(self._outputs)
+
+    def of(self, layer: int, values: torch.Tensor) -> torch.Tensor:
+        """[N, size] of a layer to what is read of it, [M, size]."""
+        return values if self._outputs is None or layer != self._last else values.index_select(0, self._outputs)
+
+
 def torch_attention(
     config: ModelConfig, batch: ForwardBatch | JoinedBatch, cache: PagedKV
-) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    """Makes the attention of one forward in PyTorch, see `TorchAttention`; of ragged rows one after the other."""
+) -> TorchAttention | SeparateAttention:
+    """Makes the attention of one forward in PyTorch."""
     if isinstance(batch, JoinedBatch):
-        lengths, parts = batch.sizes, [torch_attention(config, part, cache) for part in batch.parts]
-    elif batch.ragged is None:
+        # What is read is taken from all together.
+        parts = [torch_attention(config, replace(part, outputs=None), cache) for part in batch.parts]
+        return SeparateAttention(parts, batch.sizes, LastOutputs(config, batch.outputs))
+    if batch.ragged is None:
         return TorchAttention(config, batch, cache)
-    else:
-        lengths = [length for length in _lengths(batch.ragged) if length]
-        parts = [TorchAttention(config, row, cache) for row in batch.by_row()]
+    rows = [TorchAttention(config, row, cache) for row in batch.by_row()]
+    lengths = [length for length in _lengths(batch.ragged) if length]
+    return SeparateAttention(rows, lengths, LastOutputs(config, batch.outputs))
 
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part(layer, of_part) for part, of_part in zip(parts, torch.split(qkv, lengths), strict=True)])
 
-    return attend
+class SeparateAttention:
+    """Attention of parts of a forward, one after the other. Called as `TorchAttention`."""
+
+    def __init__(
+        self, parts: Sequence[TorchAttention | SeparateAttention], sizes: list[int], outputs: LastOutputs
+    ) -> None:
+        """`sizes`: tokens of each part. `outputs`: of all together."""
+        self._parts = parts
+        self._sizes = sizes
+        self.outputs = outputs
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self._parts, torch.split(qkv, self._sizes), strict=True)
+        if self.outputs.are_none(layer):
+            for part, of_part in pairs:
+                part.keep(layer, of_part)
+            return qkv[:0]
+        return self.outputs.of(layer, torch.cat([part(layer, of_part) for part, of_part in pairs]))
+
+    def keep(self, layer: int, qkv: torch.Tensor) -> None:
+        """See `TorchAttention.keep`."""
+        for part, of_part in zip(self._parts, torch.split(qkv, self._sizes), strict=True):
+            part.keep(layer, of_part)
 
 
 class TorchAttention:
@@ -156,6 +225,7 @@ class TorchAttention:
 
     def __init__(self, config: ModelConfig, batch: ForwardBatch, cache: PagedKV) -> None:
         """Computes where keys and values go, which ones each row gathers, and a mask for each size of window."""
+        self.outputs = LastOutputs(config, batch.outputs)
         page_size = cache.page_size
         capacity = batch.page_table.shape[1] * page_size
         num_keys = capacity if batch.max_kv_len is None else min(capacity, max(1, batch.max_kv_len))
@@ -197,16 +267,24 @@ class TorchAttention:
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Keeps the keys and values of the batch's tokens and attends to all that their queries see.
 
-        `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size].
+        `qkv`: [B * W, q_size + 2 * kv_size], queries and keys already rotated. Returns [B * W, q_size], or of the last
+        layer what is read of it.
         """
+        self.keep(layer, qkv)
+        if self.outputs.are_none(layer):
+            return qkv[:0]
         rows = self._cache.rows[layer]
-        rows.index_copy_(0, self._write_rows, qkv[:, self._q_size :])
         torch.index_select(rows, 0, self._read_rows, out=self._gathered)
         kv = self._gathered.view(self._kv_shape).permute(2, 0, 3, 1, 4)
         query = qkv[:, : self._q_size].view(self._query_shape).permute(0, 2, 3, 1, 4).reshape(self._stacked_shape)
         mask = self._masks[self._window_of(layer)]
         output = F.scaled_dot_product_attention(query, kv[0], kv[1], attn_mask=mask)
-        return output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
+        by_token = output.view(self._split_shape).permute(0, 3, 1, 2, 4).reshape(len(qkv), self._q_size)
+        return self.outputs.of(layer, by_token)
+
+    def keep(self, layer: int, qkv: torch.Tensor) -> None:
+        """Keeps the keys and values alone."""
+        self._cache.rows[layer].index_copy_(0, self._write_rows, qkv[:, self._q_size :])
 
 
 def _mask(

@@ -15,12 +15,16 @@ from slipstream.services.models.quantization import FP8, dequantised, keeps_fp8
 from slipstream.services.models.rope import Rotation, rotation_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV
+    from slipstream.services.models.attention import (
+        ForwardBatch,
+        JoinedBatch,
+        PagedKV,
+        SeparateAttention,
+        TorchAttention,
+    )
     from slipstream.services.models.config import ModelConfig
 
-    Attend = Callable[[int, torch.Tensor], torch.Tensor]
+    Attend = TorchAttention | SeparateAttention
     """Attention of one forward: takes a layer's number and its queries, keys and values."""
 
 
@@ -109,7 +113,10 @@ class DecoderOutput:
     """The result of a forward, for the sampler and for draft heads."""
 
     hidden: torch.Tensor
-    """[B, W, hidden_size], [N, hidden_size] of a ragged or joined batch, in the model's dtype, after the final norm."""
+    """[B, W, hidden_size], or [N, hidden_size] of a ragged or joined batch, in the model's dtype, after the final norm.
+
+    [M, hidden_size] where the batch says which outputs are read.
+    """
     aux: torch.Tensor | None
     """The same with len(aux_layers) * hidden_size, in the order of `aux_layers`; None when there are none."""
 
@@ -187,18 +194,22 @@ class DecoderLayer(nn.Module):
         return None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        """[N, hidden_size] to the same; keeps the tokens' keys and values on the way."""
+        """[N, hidden_size] to the same, [M, hidden_size] where M outputs are read; keeps keys and values on the way."""
         return self.mix(x, self.attention_norm(x), rotation, attend)
 
     def mix(self, x: torch.Tensor, attention_input: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        """Adds both branches to `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed."""
+        """Adds both branches to `x`, or to what is read of it: [N, hidden_size]. `attention_input`: [N, input_size]."""
         qkv = self.qkv(attention_input)
         heads = qkv[:, : self._rotated_size].view(len(x), sum(self._num_heads), self._head_dim)
         if self.head_norms is not None:
             for part, norm in zip(heads.split(self._num_heads, dim=1), self.head_norms, strict=True):
                 part.copy_(norm(part))
         rotation.apply_(heads)
-        x = x + self.output(attend(self.index, qkv))
+        attended = attend(self.index, qkv)
+        x = attend.outputs.of(self.index, x)
+        if not len(x):
+            return x
+        x = x + self.output(attended)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         output: torch.Tensor = self.down(F.silu(gate).mul_(up))
         return x + output
@@ -211,6 +222,8 @@ class Decoder(nn.Module):
     """
 
     _rotation_table: torch.Tensor
+    is_batch_invariant = False
+    """True if a forward gives a token the same bits in any batch only because it was asked to."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -230,17 +243,19 @@ class Decoder(nn.Module):
     def forward(
         self, batch: ForwardBatch | JoinedBatch, cache: PagedKV, *, aux_layers: tuple[int, ...] = ()
     ) -> DecoderOutput:
-        """Runs the batch's tokens and keeps their keys and values in `cache`.
+        """Runs the batch's tokens and keeps their keys and values in `cache`. The hidden states are of its outputs.
 
         `aux_layers`: numbers of layers whose *input* is wanted as well (`num_layers` is the last layer's
         output, before the final norm), or FINAL_NORM for that norm's output.
         """
+        states_of_last = {self.config.num_layers, FINAL_NORM} & set(aux_layers)
+        assert batch.outputs is None or not states_of_last, "an auxiliary state is of every token"
         x = F.embedding(batch.tokens.flatten().clamp(0, self.config.vocab_size - 1), self.embedding)
         normed, stream = self._run_layers(x, batch, cache, aux_layers)
         stream[FINAL_NORM] = normed
         aux = torch.cat([stream[index] for index in aux_layers], dim=-1) if aux_layers else None
         return DecoderOutput(
-            hidden=normed.view(*batch.tokens.shape, self.config.hidden_size),
+            hidden=normed if batch.outputs is not None else normed.view(*batch.tokens.shape, self.config.hidden_size),
             aux=aux.view(*batch.tokens.shape, aux.shape[1]) if aux is not None else None,
         )
 

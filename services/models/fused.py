@@ -27,17 +27,16 @@ class FusedDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, device=device, dtype=dtype)
-        self._is_invariant = False
         self._stack = cast("list[DecoderLayer]", list(self.layers))
 
     def enable_batch_invariance(self) -> None:
-        self._is_invariant = True
+        self.is_batch_invariant = True
 
     def _run_layers(
         self, x: torch.Tensor, batch: ForwardBatch | JoinedBatch, cache: PagedKV, aux_layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         rotation = rotation_of(batch.positions, self._rotation_table, self.config.max_position_embeddings)
-        attend = paged_attention(self.config, batch, cache, is_invariant=self._is_invariant)
+        attend = paged_attention(self.config, batch, cache, is_invariant=self.is_batch_invariant)
         first, *following = *(layer.attention_norm for layer in self._stack), self.norm
         normed: torch.Tensor | Scaled = rms_norm(x, first.weight, first.eps)
         stream = {}
@@ -64,14 +63,20 @@ def run_layer(
 ) -> tuple[torch.Tensor, torch.Tensor | Scaled]:
     """Runs a layer. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed. `norm`: of what comes next.
 
-    Returns x with both branches added, and its norm as the input of the next layer.
+    Returns x with both branches added, and its norm as the input of the next layer: of the last layer, of what is read.
     """
     if has_few_rows(x):
         mixed = attend(layer.index, product(attention_input, layer.qkv), rotation, layer.head_norms)
+        x = attend.outputs.of(layer.index, x)
+        if not len(x):
+            return x, x
         x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
         return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
     assert isinstance(attention_input, torch.Tensor), "only kernels of few rows leave a norm half done"
     mixed = attend(layer.index, linear(attention_input, layer.qkv), rotation, layer.head_norms)
+    x = attend.outputs.of(layer.index, x)
+    if not len(x):
+        return x, x
     x, normed = add_rms_norm(x, linear(mixed, layer.output), layer.mlp_norm.weight, layer.mlp_norm.eps)
     return add_rms_norm(x, linear(swiglu(linear(normed, layer.gate_up)), layer.down), norm.weight, norm.eps)
 
@@ -90,7 +95,7 @@ class FusedHead(DraftHead):
         rotation = rotation_of(batch.positions, self._rotation_table, layer.max_position_embeddings)
         x = states.reshape(-1, layer.hidden_size).contiguous()
         output = self._run(module, x, batch.tokens.reshape(-1), rotation, PagedAttention(layer, batch, cache))
-        return output.view(states.shape)
+        return output.view(states.shape) if len(output) == len(x) else output
 
     def _run(
         self, module: int, states: torch.Tensor, tokens: torch.Tensor, rotation: torch.Tensor, attend: PagedAttention

@@ -258,7 +258,7 @@ class DraftHead(nn.Module):
 
         `batch` has the position of each entry's state and the token that is paired with it; `states`:
         [B, W, hidden_size], or [N, hidden_size] if it is ragged. Returns the states for the next entries, or the next
-        module's, the same shape.
+        module's, the same shape; [M, hidden_size] of the last module where the batch says which outputs are read.
         """
         layer = self.config.layer
         tokens = batch.tokens.flatten().clamp(0, layer.vocab_size - 1)
@@ -266,7 +266,8 @@ class DraftHead(nn.Module):
         rotation = Rotation(self._rotation_table, positions)
         x = states.reshape(-1, layer.hidden_size)
         embedded, attend = F.embedding(tokens, self.embedding), torch_attention(layer, batch, cache)
-        return self._mix(module, x, embedded, rotation, attend).view_as(states)
+        output = self._mix(module, x, embedded, rotation, attend)
+        return output.view_as(states) if len(output) == len(x) else output
 
     def _mix(
         self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: Attend

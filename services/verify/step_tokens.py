@@ -74,7 +74,7 @@ def _prefill(model: LanguageModel, state: EpochState, num_tokens: int) -> None:
     chunk = PrefillChunk(slot=_SLOT, start=0, tokens=(0,) * num_tokens, is_last=True)
     chunks = FlatChunks.of((chunk,), state.staging)
     state.staging.flush()
-    model.decoder.logits(model.prefill(chunks).hidden[-1:])
+    model.decoder.logits(model.prefill(chunks, chunks.ragged.begins[1:] - 1).hidden)
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:

@@ -159,13 +159,14 @@ class Target:
         `chunks`: the command's, perhaps with padding behind them. Leaves the states of `aux_layers` in `region`.
         """
         self._forget(command, region)
-        output = self._model.prefill(chunks, aux_layers=aux_layers)
+        output = self._model.prefill(chunks, _places(ends, chunks), aux_layers=aux_layers)
         if region is not None and output.aux is not None:
             region.stash_prefill(command.step, _without_padding(output.aux, command))
-        results = []
-        for together in ends:
-            logits = self._model.decoder.logits(_at_ends(output.hidden, together)[:, None])
-            results.append(self._first_tokens(output, together, logits, command.top_logprobs))
+        hidden = torch.split(output.hidden[:, None], [len(together.places) for together in ends])
+        results = [
+            self._first_tokens(output, together, self._model.decoder.logits(of_ends), command.top_logprobs)
+            for together, of_ends in zip(ends, hidden, strict=True)
+        ]
         if len(results) > 1:
             return merged(torch.cat, *results)
         return results[0] if results else None
@@ -190,10 +191,11 @@ class Target:
             draft_tokens = self._state.future_map.copy_in(command.step - 1, region, command.slots, rows)
         _, seq_lens, tokens = self._inputs(command.step, rows, draft_tokens)
         positions = _positions(seq_lens, tokens)
-        decoded, taken_in = self._model.mixed(rows, tokens, positions, chunks, aux_layers=aux_layers)
+        places = _places(ends, chunks)
+        decoded, taken_in = self._model.mixed(rows, tokens, positions, chunks, places, aux_layers=aux_layers)
         if region is not None and taken_in.aux is not None:
             region.stash_prefill(command.step, _without_padding(taken_in.aux, command))
-        ends_hidden = (_at_ends(taken_in.hidden, together) for together in ends)
+        ends_hidden = torch.split(taken_in.hidden, [len(together.places) for together in ends])
         logits = self._logits_of(decoded.hidden.flatten(0, 1), *ends_hidden)
         forward = TargetForward(rows, seq_lens, tokens, logits[0].view(*tokens.shape, -1), decoded.aux)
         mode, asked = self._state.slots.sampling_mode(command.slots), command.top_logprobs
@@ -239,7 +241,7 @@ class Target:
             num_accepted=torch.zeros_like(ends.lengths),
             tokens=tokens,
             scores=_scores(logits, tokens),
-            hidden_states=None if output.aux is None else _at_ends(output.aux, ends)[:, None],
+            hidden_states=None if output.aux is None else output.aux.index_select(0, ends.places)[:, None],
             logprobs=None if top_logprobs is None else _logprobs(logits, tokens, top_logprobs),
         )
 
@@ -286,9 +288,10 @@ def _without_padding(states: torch.Tensor, command: StepCommand) -> torch.Tensor
     return states[: sum(len(chunk.tokens) for chunk in command.chunks)]
 
 
-def _at_ends(states: torch.Tensor, ends: PromptEnds) -> torch.Tensor:
-    """[N, width] of all tokens to [E, width] of the last ones."""
-    return states.index_select(0, ends.places)
+def _places(ends: Sequence[PromptEnds], chunks: FlatChunks) -> torch.Tensor:
+    """[E] int64: those of all prompts that end."""
+    places = [together.places for together in ends]
+    return torch.cat(places) if places else chunks.slots[:0]
 
 
 def _widened(result: VerifyResult, width: int) -> VerifyResult:

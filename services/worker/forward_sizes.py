@@ -14,7 +14,7 @@ from slipstream.common.worker.step import PrefillChunk
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORWARD_SIZES = (16, 32, *range(64, 1024, 64), *range(1024, 2048, 128))
+FORWARD_SIZES = (16, 32, *range(64, 512, 64), *range(512, 2048, 128))
 _FURTHER = 128
 """Larger sizes are multiples of it; so are the tiles of large products, which compute them whole."""
 

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.common.errors import OutOfMemoryError
+from slipstream.common.worker.contract import FINAL_NORM
 from slipstream.services.models.adjustments import adjust
 from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
 from slipstream.services.models.sampler import row_parts, sample
+from slipstream.services.worker.forward_sizes import forward_size
 from slipstream.services.worker.ragged_graphs import RaggedGraphs
 from slipstream.services.worker.slots import SamplingMode
 from slipstream.services.worker.staging import FlatChunks
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from slipstream.services.models.sampler import SamplingRows
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.slots import SlotTable
+
+
+_LEAST_OUTPUTS = 128
+"""Outputs of a prompt's last layer on a GPU, padding included."""
 
 
 class SlotRows:
@@ -142,6 +148,7 @@ class PagedSlots:
         positions: torch.Tensor,
         is_valid: torch.Tensor | None = None,
         ragged: RaggedRows | None = None,
+        outputs: torch.Tensor | None = None,
     ) -> ForwardBatch:
         """Makes the input of a forward; arguments as in `ForwardBatch`. `is_valid`: None for all."""
         is_cpu, state = self._device.type == "cpu", self.state
@@ -157,6 +164,7 @@ class PagedSlots:
             max_kv_len=int(positions.max()) + 1 if is_cpu else None,
             starts=slots.history_from if has_starts else None,
             ragged=ragged,
+            outputs=outputs,
         )
 
     def sample(
@@ -262,11 +270,17 @@ class LanguageModel:
         batch = self.slots.batch(slots, tokens, positions, is_valid)
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
 
-    def prefill(self, chunks: FlatChunks, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
-        """Runs chunks of prompts: N tokens. The output is good until the next call."""
+    def prefill(self, chunks: FlatChunks, ends: torch.Tensor, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
+        """Runs chunks of prompts: N tokens. Returns the hidden states of some, and the auxiliary ones of all.
+
+        `ends`: [E] int64, the places of these tokens. The output is good until the next call.
+        """
         self.slots.record_prompt(chunks)
-        output = None if self._graphs is None else self._graphs.run(chunks, aux_layers)
-        return self._run(chunks, None, aux_layers) if output is None else output
+        output, outputs = None if self._graphs is None else self._graphs.run(chunks, aux_layers), None
+        if output is None:
+            outputs = self._outputs(ends, 0, aux_layers)
+            output = self._run(chunks, None, aux_layers, outputs)
+        return _at(ends, output, is_whole=outputs is None)
 
     def mixed(
         self,
@@ -274,16 +288,17 @@ class LanguageModel:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         chunks: FlatChunks,
+        ends: torch.Tensor,
         *,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[DecoderOutput, DecoderOutput]:
-        """Runs B rows of W tokens and chunks of prompts in one forward. Returns the output of both, [B, W] and [N].
+        """Runs B rows of W tokens and chunks of prompts in one forward. Returns the output of [B, W], and as `prefill`.
 
         `rows`: [B] int64 slots; `tokens`, `positions`: [B, W] int64. The output is good until the next call.
         """
         self.slots.record_prompt(chunks)
         (num_rows, width), num_decoded = tokens.shape, tokens.numel()
-        output = None
+        output = outputs = None
         if self._graphs is not None:
             begins = torch.arange(0, num_decoded, width, device=self.device)
             begins = torch.cat((begins, chunks.ragged.begins + num_decoded))
@@ -295,13 +310,36 @@ class LanguageModel:
             )
             output = self._graphs.run(joined, aux_layers)
         if output is None:
-            slots = self.slots.take(chunks.slots), self.slots.take(rows)
-            prompts = self.slots.batch(slots[0], chunks.tokens, chunks.positions, None, chunks.ragged)
-            batch = JoinedBatch.of(self.slots.batch(slots[1], tokens, positions), prompts)
+            slots, outputs = self.slots.take(chunks.slots), self._outputs(ends, num_decoded, aux_layers)
+            prompts = self.slots.batch(slots, chunks.tokens, chunks.positions, None, chunks.ragged, outputs)
+            batch = JoinedBatch.of(self.slots.batch(self.slots.take(rows), tokens, positions), prompts)
             output = self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
-        return output.part(slice(num_decoded), (num_rows, width)), output.part(slice(num_decoded, None))
+        taken_in = _at(ends, output.part(slice(num_decoded, None)), is_whole=outputs is None)
+        return output.part(slice(num_decoded), (num_rows, width)), taken_in
 
-    def _run(self, chunks: FlatChunks, is_valid: torch.Tensor | None, aux_layers: tuple[int, ...]) -> DecoderOutput:
+    def _run(
+        self,
+        chunks: FlatChunks,
+        is_valid: torch.Tensor | None,
+        aux_layers: tuple[int, ...],
+        outputs: torch.Tensor | None = None,
+    ) -> DecoderOutput:
         slots = self.slots.take(chunks.slots)
-        batch = self.slots.batch(slots, chunks.tokens, chunks.positions, is_valid, chunks.ragged)
+        batch = self.slots.batch(slots, chunks.tokens, chunks.positions, is_valid, chunks.ragged, outputs)
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
+
+    def _outputs(self, ends: torch.Tensor, num_decoded: int, aux_layers: tuple[int, ...]) -> torch.Tensor | None:
+        """What is read of the last layer's output behind `num_decoded` tokens; None for all of it."""
+        if self.decoder.is_batch_invariant or {self.decoder.config.num_layers, FINAL_NORM} & set(aux_layers):
+            return None
+        num_read = num_decoded + len(ends)
+        if self.device.type != "cuda" or not num_read:
+            return ends
+        # Products of few rows have kernels of their own, which nothing has made ready in this combination.
+        return F.pad(ends, (0, max(forward_size(num_read), _LEAST_OUTPUTS) - num_read))
+
+
+def _at(ends: torch.Tensor, output: DecoderOutput, *, is_whole: bool) -> DecoderOutput:
+    """Takes the hidden states of the tokens at `ends`, [E] int64: from those of all, or the first that there are."""
+    hidden = output.hidden
+    return replace(output, hidden=hidden.index_select(0, ends) if is_whole else hidden[: len(ends)])

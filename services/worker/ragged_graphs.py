@@ -13,6 +13,7 @@ import torch
 
 from slipstream.services.models.attention import RaggedRows
 from slipstream.services.models.decoder import DecoderOutput
+from slipstream.services.worker.forward_sizes import sizes_up_to
 from slipstream.services.worker.graphs import capture_buckets
 from slipstream.services.worker.staging import FlatChunks
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     Forward = Callable[[FlatChunks, torch.Tensor, tuple[int, ...]], DecoderOutput]
     """Runs chunks; takes which of their tokens are valid ([N] bool), and the layers whose inputs are wanted, too."""
 
-GRAPH_SIZES = (16, 32, *range(64, 512, 64), *range(512, 1025, 128))
-"""Tokens of the forwards that are captured."""
+MOST_GRAPHED = 1024
+"""Tokens of the largest forward that is captured."""
 
 
 class RaggedGraphs:
@@ -37,7 +38,7 @@ class RaggedGraphs:
         self._forward = forward
         self._capture = capture
         shape = attachment.shape
-        self._sizes = tuple(sorted({min(size, shape.chunk_tokens) for size in GRAPH_SIZES}))
+        self._sizes = tuple(sorted(sizes_up_to(min(shape.chunk_tokens, MOST_GRAPHED))))
         self._made: dict[tuple[int, ...], Buckets[Callable[[], None]]] = {}
         """By the layers whose inputs they leave."""
         self._outputs: dict[tuple[int, ...], DecoderOutput] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.services.models.attention import JoinedBatch
+from slipstream.services.models.attention import JoinedBatch, LastOutputs
 from slipstream.services.models.kernels.attention_kernels import attend_kernel, combine_kernel, combine_tiles_kernel
 from slipstream.services.models.kernels.attention_plan import MOST_SPLITS, RaggedPlan
 from slipstream.services.models.kernels.launching import num_multiprocessors, overlapping, power_of_two
@@ -36,8 +36,12 @@ class PagedAttention:
 
         `is_invariant`: a query gets the same bits in any row and batch, which is slower: no programs share keys.
         """
+        self.outputs = LastOutputs(config, batch.outputs)
         self._config = config
         self._cache = cache
+        self._of_outputs: PagedAttention | None = None
+        if batch.outputs is not None and len(batch.outputs):
+            self._of_outputs = PagedAttention(config, batch.one_token_rows(batch.outputs), cache)
         self._num_tokens = batch.tokens.numel()
         self._page_table = batch.page_table.contiguous()
         self._positions = batch.positions.contiguous()
@@ -80,12 +84,21 @@ class PagedAttention:
 
         `qkv`: [N, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
         [N, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. `output`: [N, q_size],
-        to be filled; None for a new one. Returns it.
+        to be filled; None for a new one. Returns it; of the last layer what is read of it, in one of its own.
         """
+        if self._num_tokens:
+            self._keep(layer, qkv, rotation, norms)
+        if self.outputs.are_none(layer):
+            return qkv[:0, : self._config.q_size]
+        if not self.outputs.are_all(layer):
+            assert self._of_outputs is not None, "there are some"
+            read = self.outputs.of(layer, qkv)
+            output = read.new_empty(len(read), self._config.q_size)
+            self._of_outputs._attend(layer, read, output)
+            return output
         if output is None:
             output = qkv.new_empty(len(qkv), self._config.q_size)
         if self._num_tokens:
-            self._keep(layer, qkv, rotation, norms)
             self._attend(layer, qkv, output)
         return output
 
@@ -225,6 +238,7 @@ class JoinedAttention:
     """Attention of a forward over several batches, each with the tiles that suit it. Called as `PagedAttention`."""
 
     def __init__(self, config: ModelConfig, batch: JoinedBatch, cache: PagedKV) -> None:
+        self.outputs = LastOutputs(config, batch.outputs)
         self._config = config
         self._sizes = batch.sizes
         self._parts = [PagedAttention(config, part, cache) for part in batch.parts]
@@ -234,9 +248,11 @@ class JoinedAttention:
     ) -> torch.Tensor:
         output = qkv.new_empty(len(qkv), self._config.q_size)
         split = (torch.split(values, self._sizes) for values in (qkv, rotation, output))
-        for part, qkv_part, rotation_part, output_part in zip(self._parts, *split, strict=True):
+        made = [
             part(layer, qkv_part, rotation_part, norms, output_part)
-        return output
+            for part, qkv_part, rotation_part, output_part in zip(self._parts, *split, strict=True)
+        ]
+        return output if self.outputs.are_all(layer) else torch.cat(made)
 
 
 def paged_attention(

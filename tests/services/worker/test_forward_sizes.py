@@ -7,7 +7,6 @@ import pytest
 from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import PrefillChunk
 from slipstream.services.worker.forward_sizes import forward_size, sizes_up_to, with_padding
-from slipstream.services.worker.ragged_graphs import GRAPH_SIZES
 
 MOST = 2048
 
@@ -36,8 +35,3 @@ def test_chunks_do_not_outgrow_a_step() -> None:
     assert with_padding([chunk(100)], 100) == (chunk(100),)
     assert sizes_up_to(100) == [100, 64, 32, 16]
     assert sizes_up_to(1) == [1]
-
-
-def test_graphs_have_sizes_of_forwards() -> None:
-    """So that a step that a graph takes is not padded twice."""
-    assert all(forward_size(size) == size for size in GRAPH_SIZES)

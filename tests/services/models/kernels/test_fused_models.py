@@ -10,7 +10,7 @@ import torch
 
 from slipstream.common.worker.contract import FINAL_NORM
 from slipstream.services.models import decoder
-from slipstream.services.models.attention import ForwardBatch, PagedKV, RaggedRows
+from slipstream.services.models.attention import ForwardBatch, JoinedBatch, PagedKV, RaggedRows
 from slipstream.services.models.checkpoint import load_decoder
 from slipstream.services.models.decoder import Decoder, Linear
 from slipstream.services.models.fused import FusedDecoder, fused_head
@@ -137,6 +137,58 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
             states = plain(batch, states, caches[0], module)
             assert_close(output.cpu()[valid], states[valid])
             assert_close(fused.own_logits(output).cpu()[valid], plain.logits(states)[valid][:, plain.token_ids])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("has_few_rows")
+@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("outputs", [(), (3, 4, 0, 0)])
+def test_of_the_last_layer_some_outputs_are_computed_and_all_keys(
+    outputs: tuple[int, ...], is_joined: bool, tmp_path: Path, device: torch.device
+) -> None:
+    """Of a joined batch, all those of its first part as well; both decoders have what a forward of all has."""
+    path = write_checkpoint(tmp_path, seed=1, family="qwen3")
+    plain = load_decoder(path, device=CPU, dtype=torch.float32)
+    fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)
+    fused.load_state_dict(plain.state_dict())
+    for model, place in ((plain, CPU), (fused, device)):
+        caches = cache_for(plain.config, place), cache_for(plain.config, place)
+        prompts, further, ragged = batches(place)
+        last = replace(ragged, outputs=torch.tensor(outputs, dtype=torch.int64, device=place))
+        for cache, batch in zip(caches, (ragged, last), strict=True):
+            model.forward(prompts, cache)
+            whole = JoinedBatch.of(further, batch) if is_joined else batch
+            output = model.forward(whole, cache, aux_layers=(0, 1))
+            if batch is ragged:
+                expected = output
+        first = further.tokens.numel() if is_joined else 0
+        read = [*range(first), *(first + each for each in outputs)]
+        assert expected.aux is not None
+        assert output.aux is not None
+        assert_close(output.aux.cpu(), expected.aux.cpu())
+        assert_close(output.hidden.cpu(), expected.hidden.cpu()[read])
+        for kept, rows in zip(caches[1].rows, caches[0].rows, strict=True):
+            assert_close(kept[PAGE_SIZE:].cpu(), rows[PAGE_SIZE:].cpu())
+
+
+@pytest.mark.usefixtures("has_few_rows")
+@pytest.mark.parametrize("layout", [*LAYOUTS, MODULES])
+def test_a_head_may_make_keys_alone(layout: str, tmp_path: Path, device: torch.device) -> None:
+    path = write_head(tmp_path, layout=layout)
+    plain = load_head(ALGORITHMS[layout], path, target=None, device=CPU, dtype=torch.float32)
+    fused = fused_head(plain.config, device=device, dtype=torch.float32)
+    fused.load_state_dict(plain.state_dict())
+    layer = plain.config.layer
+    last = layer.num_layers - 1
+    for head, place in ((plain, CPU), (fused, device)):
+        ragged = batches(place)[-1]
+        states = random((len(ragged.tokens), layer.hidden_size)).to(place)
+        caches = cache_for(layer, place), cache_for(layer, place)
+        head(ragged, states, caches[0], last)
+        output = head(replace(ragged, outputs=ragged.positions[:0]), states, caches[1], last)
+        assert not len(output)
+        assert caches[0].rows[last].any()
+        assert_close(caches[1].rows[last].cpu(), caches[0].rows[last].cpu())
 
 
 def assert_close(values: torch.Tensor, expected: torch.Tensor) -> None:
