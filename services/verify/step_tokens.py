@@ -11,18 +11,14 @@ pause may be:
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from slipstream.common.worker.step import PrefillChunk, SlotUpdate
+from slipstream.services.worker.graphs import shortest_seconds
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from slipstream.services.worker.epoch import EpochState
     from slipstream.services.worker.language_model import LanguageModel
 
@@ -30,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 LEAST, MOST = 32, 2048
 PAUSE_S = 0.05
-_REPEATS = 3
-"""The shortest counts: other processes start at the same time."""
 _SLOT = 1
 """Has no pages yet."""
 
@@ -40,10 +34,10 @@ def measure_step_tokens(model: LanguageModel, state: EpochState) -> int:
     """Stream work: returns the number of tokens. Waits for the device. Nothing must run yet."""
     is_cpu = model.device.type == "cpu"
     _put(state, SlotUpdate(slot=_SLOT, generation=0, limit_tokens=state.attachment.context_tokens))
-    most_s = _seconds(partial(_decode, model), model.device) if is_cpu else PAUSE_S
+    most_s = shortest_seconds(partial(_decode, model), model.device) if is_cpu else PAUSE_S
     found, found_s, size = LEAST, 0.0, LEAST
     while size <= min(MOST, state.attachment.shape.chunk_tokens):
-        seconds = _seconds(partial(_prefill, model, state, size), model.device)
+        seconds = shortest_seconds(partial(_prefill, model, state, size), model.device)
         if size > LEAST and seconds > most_s:
             break
         found, found_s, size = size, seconds, 2 * size
@@ -75,20 +69,3 @@ def _prefill(model: LanguageModel, state: EpochState, num_tokens: int) -> None:
     chunks = FlatChunks.of((chunk,), state.staging)
     state.staging.flush()
     model.decoder.logits(model.prefill(chunks, chunks.ragged.begins[1:] - 1).hidden)
-
-
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    """The shortest time of a few."""
-    found = []
-    for _ in range(_REPEATS):
-        _wait_for(device)
-        begun = time.monotonic()
-        work()
-        _wait_for(device)
-        found.append(time.monotonic() - begun)
-    return min(found)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

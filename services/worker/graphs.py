@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ GRAPHED_MODES = (SamplingMode.NOISE, SamplingMode.FILTERS)
 MIB = 2**20
 _FIRST_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _FURTHER = 32
+_REPEATS = 3
+"""Runs of which the shortest counts: other processes start at the same time."""
 T = TypeVar("T")
 
 
@@ -148,13 +151,21 @@ class Buckets(Generic[T]):
     """Captured graphs, or anything else that is made for each size of batch."""
 
     def __init__(self, made: dict[int, T]) -> None:
-        self._sizes = sorted(made)
+        self.sizes = tuple(sorted(made))
         self._made = made
 
     def get(self, num_rows: int) -> T | None:
         """Returns the smallest that takes `num_rows` rows; None if there is none so large."""
-        index = bisect_left(self._sizes, num_rows)
-        return self._made[self._sizes[index]] if index < len(self._sizes) else None
+        index = bisect_left(self.sizes, num_rows)
+        return self._made[self.sizes[index]] if index < len(self.sizes) else None
+
+    def worthwhile(self, seconds: Callable[[T], float]) -> Buckets[T]:
+        """Leaves out each that takes as long as a larger one: for some sizes libraries choose a poor kernel."""
+        kept, least = {}, math.inf
+        for size in reversed(self.sizes):
+            if (taken := seconds(self._made[size])) < least:
+                kept[size], least = self._made[size], taken
+        return Buckets(kept)
 
 
 def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T]) -> Generator[None, None, Buckets[T]]:
@@ -187,6 +198,23 @@ def capture_buckets(what: str, sizes: tuple[int, ...], make: Callable[[int], T])
     taken = (torch.cuda.memory_reserved() - before) / MIB
     logger.info("graphs of %s: %d in %.1f s, %.0f MiB", what, len(made), time.monotonic() - started, taken)
     return Buckets(made)
+
+
+def shortest_seconds(work: Callable[[], None], device: torch.device) -> float:
+    """Returns the shortest time of a few runs of `work`, from an idle device to an idle device."""
+    found = []
+    for _ in range(_REPEATS):
+        _wait_for(device)
+        begun = time.monotonic()
+        work()
+        _wait_for(device)
+        found.append(time.monotonic() - begun)
+    return min(found)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def at_once(work: Generator[None, None, T]) -> T:

@@ -6,6 +6,7 @@ model: with a graph a short prompt takes half the time. Longer ones keep the dev
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 from slipstream.services.models.attention import RaggedRows
 from slipstream.services.models.decoder import DecoderOutput
 from slipstream.services.worker.forward_sizes import sizes_up_to
-from slipstream.services.worker.graphs import capture_buckets
+from slipstream.services.worker.graphs import capture_buckets, shortest_seconds
 from slipstream.services.worker.staging import FlatChunks
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     Forward = Callable[[FlatChunks, torch.Tensor, tuple[int, ...]], DecoderOutput]
     """Runs chunks; takes which of their tokens are valid ([N] bool), and the layers whose inputs are wanted, too."""
+
+logger = logging.getLogger(__name__)
 
 MOST_GRAPHED = 1024
 """Tokens of the largest forward that is captured."""
@@ -51,10 +54,17 @@ class RaggedGraphs:
         self._tokens, self._positions = zeros(self._sizes[-1]), zeros(self._sizes[-1])
 
     def capture(self, aux_layers: tuple[int, ...]) -> Generator[None, None, None]:
-        """Makes those that leave the inputs of `aux_layers`, unless they are there; see `capture_buckets`."""
+        """Makes those that leave the inputs of `aux_layers`, unless they are there; see `capture_buckets`.
+
+        The first time, when nothing runs, each is timed.
+        """
         if aux_layers not in self._made:
-            make = partial(self._make, aux_layers)
-            self._made[aux_layers] = yield from capture_buckets("prompts", self._sizes, make)
+            made = yield from capture_buckets("prompts", self._sizes, partial(self._make, aux_layers))
+            if made.sizes and not self._made and self._begins.is_cuda:
+                made = made.worthwhile(partial(shortest_seconds, device=self._begins.device))
+                logger.info("graphs of prompts: kept those of %s tokens", ", ".join(map(str, made.sizes)))
+                self._sizes = made.sizes
+            self._made[aux_layers] = made
 
     def run(self, chunks: FlatChunks, aux_layers: tuple[int, ...]) -> DecoderOutput | None:
         """Runs chunks, if there is a graph for them. The output is good until the next run."""

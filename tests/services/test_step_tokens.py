@@ -12,6 +12,7 @@ from slipstream.bundled import target_dir
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.scheduler.config import SchedulerConfig
 from slipstream.services.verify import step_tokens
+from slipstream.services.worker import graphs
 from slipstream.services.worker.config import WorkerConfig
 from slipstream.services.worker.factory import make_verify
 from tests.harness.inline_device import InlineDevice
@@ -49,11 +50,11 @@ def test_the_largest_step_that_is_short_enough(
     def take(ms: float) -> None:
         clock.ms += ms
 
-    monkeypatch.setattr(step_tokens, "_wait_for", lambda _: None)
+    monkeypatch.setattr(graphs, "_wait_for", lambda _: None)
     monkeypatch.setattr(step_tokens, "_put", lambda *_: None)
     monkeypatch.setattr(step_tokens, "_decode", lambda _: take(4.0))
     monkeypatch.setattr(step_tokens, "_prefill", lambda _model, _state, num_tokens: take(prompt_ms(num_tokens)))
-    monkeypatch.setattr(step_tokens, "time", SimpleNamespace(monotonic=lambda: clock.ms / 1000))
+    monkeypatch.setattr(graphs, "time", SimpleNamespace(monotonic=lambda: clock.ms / 1000))
     model: Any = SimpleNamespace(device=torch.device(device))
     attachment = SimpleNamespace(context_tokens=4096, shape=SimpleNamespace(chunk_tokens=chunk_tokens))
     state: Any = SimpleNamespace(attachment=attachment)

@@ -39,6 +39,13 @@ def test_the_smallest_that_is_large_enough() -> None:
     assert Buckets[str]({}).get(1) is None
 
 
+def test_a_size_that_takes_longer_than_a_larger_one_is_left_out() -> None:
+    seconds = {"one": 1.0, "four": 4.0, "six": 2.0, "seven": 3.0, "eight": 3.0}
+    buckets = Buckets({1: "one", 4: "four", 6: "six", 7: "seven", 8: "eight"}).worthwhile(seconds.__getitem__)
+    assert buckets.sizes == (1, 6, 8)
+    assert [buckets.get(rows) for rows in (1, 2, 7)] == ["one", "six", "eight"]
+
+
 def test_where_memory_runs_out_the_largest_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     tried = []
 
