@@ -9,6 +9,10 @@ first third of one with a third name. Prompt lookup has them asked again as well
 other and with other names, so that it can draft from the answers before where it remembers outputs.
 
 Each setting has an attachment of its own, since a draft that remembers would know more in the next one.
+
+    python benchmarks/accept_length.py --device cuda --json benchmarks/results/accept_length_h200.json
+
+measures tokens per second on a GPU, in bfloat16, with the first seed.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import keyword
 import re
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,17 +35,18 @@ from slipstream.benchmarks.models import (
     NGRAM_SUFFIX,
     NUM_DRAFT_TOKENS,
     STANDALONE,
+    DeviceOption,
     JsonOption,
     Models,
     known_names,
 )
-from slipstream.benchmarks.result_files import read_rows, write_rows
+from slipstream.benchmarks.result_files import host, read_rows, write_rows
 from slipstream.benchmarks.stack import Stack
 from slipstream.bundled import prompts
 from slipstream.client import AsyncClient
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from slipstream.common.api.output_chunk import OutputChunk
 
@@ -68,6 +74,9 @@ SETTINGS = (
     Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=EDITS),
 )
 LOOKUP_SETTINGS = (*SETTINGS, Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=AGAIN))
+
+WARM_UP = "import this\n"
+"""A prompt of which a draft learns nothing for the others."""
 
 DRAFTS = (
     (STANDALONE, NUM_DRAFT_TOKENS),
@@ -101,6 +110,9 @@ class AcceptLength:
     """1 + accepted / verify steps, over all prompts."""
     repeated_share: float
     """The part of the output's tokens that lies in a 5-gram that occurs more than once in the same output."""
+    tokens_per_second: float | None = None
+    """Of the output of all requests, 8 at a time, prompts included; on a GPU."""
+    host: str | None = None
 
 
 def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
@@ -131,35 +143,40 @@ def edit_of(text: str, new_name: str) -> str:
 
 def main(
     algorithms: Annotated[str, typer.Option(help="Names, separated by commas; the file keeps others.")] = ALL,
+    device: DeviceOption = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Measures the standalone draft, the heads and prompt lookup."""
     chosen = known_names("--algorithms", algorithms, ALL.split(","))
     results = [row for row in read_rows(json_file, AcceptLength) if row.algorithm not in chosen]
-    results += asyncio.run(_measure_all(chosen))
-    results.sort(key=lambda row: DRAFTS.index((row.algorithm, row.num_draft_tokens)))
-    for result in results:
+
+    def keep(result: AcceptLength) -> None:
         about = f"{result.algorithm}, K = {result.num_draft_tokens}, {result.workload}, T = {result.temperature:g}"
-        print(f"{about}: mean accept length {result.mean_accept_length:.3f}")
-    write_rows(results, json_file)
+        rate = f"{result.tokens_per_second:,.0f} tokens/s"
+        print(f"{about}: mean accept length {result.mean_accept_length:.3f}, {rate}", flush=True)
+        results.append(result)
+        results.sort(key=lambda row: DRAFTS.index((row.algorithm, row.num_draft_tokens)))
+        write_rows(results, json_file)
+
+    asyncio.run(_measure_all(chosen, device, keep))
 
 
-async def _measure_all(algorithms: Sequence[str]) -> list[AcceptLength]:
-    results = []
-    async with Stack() as stack:
+async def _measure_all(algorithms: Sequence[str], device: str, keep: Callable[[AcceptLength], None]) -> None:
+    async with Stack(device=device) as stack:
         await stack.models(Models().with_drafts(*algorithms))
         for algorithm, num_draft_tokens in (draft for draft in DRAFTS if draft[0] in algorithms):
             settings = LOOKUP_SETTINGS if algorithm in (NGRAM, NGRAM_SUFFIX) else SETTINGS
             cases = [(setting, seed) for setting in settings for seed in setting.seeds]
+            if device == "cuda":
+                cases = [case for case in cases if case[1] == case[0].seeds[0]]
             for setting, seed in cases:
                 scheduler = stack.scheduler(algorithm, num_draft_tokens=num_draft_tokens)
                 async with scheduler as served, AsyncClient(served.address) as client:
-                    results.append(await _measure(client, (algorithm, num_draft_tokens), setting, seed))
-    return results
+                    result = await _measure(client, (algorithm, num_draft_tokens), setting, seed)
+                    keep(replace(result, host=host(device)) if device == "cuda" else result)
 
 
-async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting, seed: int) -> AcceptLength:
-    algorithm, num_draft_tokens = draft
+async def _answers(client: AsyncClient, texts: Sequence[str], setting: Setting, seed: int) -> list[list[OutputChunk]]:
     room = asyncio.Semaphore(CONCURRENCY)
 
     async def run(text: str) -> list[OutputChunk]:
@@ -169,10 +186,17 @@ async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting
             )
             return [chunk async for chunk in chunks]
 
-    answers = []
+    return await asyncio.gather(*map(run, texts))
+
+
+async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting, seed: int) -> AcceptLength:
+    algorithm, num_draft_tokens = draft
+    await _answers(client, (WARM_UP,) * CONCURRENCY, setting, seed)
+    answers, begun = [], time.monotonic()
     for name in NEW_NAMES[setting.workload]:
         texts = [prompt.text if name is None else edit_of(prompt.text, name) for prompt in prompts()]
-        answers += await asyncio.gather(*map(run, texts))
+        answers += await _answers(client, texts, setting, seed)
+    seconds = time.monotonic() - begun
     usages = [chunks[-1].usage for chunks in answers if chunks[-1].usage is not None]
     steps = sum(usage.num_verify_steps for usage in usages)
     accepted = sum(usage.total_accepted_tokens for usage in usages)
@@ -188,6 +212,7 @@ async def _measure(client: AsyncClient, draft: tuple[str, int], setting: Setting
         total_draft_tokens=sum(usage.total_draft_tokens for usage in usages),
         total_accepted_tokens=accepted,
         mean_accept_length=1 + accepted / steps,
+        tokens_per_second=sum(len(chunk.token_ids) for chunks in answers for chunk in chunks) / seconds,
         repeated_share=repeated_share([[token for chunk in chunks for token in chunk.token_ids] for chunks in answers]),
     )
 
