@@ -95,12 +95,12 @@ class RequestMetrics:
     ) -> None:
         """The two callables are read at each scrape, on a thread of its own."""
         self._first_token = FIRST_TOKEN.histogram(registry)
-        self._inter_token = INTER_TOKEN.bulk_histogram(registry)
+        self._inter_token = INTER_TOKEN.bulk_histogram(registry).labels()
         self._end_to_end = END_TO_END.histogram(registry)
         self._queue = QUEUE_TIME.histogram(registry)
         self._prompt_tokens = PROMPT_TOKENS.counter(registry)
         self.generation_tokens = GENERATION_TOKENS.counter(registry)
-        self.publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry)
+        self.publish_to_send = PUBLISH_TO_SEND.bulk_histogram(registry).labels()
         self.coalesced = COALESCED.counter(registry)
         self.cut_off = CUT_OFF.counter(registry)
         self.given_up = GIVEN_UP.counter(registry)

@@ -72,10 +72,9 @@ class MetricSpec:
         return Histogram(self.name, self.help, self.labels, registry=registry, buckets=self.buckets)
 
     def bulk_histogram(self, registry: CollectorRegistry) -> BulkHistogram:
-        """Registers a histogram without labels that takes many observations at once."""
+        """Registers a histogram that takes many observations at once."""
         self._check(MetricKind.HISTOGRAM)
-        assert not self.labels, f"{self.name} has labels"
-        return BulkHistogram(self.name, self.help, self.buckets, registry)
+        return BulkHistogram(self.name, self.help, self.buckets, registry, self.labels)
 
     def family(self) -> GaugeMetricFamily:
         """Returns an empty family, for a collector that makes its gauges at each scrape."""
@@ -100,20 +99,56 @@ def histogram(name: str, help: str, *labels: str, buckets: tuple[float, ...]) ->
 
 
 class BulkHistogram(Collector):
-    """A histogram that takes many equal observations at the price of one, which Prometheus' own does not.
+    """A histogram that takes an observation at a fraction of the price of Prometheus' own, and many equal ones at once.
 
-    Has no labels. One thread observes; the scraper's thread reads.
+    One thread observes; the scraper's thread reads.
     """
 
-    def __init__(self, name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        buckets: tuple[float, ...],
+        registry: CollectorRegistry,
+        label_names: tuple[str, ...] = (),
+    ) -> None:
         """`buckets`: ascending upper bounds, without infinity."""
         self._name = name
         self._documentation = documentation
         self._bounds = buckets
-        self._counts = [0] * (len(buckets) + 1)
+        self._label_names = label_names
+        self._observations: dict[tuple[str, ...], Observations] = {}
+        registry.register(self)
+
+    def labels(self, **values: str) -> Observations:
+        """The observations under these labels, which the scraper sees from now on."""
+        key = tuple(values[name] for name in self._label_names)
+        return self._observations.setdefault(key, Observations(self._bounds))
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Returns the family without values."""
+        return [self._family()]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = self._family()
+        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
+        for values, observations in self._observations.copy().items():
+            counts, total = observations.read()
+            family.add_metric(values, list(zip(names, counts, strict=True)), total)
+        return [family]
+
+    def _family(self) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._name, self._documentation, labels=self._label_names)
+
+
+class Observations:
+    """The observations of a `BulkHistogram` under one set of labels."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self._lock = threading.Lock()
-        registry.register(self)
 
     def observe(self, value: float, count: int = 1) -> None:
         """Adds `count` observations of `value`."""
@@ -122,20 +157,10 @@ class BulkHistogram(Collector):
             self._counts[place] += count
             self._sum += count * value
 
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        """Returns the family without values."""
-        return [self._family()]
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
+    def read(self) -> tuple[list[int], float]:
+        """Returns how many observations are up to each bound and in all, and their sum."""
         with self._lock:
-            counts, total = list(accumulate(self._counts)), self._sum
-        family = self._family()
-        names = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
-        family.add_metric((), list(zip(names, counts, strict=True)), total)
-        return [family]
-
-    def _family(self) -> HistogramMetricFamily:
-        return HistogramMetricFamily(self._name, self._documentation, labels=())
+            return list(accumulate(self._counts)), self._sum
 
 
 RPCS = counter(
