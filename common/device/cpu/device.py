@@ -317,7 +317,12 @@ class PlainCopy:
 
     def __init__(self, fence: Fence, sources: Sequence[Sequence[torch.Tensor]]) -> None:
         self._fence = fence
-        self._sources = sources
+        self._mirrors = [[torch.empty_like(source) for source in row] for row in zip(*sources, strict=True)]
+        # NumPy copies a few numbers in a fraction of PyTorch's time.
+        self._copies = [
+            [(mirror.numpy(), source.numpy()) for mirror, source in zip(mirrors, row, strict=True)]
+            for mirrors, row in zip(self._mirrors, zip(*sources, strict=True), strict=True)
+        ]
 
     def start(self, value: int, row: int) -> None:
         """Does nothing: `finish` copies."""
@@ -325,7 +330,9 @@ class PlainCopy:
     def finish(self, value: int, row: int, timeout_s: float) -> list[torch.Tensor] | None:
         if not self._fence.wait_on_host(value, timeout_s):
             return None
-        return [source[row].clone() for source in self._sources]
+        for mirror, source in self._copies[row]:
+            np.copyto(mirror, source)
+        return self._mirrors[row]
 
     def close(self) -> None:
         """Does nothing: there is no stream."""
