@@ -36,6 +36,8 @@ LIVENESS_S = 0.1
 """Between two checks of the links during a wait for a worker."""
 WATCH_S = 0.02
 """The same while a draft may hold the step up."""
+FIRST_WATCH = 1.25
+"""No check before a step has taken so many times as long as usual: they cost time, and find nothing in most steps."""
 _NO_DRAFT = DraftTraits(is_present=False)
 
 
@@ -214,23 +216,22 @@ class StepLoop:
         if self._log.is_enabled:
             self._log.send(Role.DRAFT, epoch=attachment.number, step=command.step)
         try:
-            self._send_command(attachment.link, command, {Role.VERIFY: self._verify, Role.DRAFT: attachment.link})
+            self._send_command(attachment.link, command, self._verify, attachment.link)
         except SlipstreamError as error:
             self._check_verify()
             self._speculation.lose(attachment, error)
 
     def _send_to_verify(self, step: Step, planned: PlannedStep, attachment: DraftAttachment | None) -> None:
-        ops, number = planned.verify, 0
-        producers = {Role.VERIFY: self._verify}
+        ops, number, draft = planned.verify, 0, None
         if attachment is not None:
-            number, producers[Role.DRAFT] = attachment.number, attachment.link
+            number, draft = attachment.number, attachment.link
             if attachment.is_released:
                 ops = _without_draft(ops)
         if self._log.is_enabled:
             self._log.send(Role.VERIFY, epoch=self._settings.epoch, step=step.number)
         command = step.command(ops, self._settings.epoch, number)
         try:
-            self._send_command(self._verify, command, producers)
+            self._send_command(self._verify, command, self._verify, draft)
             if attachment is not None and (done := ops.waits_for(FenceName.DRAFT_DONE)):
                 self._speculation.waits(attachment, done)
         except SlipstreamError as error:
@@ -239,7 +240,7 @@ class StepLoop:
                 raise
             # Draft did not acknowledge the steps that this one waits for: it goes on without.
             self._speculation.lose(attachment, error)
-            self._send_command(self._verify, replace(command, ops=_without_draft(ops)), producers)
+            self._send_command(self._verify, replace(command, ops=_without_draft(ops)), self._verify, draft)
 
     def _consume(self) -> None:
         sent = self._in_flight.popleft()
@@ -298,7 +299,9 @@ class StepLoop:
         since = max(sent.sent_ns, self._landed_ns) / 1e9
         # Looked at first, since the fence of a draft that was lost may be set back.
         self._speculation.check()
-        while (result := self._results.resolve(sent.step, self._patience_s())) is None:
+        patience_s = max(self._patience_s(), min(FIRST_WATCH * self._speculation.patience.usual_step_s, LIVENESS_S))
+        while (result := self._results.resolve(sent.step, patience_s)) is None:
+            patience_s = self._patience_s()
             self._check_progress(sent, started)
             self._speculation.watch(sent.attachment, sent.waits_for, since)
         self._metrics.host_stalled(RESULT, time.monotonic() - started)

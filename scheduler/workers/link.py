@@ -31,7 +31,7 @@ from slipstream.protos import worker_pb2_grpc as pb_grpc
 from slipstream.scheduler.telemetry.step_metrics import ACKNOWLEDGEMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Coroutine
 
     from slipstream.common.worker.contract import Attachment, DraftRegion, WorkerDescription
     from slipstream.common.worker.step import StepCommand
@@ -352,25 +352,18 @@ def _unavailable_if_cancelled(error: SlipstreamError) -> SlipstreamError:
     return UnavailableError(str(error)) if isinstance(error, CancelledError) else error
 
 
-_PRODUCERS = {
-    FenceName.DRAFT_DONE: Role.DRAFT,
-    FenceName.VERIFY_PUBLISH: Role.VERIFY,
-    FenceName.VERIFY_STASH: Role.VERIFY,
-}
-
-
 class Dispatch(Protocol):
     """Sends the commands of a step."""
 
-    def send(self, link: Link, command: StepCommand, producers: Mapping[Role, Link]) -> None:
-        """Sends a command. `producers`: the links of the workers that it may wait for. Raises a link's failure."""
+    def send(self, link: Link, command: StepCommand, verify: Link, draft: Link | None) -> None:
+        """Sends a command. `verify`, `draft`: the workers that it may wait for. Raises a link's failure."""
         ...
 
 
 class DispatchTogether:
     """Sends at once, for fences whose wait may be enqueued before their signal."""
 
-    def send(self, link: Link, command: StepCommand, producers: Mapping[Role, Link]) -> None:
+    def send(self, link: Link, command: StepCommand, verify: Link, draft: Link | None) -> None:
         link.send(command)
 
 
@@ -386,10 +379,12 @@ class DispatchAcknowledged:
         self._timeout_s = timeout_s
         self._draft_timeout_s = draft_timeout_s
 
-    def send(self, link: Link, command: StepCommand, producers: Mapping[Role, Link]) -> None:
+    def send(self, link: Link, command: StepCommand, verify: Link, draft: Link | None) -> None:
         """See `Dispatch.send`. Raises DeadlineExceededError if an acknowledgement does not come."""
         for point in command.ops.waits:
-            self._wait(producers[_PRODUCERS[point.fence]], point.value)
+            producer = draft if point.fence is FenceName.DRAFT_DONE else verify
+            assert producer is not None, "a step without a draft waits for none"
+            self._wait(producer, point.value)
         link.send(replace(command, wants_acknowledgement=True))
 
     def _wait(self, producer: Link, step: int) -> None:

@@ -262,8 +262,8 @@ async def test_acknowledged_dispatch_sends_what_depends_on_a_step_after_its_ackn
                 attach(link, arena)
             for step in range(1, 11):
                 first, second = _pair(step)
-                dispatch.send(links[Role.DRAFT], first, links)
-                dispatch.send(links[Role.VERIFY], second, links)
+                dispatch.send(links[Role.DRAFT], first, links[Role.VERIFY], links[Role.DRAFT])
+                dispatch.send(links[Role.VERIFY], second, links[Role.VERIFY], links[Role.DRAFT])
                 if acknowledge_done:
                     # Verify's half is sent when draft's is done.
                     assert arena.fence(FenceName.DRAFT_DONE).poll() >= step
@@ -285,7 +285,7 @@ async def test_acknowledged_dispatch_gives_up_when_no_acknowledgement_comes(
         dispatch = DispatchAcknowledged(RecordingStalls(), 10.0, lambda: 0.02)  # type: ignore[arg-type]
         late = replace(decode(2, 1), ops=FenceOps((FencePoint(FenceName.DRAFT_DONE, 1),)))
         with pytest.raises(DeadlineExceededError, match="the draft service did not acknowledge step 1 in time"):
-            await asyncio.to_thread(dispatch.send, link, late, {Role.DRAFT: link})
+            await asyncio.to_thread(dispatch.send, link, late, link, link)
         await asyncio.to_thread(link.detach, drain=False)
 
 
@@ -303,7 +303,7 @@ async def test_dispatch_together_holds_nothing_back(tmp_path: Path, thread: Link
             for step in range(1, 6):
                 first, second = _pair(step)
                 for link, command in ((links[1], second), (links[0], first)):
-                    DispatchTogether().send(link, command, {})
+                    DispatchTogether().send(link, command, links[1], links[0])
             assert arena.fence(FenceName.VERIFY_STASH).wait_on_host(5, 10.0)
             for link in links:
                 link.detach(drain=True)
