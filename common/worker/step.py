@@ -71,7 +71,8 @@ class PrefillChunk:
     """True if they end here: verify samples the first token after them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, here and below: the scheduler's loop makes some in each step, and would take three times as long.
+@dataclass(slots=True, kw_only=True)
 class SlotUpdate:
     """A change of a slot before the step that it comes with; a worker keeps it until the next change."""
 
@@ -99,7 +100,7 @@ class SlotUpdate:
     """Counts where `sampling` is set: nothing of the request serves another one, nor anything of another one it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepCommand:
     """The work of one worker in one step. Steps are numbered from 1 in each epoch of verify."""
 

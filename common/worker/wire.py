@@ -165,7 +165,20 @@ def command_to_pb(command: StepCommand) -> pb.StepCommand:
         for point in points:
             target.add(fence=cast("pb.Fence", point.fence), value=point.value)
     message.chunks.extend([encode(pb.PromptChunk, chunk) for chunk in command.chunks])
-    message.updates.extend([encode(pb.SlotUpdate, update) for update in command.updates])
+    for update in command.updates:
+        message.updates.add(
+            slot=update.slot,
+            generation=update.generation,
+            first_page_index=update.first_page_index,
+            pages=update.pages,
+            limit_tokens=update.limit_tokens,
+            sampling=None if update.sampling is None else update.sampling.to_pb(),
+            max_draft_tokens=update.max_draft_tokens,
+            prompt_tokens=update.prompt_tokens,
+            history_from=update.history_from,
+            cached_tokens=update.cached_tokens,
+            has_cache_salt=update.has_cache_salt,
+        )
     return message
 
 

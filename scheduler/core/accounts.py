@@ -8,6 +8,7 @@ comes from memory. Reductions and conversions take several times as much of it a
 from __future__ import annotations
 
 from collections import deque
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from slipstream.common.errors import PendingLengthError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from slipstream.common.api.output_chunk import TokenLogprobs
@@ -130,7 +133,7 @@ class TakenIn(NamedTuple):
     """True if a draft was checked for the sequence."""
     is_beyond_draft: Bools
     """True if none was because the sequence is too long for it."""
-    logprobs: dict[int, tuple[TokenLogprobs, ...]]
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     """By sequence's place in these arrays, as many as it has new tokens."""
 
     @property
@@ -152,8 +155,8 @@ class _Columns(NamedTuple):
     streams: Ints
     ids: NDArray[np.uint64]
     max_new_tokens: Counts
-    stops: Ints
-    """[rows, as many stop tokens as one of all sequences has had]"""
+    stops: tuple[Ints, ...]
+    """[rows, 1] each, as many as one of all sequences has had stop tokens."""
 
 
 class SlotAccounts:
@@ -240,7 +243,7 @@ class SlotAccounts:
             tokens=tokens,
             is_speculating=columns.is_speculating,
             is_beyond_draft=columns.is_beyond_draft,
-            logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()},
+            logprobs={at: likely[: num_tokens[at]] for at, likely in logprobs.items()} if logprobs else logprobs,
         )
 
     def _columns_of(self, step: Step, is_current: Bools | None) -> _Columns:
@@ -262,7 +265,7 @@ class SlotAccounts:
             streams=self._streams[rows],
             ids=self._ids[rows],
             max_new_tokens=self._max_new_tokens[rows],
-            stops=self._stops[rows, : self._most_stops],
+            stops=tuple(self._stops[rows, at, None] for at in range(self._most_stops)),
         )
         self._last_columns, self._room = columns, 0
         return columns
@@ -281,7 +284,7 @@ class SlotAccounts:
             num_tokens = np.minimum(num_tokens, room)
         self._room -= tokens.shape[1]
         is_stop = self._is_stop(columns, tokens)
-        if is_stop is not None and is_stop.any():
+        if is_stop is not None and np.count_nonzero(is_stop):
             is_stop &= self._places[: tokens.shape[1]] < num_tokens[:, None]
             ends = is_stop.any(axis=1)
             num_tokens[ends] = is_stop[ends].argmax(axis=1) + 1
@@ -291,8 +294,8 @@ class SlotAccounts:
     def _is_stop(self, columns: _Columns, tokens: Ints) -> Bools | None:
         """[rows, K + 1]; None if no sequence has stop tokens."""
         is_stop: Bools | None = None
-        for column in range(columns.stops.shape[1]):
-            is_equal = tokens == columns.stops[:, column, None]
+        for stops in columns.stops:
+            is_equal = tokens == stops
             is_stop = is_equal if is_stop is None else is_stop | is_equal
         if self._many_stops:
             is_stop = np.zeros(tokens.shape, np.bool_) if is_stop is None else is_stop
@@ -352,10 +355,18 @@ class CommittedTokens:
         return tuple(self.row(slot)[start:end].tolist())
 
     def _write(self) -> None:
-        for taken_in in self._unwritten:
-            rows, is_new = taken_in.rows, taken_in.is_new
-            at, columns = is_new.nonzero()
-            lengths = self._lengths[rows]
-            self._tokens[rows[at], lengths[at] + columns] = taken_in.tokens[is_new]
-            self._lengths[rows] = lengths + taken_in.num_tokens
+        # Steps of the same slots share one array of rows.
+        for _, steps in groupby(self._unwritten, lambda taken_in: id(taken_in.rows)):
+            self._write_steps(list(steps))
         self._unwritten.clear()
+
+    def _write_steps(self, steps: list[TakenIn]) -> None:
+        """Writes the tokens of steps of the same slots."""
+        rows = steps[0].rows
+        tokens = np.stack([taken_in.tokens for taken_in in steps], 1)
+        num_tokens = np.stack([taken_in.num_tokens for taken_in in steps], 1)
+        is_new = np.arange(tokens.shape[2]) < num_tokens[:, :, None]
+        ends = self._lengths[rows, None] + num_tokens.cumsum(1)
+        at, step, column = is_new.nonzero()
+        self._tokens[rows[at], (ends - num_tokens)[at, step] + column] = tokens[is_new]
+        self._lengths[rows] = ends[:, -1]

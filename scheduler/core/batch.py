@@ -278,12 +278,17 @@ class Batch:
         self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
         if self._num_covered > 0:
             return True
-        short = [(self._running[slot], length) for slot, length in self._page_lists.short(rows, lengths)]
+        short = self._page_lists.short(rows, lengths)
+        if not self._page_lists.grow_together(*short, self._running):
+            self._grow_in_order(*short)
+        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
+        return self._decoding is decoding
+
+    def _grow_in_order(self, rows: Ints, lengths: Counts) -> None:
+        short = [(self._running[slot], length) for slot, length in zip(rows.tolist(), lengths.tolist(), strict=True)]
         for sequence, length in sorted(short, key=lambda one: one[0].rank):
             while sequence.lease is not NO_SLOT and not self._page_lists.grow(sequence, length):
                 self._preempt(max(self._running.values(), key=lambda one: one.rank))
-        self._num_covered = int(self._page_lists.num_steps(rows, lengths).min(initial=_MANY))
-        return self._decoding is decoding
 
     def _find_decoding(self, num_draft_tokens: int) -> _Decoding:
         rows = self._is_prefilled.nonzero()[0]
@@ -328,8 +333,7 @@ class Batch:
         self.last_step += decoding.is_drafted  # it takes two numbers
         decode, num_ending = self._decode_step(decoding), len(prompts.ending.slots)
         yielding, is_beyond = decode.yielding + prompts.ending, decode.is_beyond_draft
-        return replace(
-            decode,
+        return decode._replace(
             yielding=yielding,
             most_more=np.concatenate((decoding.most_more, np.ones(num_ending, np.int32))),
             is_beyond_draft=None if is_beyond is None else np.pad(is_beyond, (0, num_ending)),

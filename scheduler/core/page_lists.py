@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from slipstream.common.worker.step import SlotUpdate
@@ -34,6 +36,8 @@ class PageLists:
         self._num_kept = -(-pages.num_pages // _KEPT_SHARE)
         self._room: NDArray[np.int64] = np.full(sizes.num_slots, _WHOLE)
         """[slots]: output tokens that a slot's pages have room for; _WHOLE if they are all that it can need."""
+        self._most: NDArray[np.int64] = np.zeros(sizes.num_slots, np.int64)
+        """[slots]: output tokens at most."""
         self._unsent: dict[Sequence, int] = {}
         """Sequences that the workers are to be told of with the next step, and the index of the first new page."""
 
@@ -44,6 +48,7 @@ class PageLists:
 
     def begin(self, sequence: Sequence) -> None:
         """Gives a sequence that has got a slot the pages to prefill it. They must be free."""
+        self._most[sequence.lease.slot] = sequence.spec.max_new_tokens
         self._extend(sequence, self._num_to_prefill(sequence))
 
     def end(self, sequence: Sequence) -> None:
@@ -58,10 +63,31 @@ class PageLists:
         num_steps: Ints = (self._room[rows] - lengths + 1) // self._sizes.most_step_tokens
         return num_steps
 
-    def short(self, rows: Ints, lengths: Counts) -> list[tuple[int, int]]:
-        """The slots that are to get pages now, each with its length."""
+    def short(self, rows: Ints, lengths: Counts) -> tuple[Ints, Counts]:
+        """The slots that are to get pages now, and their lengths."""
         is_short = self.num_steps(rows, lengths) < (_LOW_STEPS if self._pages.num_free > self._num_kept else 1)
-        return list(zip(rows[is_short].tolist(), lengths[is_short].tolist(), strict=True))
+        return rows[is_short], lengths[is_short]
+
+    def grow_together(self, rows: Ints, lengths: Counts, sequences: Mapping[int, Sequence]) -> bool:
+        """Gives short slots pages for _STEPS_AHEAD steps; returns False, and gives none, if too few are free.
+
+        `sequences`: by slot.
+        """
+        room, most, page_tokens = self._room[rows], self._most[rows], self._sizes.page_tokens
+        ahead = np.minimum(lengths + (_STEPS_AHEAD * self._sizes.most_step_tokens - 1), most)
+        num_more = -((room - ahead) // page_tokens)
+        total = int(num_more.sum())
+        if self._pages.num_free - total < self._num_kept:
+            return False
+        room += num_more * page_tokens
+        room[room >= most] = _WHOLE
+        self._room[rows] = room
+        pages, end = self._pages.allocate(total), 0
+        for slot, count in zip(rows.tolist(), num_more.tolist(), strict=True):
+            sequence, begin, end = sequences[slot], end, end + count
+            self._unsent.setdefault(sequence, len(sequence.pages))
+            sequence.pages += pages[begin:end]
+        return True
 
     def grow(self, sequence: Sequence, length: int) -> bool:
         """Gives a sequence pages for its next steps. Returns False if too few are free for the first of them."""

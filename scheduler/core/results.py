@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from slipstream.common.worker.step import FenceName, StepCommand, StepKind
 from slipstream.scheduler.core.plan import OrderedStep, mask_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
     from numpy.typing import NDArray
@@ -32,6 +33,7 @@ _LOGPROBS = (BufferName.OUTPUT_LOGPROBS, BufferName.TOP_TOKENS, BufferName.TOP_L
 
 Interval = tuple[int, int]
 """Start and end of a worker's part of a step, in nanoseconds of the clock that all stamps share."""
+_NO_LOGPROBS: Mapping[int, tuple[TokenLogprobs, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,7 @@ class StepSlots:
         return self.rows, self.generations
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """A step: the sequences that take part, and the data that the workers need for it."""
 
     number: int
@@ -82,7 +83,7 @@ class Step:
     """The most tokens that it brings to each of `yielding`; None is one."""
     is_beyond_draft: NDArray[np.bool_] | None = None
     """For each of `yielding`, whether it is decoded plainly as it is too long for the draft; None if none is."""
-    top_logprobs: dict[int, int] = field(default_factory=dict)
+    top_logprobs: Mapping[int, int] = MappingProxyType({})
     """By place in `yielding`: how many of the most likely tokens a sequence asked for that asked for logprobs."""
     chunks: tuple[PrefillChunk, ...] = ()
     updates: tuple[SlotUpdate, ...] = ()
@@ -141,15 +142,14 @@ class Step:
         return max(self.top_logprobs.values(), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The result of a step, on the host: one row for each of the step's `yielding`, in order."""
 
     num_accepted: NDArray[np.int32]
     """[rows]: accepted draft tokens."""
     tokens: NDArray[np.int64]
     """[rows, K + 1]: those, then the target's own; the rest of a row means nothing."""
-    logprobs: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = _NO_LOGPROBS
     """By row, for its tokens, of sequences that asked for them."""
     not_finite: tuple[int, ...] = ()
     """Rows without tokens, because the model's logits are NaN or infinite there."""
@@ -171,7 +171,7 @@ class ResultReader:
         self._logprobs = device.host_copy(publish, [arena.tensor(name).unbind() for name in _LOGPROBS])
         self._last_consumed = 0
         self._views: dict[int, tuple[list[torch.Tensor], list[NDArray[Any]]]] = {}
-        """By row: the tensors of its last copy, on a GPU always the same, and views of them."""
+        """By row: the tensors of its copies, and views of them."""
 
     def start(self, step: Step) -> None:
         """Enqueues the copy of the step's row, which waits for its publication."""
@@ -197,14 +197,14 @@ class ResultReader:
             self._log.fence(LogOp.WAIT, FenceName.VERIFY_PUBLISH, step.number, step=step.number)
             for name in (*_PUBLISHED, *(_LOGPROBS if likely else ())):
                 self._log.access(name, [row], is_write=False, step=step.number)
-        seq_lens, accepted, output_tokens, *stamps = self._views_of(row, copied)
+        seq_lens, accepted, output_tokens, verify_stamps, draft_stamps = self._views_of(row, copied)
         num_accepted, tokens, not_finite = self._rows(step, seq_lens, accepted, output_tokens)
         return StepResult(
             num_accepted=num_accepted,
             tokens=tokens,
             not_finite=not_finite,
-            stamps_before=tuple((start, end) for start, end in (stamp.tolist() for stamp in stamps)),
-            logprobs=_token_logprobs(step, num_accepted + 1, *likely) if likely else {},
+            stamps_before=(tuple(verify_stamps.tolist()), tuple(draft_stamps.tolist())),
+            logprobs=_token_logprobs(step, num_accepted + 1, *likely) if likely else _NO_LOGPROBS,
         )
 
     @property
@@ -233,9 +233,11 @@ class ResultReader:
         """Copies the rows of the step: the next step's result may overwrite the shared ones."""
         rows = step.yielding.rows
         most = step.num_draft_tokens
-        accepted, lengths = num_accepted[rows], seq_lens[rows]
+        accepted, lengths = num_accepted.take(rows), seq_lens.take(rows)
         not_finite: tuple[int, ...] = ()
-        is_wrong = (accepted < 0) | (accepted > most) | (lengths < 0)
+        # Without their sign, negative numbers are too large as well.
+        is_wrong = accepted.view(np.uint32) > most
+        is_wrong |= lengths < 0
         if np.count_nonzero(is_wrong):
             is_not_finite = (accepted == NOT_FINITE) & (lengths >= 0)
             not_finite = tuple(is_not_finite.nonzero()[0].tolist())

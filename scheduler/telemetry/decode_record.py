@@ -34,9 +34,16 @@ class DecodedStep(NamedTuple):
     """[num_sequences] draft tokens."""
     is_speculating: NDArray[np.bool_]
     """[num_sequences] True where they were drafted for the sequence."""
-    num_tokens: int
+    num_new: NDArray[np.int32]
+    """[num_sequences] tokens."""
     is_mixed: bool = False
     """True if it took in prompts, too: its time is theirs as well."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        # Cheaper than a sum of NumPy's, whose code comes from memory in each step.
+        return sum(self.num_new.tolist())
 
 
 class DecodeRecord:
@@ -65,12 +72,10 @@ class DecodeRecord:
             return None
         is_drafted = step.kind is StepKind.DECODE and attachment is not None
         number = attachment.number if is_drafted and attachment is not None else 0
-        # Cheaper than a sum of NumPy's, whose code comes from memory in each step.
-        num_tokens = sum(taken_in.num_tokens[:num_sequences].tolist())
-        accepted, is_speculating = taken_in.num_accepted[:num_sequences], taken_in.is_speculating[:num_sequences]
-        outcome = DecodedStep(
-            number, gap_ns, num_sequences, accepted, is_speculating, num_tokens, is_mixed=step.is_mixed
-        )
+        columns = taken_in.num_accepted, taken_in.is_speculating, taken_in.num_tokens
+        if step.is_mixed:
+            columns = columns[0][:num_sequences], columns[1][:num_sequences], columns[2][:num_sequences]
+        outcome = DecodedStep(number, gap_ns, num_sequences, *columns, step.is_mixed)
         (self._drafted if number else self._plain).append((self._num_added, outcome))
         self._num_added += 1
         return outcome

@@ -169,8 +169,8 @@ class StepTimings:
         self._recorder.stamped(step.number, verify, draft, prompts)
         before = None if is_first else self._before
         self._observe(time_step(step.kind, before, verify, draft, prompts, is_mixed=step.is_mixed))
-        ends = [part[1] for part in (draft, prompts) if part is not None] or [self._before[1]]
-        self._before = (verify[1], max(verify[1], *ends))
+        draft_end = self._before[1] if draft is None else draft[1]
+        self._before = (verify[1], max(verify[1], draft_end, draft_end if prompts is None else prompts[1]))
 
     def _is_done(self, step: Step, draft: StampedDraft) -> bool:
         if draft.done.poll() < step.number:
@@ -216,7 +216,9 @@ class StepRecorder:
 
     def __init__(self) -> None:
         self._host = FlightRecorder()
-        self._streams = {role: FlightRecorder(_KEPT_STEPS) for role in Role}
+        self.add = self._host.add
+        """Adds an activity of the loop."""
+        self._verify, self._draft = FlightRecorder(_KEPT_STEPS), FlightRecorder(_KEPT_STEPS)
         self._planned: deque[tuple[int, StepKind, int, int, FenceOps | None, FenceOps | None]]
         self._planned = deque(maxlen=_KEPT_STEPS)
         self._lock = threading.Lock()
@@ -239,17 +241,13 @@ class StepRecorder:
         self._host.add(Site.SEND, number, begin_ns, end_ns)
         self.last_sent = number
 
-    def add(self, site: Site, step: int, begin_ns: int, end_ns: int) -> None:
-        """Adds an activity of the loop."""
-        self._host.add(site, step, begin_ns, end_ns)
-
     def stamped(self, step: int, verify: Interval, draft: Interval | None, prompts: Interval | None = None) -> None:
         """Adds the stamps of a step, which complete its records. `prompts`: of a second command of draft."""
-        self._streams[Role.VERIFY].add(Site.STREAM, step, *verify)
+        self._verify.add(Site.STREAM, step, *verify)
         if draft is not None:
-            self._streams[Role.DRAFT].add(Site.STREAM, step if prompts is None else step - 1, *draft)
+            self._draft.add(Site.STREAM, step if prompts is None else step - 1, *draft)
         if prompts is not None:
-            self._streams[Role.DRAFT].add(Site.STREAM, step, *prompts)
+            self._draft.add(Site.STREAM, step, *prompts)
         self.last_complete = step
         if self._watchers:
             self._notify(step)
@@ -299,7 +297,7 @@ class StepRecorder:
 
     def stream_records(self, role: Role, first: int) -> list[Record]:
         """A worker's stamps, from this step on."""
-        return self._streams[role].since(first)
+        return (self._verify if role is Role.VERIFY else self._draft).since(first)
 
     def _notify(self, step: int | None) -> None:
         with self._lock:

@@ -291,7 +291,7 @@ def test_logprobs_end_where_the_output_does() -> None:
             at: tuple(TokenLogprobs(-float(token)) for token in result.tokens[at, : result.num_accepted[at] + 1])
             for at in step.top_logprobs
         }
-        run.apply(step, replace(result, logprobs=likely))
+        run.apply(step, result._replace(logprobs=likely))
     assert [-logprob.logprob for logprob in run.jobs.logprobs[asked]] == reference(asked)[0]
     plain = make_job("plain", (3,), 1)
     run.jobs.add(plain)

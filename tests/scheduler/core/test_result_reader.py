@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -77,7 +76,7 @@ def test_brings_accepted_tokens_and_the_targets_own_in_the_steps_order(shared: S
 
 
 def test_brings_logprobs_to_those_who_asked(shared: Shared) -> None:
-    step = replace(step_of(1, 4, 2, 3), top_logprobs={0: 1, 2: 0})
+    step = step_of(1, 4, 2, 3)._replace(top_logprobs={0: 1, 2: 0})
     shared.reader.start(step)
     assert shared.reader.resolve(step, 0.01) is None
     likely = Logprobs(
