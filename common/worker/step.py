@@ -56,7 +56,10 @@ class FenceOps(NamedTuple):
 
     def waits_for(self, fence: FenceName) -> int:
         """The value of a fence that the command waits for; 0 for none."""
-        return next((point.value for point in self.waits if point.fence is fence), 0)
+        for point in self.waits:
+            if point.fence is fence:
+                return point.value
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

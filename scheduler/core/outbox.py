@@ -159,12 +159,15 @@ def _part(taken_in: TakenIn, places: NDArray[np.int64]) -> TakenIn:
 
 
 def _packed(taken_in: TakenIn, num_draft_tokens: int, published_ns: int) -> PackedStep:
-    """The message of a step. STOP and LENGTH have the numbers of `FinishReason` in generation.proto."""
+    """The message of a step. STOP and LENGTH have the numbers of `FinishReason` in generation.proto.
+
+    Counts have 32 bits as in the message, and none is negative.
+    """
     num_tokens, ids, logprobs = taken_in.num_tokens, taken_in.ids, taken_in.logprobs
     return PackedStep(
         ids.tobytes(),
-        num_tokens.astype(np.uint32).tobytes(),
-        taken_in.num_accepted.astype(np.uint32).tobytes(),
+        num_tokens.tobytes(),
+        taken_in.num_accepted.tobytes(),
         taken_in.reasons.tobytes(),
         taken_in.tokens[taken_in.is_new].astype(np.uint32).tobytes(),
         num_draft_tokens,

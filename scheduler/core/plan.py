@@ -192,4 +192,7 @@ def _check(state: PlanState, command: OrderedStep) -> None:
 
 def _last_stash(state: PlanState, slots: int) -> int:
     """The last step that stashed for one of these slots; 0 if that is known to the scheduler."""
-    return next((step for step, rows in reversed(state.rows) if rows & slots), 0)
+    for step, rows in reversed(state.rows):
+        if rows & slots:
+            return step
+    return 0

@@ -170,7 +170,7 @@ class StepMetrics:
         # The loop's thread adds to these without the lock.
         self._stalled_s = dict.fromkeys(SITES, 0.0)
         self._decoded = dict.fromkeys(MODES, 0)
-        self._timings: deque[tuple[float, StepTiming]] = deque()
+        self._timings: deque[tuple[float, Callable[[], StepTiming]]] = deque()
         """Not counted yet, each with the time when it was observed."""
         self._drafted: deque[tuple[NDArray[np.int32], NDArray[np.bool_], int]] = deque()
         """Not counted yet."""
@@ -215,9 +215,9 @@ class StepMetrics:
         self._algorithm = algorithm
         self._accepted_at: list[Counter] = []
 
-    def observe(self, timing: StepTiming) -> None:
-        """Counts a step and its times."""
-        self._timings.append((time.monotonic(), timing))
+    def observe(self, take_apart: Callable[[], StepTiming]) -> None:
+        """Counts a step and its times, which `take_apart` returns when they are counted."""
+        self._timings.append((time.monotonic(), take_apart))
 
     def host_stalled(self, site: str, seconds: float) -> None:
         """Counts a time in which the loop's thread was blocked at `site`, one of SITES."""
@@ -271,10 +271,11 @@ class StepMetrics:
         self._counted[what] = total
         return more
 
-    def _count_times(self, timings: Iterable[tuple[float, StepTiming]]) -> None:
+    def _count_times(self, timings: Iterable[tuple[float, Callable[[], StepTiming]]]) -> None:
         busy_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
         bubble_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
-        for at_s, timing in timings:
+        for at_s, take_apart in timings:
+            timing = take_apart()
             phase = timing.phase
             busy_ns["verify", phase] += timing.verify_ns
             busy_ns["draft", phase] += timing.draft_ns

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slipstream.common.errors import RETRY_AFTER_MS, UnavailableError
@@ -95,10 +96,13 @@ class StepTimings:
         arena: Arena,
         shape: EpochShape,
         log: AccessLog,
-        observe: Callable[[StepTiming], None],
+        observe: Callable[[Callable[[], StepTiming]], None],
         recorder: StepRecorder,
     ) -> None:
-        """`observe` is called once for each step, in order; `recorder` gets the stamps themselves."""
+        """`observe` is called once for each step, in order, with what takes it apart when its times are wanted.
+
+        `recorder` gets the stamps themselves.
+        """
         self._device = device
         self._ring = shape.ring
         self._log = log
@@ -134,16 +138,16 @@ class StepTimings:
         self.collect(step.number - 2)
         if not self._unread or self._unread[0].step.number != step.number - 1:
             return
-        before = self._unread[0]
-        is_decode = StepKind.DECODE in (before.step.kind, step.kind) and not before.step.is_mixed
-        if before.draft is not None and not is_decode:
-            self.collect(before.step.number)
+        before, has_draft = self._unread[0].step, self._unread[0].draft is not None
+        is_decode = StepKind.DECODE in (before.kind, step.kind) and not before.is_mixed
+        if has_draft and not is_decode:
+            self.collect(before.number)
             return
-        self._log_read(before.step.number, BufferName.VERIFY_STAMPS)
+        self._log_read(before.number, BufferName.VERIFY_STAMPS)
         verify, draft = stamps_before
-        if before.draft is not None:
-            self._log_read(before.step.number, BufferName.DRAFT_STAMPS)
-        self._take(verify, None if before.draft is None else draft)
+        if has_draft:
+            self._log_read(before.number, BufferName.DRAFT_STAMPS)
+        self._take(verify, draft if has_draft else None)
 
     def collect(self, up_to_step: int, *, is_last_chance: bool = False) -> None:
         """Reads the stamps of steps up to this one that are there by now.
@@ -168,7 +172,7 @@ class StepTimings:
             draft = prompts = None
         self._recorder.stamped(step.number, verify, draft, prompts)
         before = None if is_first else self._before
-        self._observe(time_step(step.kind, before, verify, draft, prompts, is_mixed=step.is_mixed))
+        self._observe(partial(time_step, step.kind, before, verify, draft, prompts, is_mixed=step.is_mixed))
         draft_end = self._before[1] if draft is None else draft[1]
         self._before = (verify[1], max(verify[1], draft_end, draft_end if prompts is None else prompts[1]))
 
@@ -205,7 +209,7 @@ def _is_plausible(kind: StepKind, verify: Interval, draft: Interval) -> bool:
     """False for stamps that no work left: a draft may write anything there."""
     if kind is StepKind.DECODE and draft[1] > verify[0] + _RESOLUTION_NS:
         return False
-    return draft[0] <= draft[1] and all(abs(stamp - verify[0]) < _LONGEST_NS for stamp in draft)
+    return verify[0] - _LONGEST_NS < draft[0] <= draft[1] < verify[0] + _LONGEST_NS
 
 
 _KEPT_STEPS = MAX_STEPS + 64

@@ -61,13 +61,13 @@ class Server:
         bubbles = {VERIFY_TO_DRAFT: MS // 2, DRAFT_TO_VERIFY: MS // 4}
         for _ in range(10):
             self.steps.observe(
-                StepTiming(
+                lambda: StepTiming(
                     kind=StepKind.DECODE, draft_ns=MS, verify_ns=13 * MS // 4, wall_ns=5 * MS, bubbles_ns=bubbles
                 )
             )
             self.steps.drafted(np.array([0, 2, 1, 1], np.int32), np.full(4, fill_value=True), 2)
         self.steps.observe(
-            StepTiming(
+            lambda: StepTiming(
                 kind=StepKind.PREFILL, draft_ns=0, verify_ns=20 * MS, wall_ns=25 * MS, bubbles_ns={VERIFY_TO_VERIFY: 0}
             )
         )

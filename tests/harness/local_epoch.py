@@ -47,10 +47,10 @@ class RecordingMetrics(StepMetrics):
         super().__init__(StepMetricFamilies(registry), fence="host", mps="off", algorithm="standalone")
         self.timings: list[StepTiming] = []
 
-    def observe(self, timing: StepTiming) -> None:
+    def observe(self, take_apart: Callable[[], StepTiming]) -> None:
         """Keeps it, too."""
-        self.timings.append(timing)
-        super().observe(timing)
+        self.timings.append(take_apart())
+        super().observe(take_apart)
 
 
 class LocalEpoch:

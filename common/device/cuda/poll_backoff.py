@@ -21,7 +21,7 @@ GROWTH = 0.04
 """The next sleep as a part of the time waited so far: what took long may be seen a little later."""
 INTERVALS = 4
 """Intervals that a prediction is made from."""
-MARGIN = 0.015
+MARGIN = 0.005
 MIN_MARGIN_S = 0.00006
 """Time from the first look to the predicted end: this part of the interval, and at least this many seconds. Each look
 takes the interpreter from the thread that has it."""

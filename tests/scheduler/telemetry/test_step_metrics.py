@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def measured() -> Measured:
 def test_a_decode_step_is_the_sum_of_its_parts(measured: Measured) -> None:
     bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
     timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
-    measured.metrics.observe(timing)
+    measured.metrics.observe(lambda: timing)
     assert measured.value("step_seconds_sum", phase="decode") == pytest.approx(0.016)
     assert measured.value("busy_seconds_total", service="draft", phase="decode") == pytest.approx(0.003)
     assert measured.value("busy_seconds_total", service="verify", phase="decode") == pytest.approx(0.010)
@@ -90,7 +91,8 @@ def test_phases_are_apart(measured: Measured) -> None:
     kinds = {StepKind.PREFILL: "prefill", StepKind.PLAIN: "decode"}
     for kind in kinds:
         bubbles = {VERIFY_TO_VERIFY: MS}
-        measured.metrics.observe(StepTiming(kind=kind, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles))
+        timing = StepTiming(kind=kind, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles)
+        measured.metrics.observe(partial(timing._replace))
     for phase in kinds.values():
         assert measured.value("bubble_seconds_total", edge=VERIFY_TO_VERIFY, phase=phase) == pytest.approx(0.001)
         assert measured.value("step_seconds_count", phase=phase) == 1
@@ -110,9 +112,9 @@ def test_drafts_by_position(measured: Measured) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, COUNTED_STEPS - 1, COUNTED_STEPS, 2 * COUNTED_STEPS + 1])
 def test_a_scrape_has_every_step_whenever_it_comes(measured: Measured, num_steps: int) -> None:
+    timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
     for _ in range(num_steps):
-        timing = StepTiming(kind=StepKind.PLAIN, draft_ns=0, verify_ns=MS, wall_ns=MS, bubbles_ns={})
-        measured.metrics.observe(timing)
+        measured.metrics.observe(lambda: timing)
         measured.metrics.drafted(*drafts(2, 0, 1), 3)
         measured.metrics.host_stalled(RESULT, 0.5)
     for _ in range(2):
@@ -137,7 +139,7 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
     """A step that is counted while a scrape is under way is in none of its metrics: the next scrape has it in all."""
     bubbles = {VERIFY_TO_DRAFT: MS, DRAFT_TO_VERIFY: 2 * MS}
     timing = StepTiming(kind=StepKind.DECODE, draft_ns=3 * MS, verify_ns=10 * MS, wall_ns=16 * MS, bubbles_ns=bubbles)
-    counting = threading.Thread(target=measured.metrics.observe, args=(timing,))
+    counting = threading.Thread(target=measured.metrics.observe, args=(lambda: timing,))
     busy_seconds = measured.families.busy_seconds
     collect = busy_seconds.collect
 
@@ -148,7 +150,7 @@ def test_a_scrape_is_a_snapshot(measured: Measured, monkeypatch: pytest.MonkeyPa
             counting.join(timeout=0.2)
         return collect()
 
-    measured.metrics.observe(timing)
+    measured.metrics.observe(lambda: timing)
     monkeypatch.setattr(busy_seconds, "collect", count_and_collect)
     per_step = {
         ("step_seconds_count", "decode"): 1,

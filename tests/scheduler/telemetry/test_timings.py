@@ -62,7 +62,9 @@ class Stamps:
         self.draft = DraftAttachment(
             2, link, describe(Role.DRAFT), DraftShape(**SIZES), HostDevice(), epoch=1, log=AccessLog()
         )
-        self.collector = StepTimings(HostDevice(), self.arena, SHAPE, AccessLog(), self.timings.append, StepRecorder())
+        self.collector = StepTimings(
+            HostDevice(), self.arena, SHAPE, AccessLog(), lambda timed: self.timings.append(timed()), StepRecorder()
+        )
 
     def send(self, number: int, kind: StepKind = DECODE) -> None:
         """A step is sent."""
