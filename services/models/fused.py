@@ -63,20 +63,21 @@ def run_layer(
 ) -> tuple[torch.Tensor, torch.Tensor | Scaled]:
     """Runs a layer. `x`: [N, hidden_size]. `attention_input`: [N, input_size], normed. `norm`: of what comes next.
 
-    Returns x with both branches added, and its norm as the input of the next layer: of the last layer, of what is read.
+    Returns x with both branches added, and its norm as the input of the next layer: of the last layer, of what is read,
+    which may be more rows than went in: padding makes them a size whose kernels are loaded.
     """
     if has_few_rows(x):
-        mixed = attend(layer.index, product(attention_input, layer.qkv), rotation, layer.head_norms)
-        x = attend.outputs.of(layer.index, x)
-        if not len(x):
-            return x, x
-        x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
-        return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
-    assert isinstance(attention_input, torch.Tensor), "only kernels of few rows leave a norm half done"
-    mixed = attend(layer.index, linear(attention_input, layer.qkv), rotation, layer.head_norms)
+        qkv = product(attention_input, layer.qkv)
+    else:
+        assert isinstance(attention_input, torch.Tensor), "only kernels of few rows leave a norm half done"
+        qkv = linear(attention_input, layer.qkv)
+    mixed = attend(layer.index, qkv, rotation, layer.head_norms)
     x = attend.outputs.of(layer.index, x)
     if not len(x):
         return x, x
+    if has_few_rows(x):
+        x, scaled = add_product(x, mixed, layer.output, layer.mlp_norm)
+        return add_product(x, product(scaled, layer.gate_up, is_gated=True), layer.down, norm)
     x, normed = add_rms_norm(x, linear(mixed, layer.output), layer.mlp_norm.weight, layer.mlp_norm.eps)
     return add_rms_norm(x, linear(swiglu(linear(normed, layer.gate_up)), layer.down), norm.weight, norm.eps)
 

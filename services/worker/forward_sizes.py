@@ -33,10 +33,11 @@ def sizes_up_to(most: int) -> list[int]:
 def with_padding(chunks: Sequence[PrefillChunk], most: int, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
     """Adds a chunk in the padding slot that gives a forward over the chunks its size.
 
-    `most`: tokens of chunks that a step may have; `beside`: the forward's other tokens.
+    `most`: tokens of the largest step of prompts alone, which is a size, too; `beside`: the forward's other tokens.
     """
-    num_tokens = sum(len(chunk.tokens) for chunk in chunks)
-    return padded_to(min(forward_size(beside + num_tokens) - beside, most), chunks)
+    num_tokens = beside + sum(len(chunk.tokens) for chunk in chunks)
+    size = forward_size(num_tokens)
+    return padded_to((min(size, most) if num_tokens <= most else size) - beside, chunks)
 
 
 def padded_to(size: int, chunks: Sequence[PrefillChunk]) -> tuple[PrefillChunk, ...]:

@@ -8,23 +8,23 @@ from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import PrefillChunk
 from slipstream.services.worker.forward_sizes import forward_size, sizes_up_to, with_padding
 
-MOST = 2048
-
 
 def chunk(num_tokens: int) -> PrefillChunk:
     """A part of a prompt."""
     return PrefillChunk(slot=3, start=0, tokens=(7,) * num_tokens, is_last=True)
 
 
+@pytest.mark.parametrize("most", [2048, 1000, 700, 100])
 @pytest.mark.parametrize("beside", [0, 1, 300, 1900])
-def test_every_step_has_a_size_that_is_rehearsed(beside: int) -> None:
-    rehearsed = set(sizes_up_to(forward_size(beside + MOST)))
-    for num_tokens in range(1, MOST + 1 - min(beside, 300)):
-        own, *padding = with_padding([chunk(num_tokens)], MOST, beside=beside)
+def test_every_step_has_a_size_that_is_rehearsed(beside: int, most: int) -> None:
+    of_mixed = {size for size in sizes_up_to(forward_size(beside + most)) if size > most}
+    rehearsed = {*sizes_up_to(most), *of_mixed}
+    for num_tokens in range(1, max(most - beside, most // 4) + 1):
+        own, *padding = with_padding([chunk(num_tokens)], most, beside=beside)
         assert own == chunk(num_tokens)
         assert all(not added.is_last and added.slot == PADDING_SLOT for added in padding)
         in_all = num_tokens + sum(len(added.tokens) for added in padding)
-        assert in_all <= MOST
+        assert beside or in_all <= most
         assert beside + in_all in rehearsed
         assert in_all - num_tokens < max(16, min(128, num_tokens + beside))
 

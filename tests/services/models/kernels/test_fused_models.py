@@ -171,6 +171,24 @@ def test_of_the_last_layer_some_outputs_are_computed_and_all_keys(
             assert_close(kept[PAGE_SIZE:].cpu(), rows[PAGE_SIZE:].cpu())
 
 
+@pytest.mark.parametrize("most_rows", [3, 5])
+def test_the_products_suit_the_outputs_of_the_last_layer(
+    most_rows: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a forward of few tokens, padding may make many outputs; of one of many, few may be read."""
+    monkeypatch.setattr(products, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(products, "MOST_ROWS", most_rows)
+    plain = load_decoder(write_checkpoint(tmp_path, seed=1), device=CPU, dtype=torch.float32)
+    fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)
+    fused.load_state_dict(plain.state_dict())
+    of_plain, on_device = batches(CPU)[-1], batches(device)[-1]
+    expected = plain.forward(of_plain, cache_for(plain.config, CPU)).hidden
+    for outputs in ((4, 3, 0, 1, 2, 2), (4, 1)):
+        places = torch.tensor(outputs, device=device)
+        output = fused.forward(replace(on_device, outputs=places), cache_for(plain.config, device))
+        assert_close(output.hidden.cpu(), expected[list(outputs)])
+
+
 @pytest.mark.usefixtures("has_few_rows")
 @pytest.mark.parametrize("layout", [*LAYOUTS, MODULES])
 def test_a_head_may_make_keys_alone(layout: str, tmp_path: Path, device: torch.device) -> None:
