@@ -76,7 +76,7 @@ SETTINGS = (
 LOOKUP_SETTINGS = (*SETTINGS, Setting(temperature=0.0, max_new_tokens=48, seeds=(0,), workload=AGAIN))
 
 WARM_UP = "import this\n"
-"""A prompt of which a draft learns nothing for the others."""
+"""A prompt that is none of those measured."""
 
 DRAFTS = (
     (STANDALONE, NUM_DRAFT_TOKENS),
@@ -111,8 +111,9 @@ class AcceptLength:
     repeated_share: float
     """The part of the output's tokens that lies in a 5-gram that occurs more than once in the same output."""
     tokens_per_second: float | None = None
-    """Of the output of all requests, 8 at a time, prompts included; on a GPU."""
+    """Of the output of all requests, 8 at a time, prompts included; None in older results."""
     host: str | None = None
+    """The machine on which that was measured."""
 
 
 def repeated_share(outputs: Sequence[Sequence[int]]) -> float:
@@ -173,7 +174,7 @@ async def _measure_all(algorithms: Sequence[str], device: str, keep: Callable[[A
                 scheduler = stack.scheduler(algorithm, num_draft_tokens=num_draft_tokens)
                 async with scheduler as served, AsyncClient(served.address) as client:
                     result = await _measure(client, (algorithm, num_draft_tokens), setting, seed)
-                    keep(replace(result, host=host(device)) if device == "cuda" else result)
+                    keep(replace(result, host=host(device)))
 
 
 async def _answers(client: AsyncClient, texts: Sequence[str], setting: Setting, seed: int) -> list[list[OutputChunk]]:

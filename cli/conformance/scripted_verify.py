@@ -94,7 +94,7 @@ class ScriptedVerify:
         self.given.seal()
 
     def allow_rehearsal(self) -> None:
-        """Takes what the drafter has written while it attached for right: it may rehearse steps in padding rows."""
+        """Accepts what the drafter wrote to its memory while it attached: it may rehearse steps in padding rows."""
         self.own.allow_all()
 
     @property

@@ -55,19 +55,20 @@ class ForwardBatch:
     ragged: RaggedRows | None = None
     """The rows of N tokens; None for W tokens in each."""
     outputs: torch.Tensor | None = None
-    """[M] int64: the tokens whose outputs are read, any of them more than once; None is all, in order.
+    """[M] int64: the tokens whose outputs are read, any of them more than once; None is all, in order. -1 is padding.
 
-    Of the others the last layer makes keys and values alone, which is most of what a prompt is computed for.
+    For all other tokens, which are most of a prompt, the last layer computes keys and values only.
     """
 
     def one_token_rows(self, places: torch.Tensor) -> ForwardBatch:
-        """Takes some tokens of a ragged batch, [M] int64, as rows of one token."""
+        """Takes some tokens of a ragged batch, [M] int64, as rows of one token; -1 for one that is not valid."""
         assert self.ragged is not None, "rows of W tokens are read together"
+        is_there, places = places[:, None] >= 0, places.clamp_min(0)
         rows = self.ragged.rows.index_select(0, places)
         return ForwardBatch(
             tokens=self.tokens.index_select(0, places)[:, None],
             positions=self.positions.index_select(0, places)[:, None],
-            is_valid=self.is_valid.index_select(0, places)[:, None],
+            is_valid=self.is_valid.index_select(0, places)[:, None] & is_there,
             page_table=self.page_table.index_select(0, rows),
             limits=self.limits.index_select(0, rows),
             starts=None if self.starts is None else self.starts.index_select(0, rows),
@@ -116,7 +117,9 @@ class JoinedBatch:
         if any(part.outputs is not None for part in parts):
             places = torch.arange(len(tokens), device=tokens.device)
             pairs = zip(parts, torch.split(places, [part.tokens.numel() for part in parts]), strict=True)
-            outputs = torch.cat([own if part.outputs is None else own[part.outputs] for part, own in pairs])
+            outputs = torch.cat(
+                [own if part.outputs is None else own[part.outputs.clamp_min(0)] for part, own in pairs]
+            )
         return cls(parts, tokens, positions, outputs)
 
     @property
@@ -156,23 +159,23 @@ def _lengths(ragged: RaggedRows) -> list[int]:
 
 
 class LastOutputs:
-    """Takes from what a layer has computed what is read of it: of the last layer perhaps some tokens' alone."""
+    """Selects the tokens of which a layer's output is read: all, but in the last layer only a batch's `outputs`."""
 
     def __init__(self, config: ModelConfig, outputs: torch.Tensor | None) -> None:
         """`outputs`: see `ForwardBatch`."""
         self._last = config.num_layers - 1
-        self._outputs = outputs
+        self._outputs = None if outputs is None else outputs.clamp_min(0)
 
     def are_all(self, layer: int) -> bool:
-        """Returns whether all that a layer computes is read, in order."""
+        """Returns whether the output of every token is read, in order."""
         return self._outputs is None or layer != self._last
 
     def are_none(self, layer: int) -> bool:
-        """Returns whether a layer has to make keys and values alone."""
+        """Returns whether no output is read: the layer has to make keys and values only."""
         return layer == self._last and self._outputs is not None and not len(self._outputs)
 
     def of(self, layer: int, values: torch.Tensor) -> torch.Tensor:
-        """[N, size] of a layer to what is read of it, [M, size]."""
+        """Selects from a layer's values of all tokens: [N, size] to [M, size]."""
         return values if self._outputs is None or layer != self._last else values.index_select(0, self._outputs)
 
 

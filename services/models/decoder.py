@@ -223,7 +223,7 @@ class Decoder(nn.Module):
 
     _rotation_table: torch.Tensor
     is_batch_invariant = False
-    """True if a forward gives a token the same bits in any batch only because it was asked to."""
+    """True if attention was changed to give a token the same bits in any batch; see `enable_batch_invariance`."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()

@@ -162,9 +162,9 @@ class Target:
         output = self._model.prefill(chunks, _places(ends, chunks), aux_layers=aux_layers)
         if region is not None and output.aux is not None:
             region.stash_prefill(command.step, _without_padding(output.aux, command))
-        hidden = torch.split(output.hidden[:, None], [len(together.places) for together in ends])
+        hidden = torch.split(output.hidden, [len(together.places) for together in ends])
         results = [
-            self._first_tokens(output, together, self._model.decoder.logits(of_ends), command.top_logprobs)
+            self._first_tokens(output, together, self._logits_of(of_ends)[0][:, None], command.top_logprobs)
             for together, of_ends in zip(ends, hidden, strict=True)
         ]
         if len(results) > 1:
@@ -206,9 +206,12 @@ class Target:
         return merged(torch.cat, self.sample(forward, mode, asked), *first)
 
     def _logits_of(self, *hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[N, hidden_size] each to [N, vocab_size], by one product: another would read all the weights again."""
+        """[N, hidden_size] each to [N, vocab_size], by one product: another would read all the weights again.
+
+        On a GPU of a size that is rehearsed, unless all steps have one size anyway.
+        """
         sizes = [len(part) for part in hidden]
-        if hidden[0].is_cuda:
+        if hidden[0].is_cuda and self._width is None:
             missing = forward_size(sum(sizes)) - sum(sizes)
             hidden = (*hidden, hidden[0].new_zeros(missing, hidden[0].shape[1]))
         logits = self._model.decoder.logits(torch.cat(hidden))
@@ -284,12 +287,12 @@ def merged(merge: Callable[[list[torch.Tensor]], torch.Tensor], *results: _Resul
 
 
 def _without_padding(states: torch.Tensor, command: StepCommand) -> torch.Tensor:
-    """Of all tokens of a forward to those of the command's chunks."""
+    """Selects the states of the command's chunks from those of all tokens, padding included."""
     return states[: sum(len(chunk.tokens) for chunk in command.chunks)]
 
 
 def _places(ends: Sequence[PromptEnds], chunks: FlatChunks) -> torch.Tensor:
-    """[E] int64: those of all prompts that end."""
+    """Returns the places of the last tokens of all prompts that end: [E] int64."""
     places = [together.places for together in ends]
     return torch.cat(places) if places else chunks.slots[:0]
 

@@ -14,19 +14,19 @@ from slipstream.common.worker.step import PrefillChunk
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FORWARD_SIZES = (16, 32, *range(64, 512, 64), *range(512, 2048, 128))
+_SIZES = (16, 32, *range(64, 512, 64), *range(512, 2048, 128))
 _FURTHER = 128
 """Larger sizes are multiples of it; so are the tiles of large products, which compute them whole."""
 
 
 def forward_size(num_tokens: int) -> int:
     """Returns the size of a forward over so many tokens."""
-    return next((size for size in FORWARD_SIZES if size >= num_tokens), -(-num_tokens // _FURTHER) * _FURTHER)
+    return next((size for size in _SIZES if size >= num_tokens), -(-num_tokens // _FURTHER) * _FURTHER)
 
 
 def sizes_up_to(most: int) -> list[int]:
     """Returns all sizes that forwards over up to `most` tokens have, the largest first."""
-    sizes = {*FORWARD_SIZES, *range(FORWARD_SIZES[-1], most, _FURTHER), most}
+    sizes = {*_SIZES, *range(_SIZES[-1], most, _FURTHER), most}
     return sorted((size for size in sizes if size <= most), reverse=True)
 
 

@@ -160,7 +160,7 @@ class Buckets(Generic[T]):
         return self._made[self.sizes[index]] if index < len(self.sizes) else None
 
     def worthwhile(self, seconds: Callable[[T], float]) -> Buckets[T]:
-        """Leaves out each that takes as long as a larger one: for some sizes libraries choose a poor kernel."""
+        """Returns those that take less time than all larger ones: for some sizes libraries choose a poor kernel."""
         kept, least = {}, math.inf
         for size in reversed(self.sizes):
             if (taken := seconds(self._made[size])) < least:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _LEAST_OUTPUTS = 128
-"""Outputs of a prompt's last layer on a GPU, padding included."""
+"""The fewest outputs that the last layer computes on a GPU: padding is added to fewer."""
 
 
 class SlotRows:
@@ -271,9 +271,9 @@ class LanguageModel:
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
 
     def prefill(self, chunks: FlatChunks, ends: torch.Tensor, *, aux_layers: tuple[int, ...] = ()) -> DecoderOutput:
-        """Runs chunks of prompts: N tokens. Returns the hidden states of some, and the auxiliary ones of all.
+        """Runs chunks of prompts, N tokens. Returns E hidden states, and the auxiliary ones of all N tokens.
 
-        `ends`: [E] int64, the places of these tokens. The output is good until the next call.
+        `ends`: [E] int64, the places of those E tokens. The output is good until the next call.
         """
         self.slots.record_prompt(chunks)
         output, outputs = None if self._graphs is None else self._graphs.run(chunks, aux_layers), None
@@ -329,17 +329,20 @@ class LanguageModel:
         return self.decoder.forward(batch, self.slots.cache, aux_layers=aux_layers)
 
     def _outputs(self, ends: torch.Tensor, num_decoded: int, aux_layers: tuple[int, ...]) -> torch.Tensor | None:
-        """What is read of the last layer's output behind `num_decoded` tokens; None for all of it."""
+        """Returns the `outputs` of a batch of chunks, on a GPU with padding; None for all.
+
+        `num_decoded`: other tokens of the forward, whose outputs are read as well.
+        """
         if self.decoder.is_batch_invariant or {self.decoder.config.num_layers, FINAL_NORM} & set(aux_layers):
             return None
         num_read = num_decoded + len(ends)
         if self.device.type != "cuda" or not num_read:
             return ends
         # Products of few rows have kernels of their own, which nothing has made ready in this combination.
-        return F.pad(ends, (0, max(forward_size(num_read), _LEAST_OUTPUTS) - num_read))
+        return F.pad(ends, (0, max(forward_size(num_read), _LEAST_OUTPUTS) - num_read), value=-1)
 
 
 def _at(ends: torch.Tensor, output: DecoderOutput, *, is_whole: bool) -> DecoderOutput:
-    """Takes the hidden states of the tokens at `ends`, [E] int64: from those of all, or the first that there are."""
+    """Selects the hidden states at `ends`, [E] int64: from those of all tokens, or else from E, with padding behind."""
     hidden = output.hidden
     return replace(output, hidden=hidden.index_select(0, ends) if is_whole else hidden[: len(ends)])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_GRAPHED = 1024
+_MOST_GRAPHED = 1024
 """Tokens of the largest forward that is captured."""
 
 
@@ -41,7 +41,7 @@ class RaggedGraphs:
         self._forward = forward
         self._capture = capture
         shape = attachment.shape
-        self._sizes = tuple(sorted(sizes_up_to(min(shape.chunk_tokens, MOST_GRAPHED))))
+        self._sizes = tuple(sorted(sizes_up_to(min(shape.chunk_tokens, _MOST_GRAPHED))))
         self._made: dict[tuple[int, ...], Buckets[Callable[[], None]]] = {}
         """By the layers whose inputs they leave."""
         self._outputs: dict[tuple[int, ...], DecoderOutput] = {}

@@ -84,7 +84,7 @@ class PagedAttention:
 
         `qkv`: [N, q_size + 2 * kv_size] as the projection left it; its queries are overwritten. `rotation`:
         [N, 2, head_dim / 2] float32, of `rotation_of`. `norms`: of each head's queries and keys. `output`: [N, q_size],
-        to be filled; None for a new one. Returns it; of the last layer what is read of it, in one of its own.
+        to be filled; None for a new one. Returns it; in the last layer a new one, of the outputs that are read.
         """
         if self._num_tokens:
             self._keep(layer, qkv, rotation, norms)
@@ -298,7 +298,7 @@ def _tile(num_stacked: int, head_dim: int, element_size: int) -> _Tile:
 
 
 def _are_long(ragged: RaggedRows) -> bool:
-    """Returns whether most of the tokens are in long rows; in a graph, nobody knows."""
+    """Returns whether rows are long on average. False in a graph, which is for rows of any length."""
     lengths = ragged.lengths
     return lengths is not None and sum(lengths) >= max(_LONG_TOKENS, _LONG_ROW * len(lengths))
 

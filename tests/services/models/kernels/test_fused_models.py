@@ -17,6 +17,7 @@ from slipstream.services.models.fused import FusedDecoder, fused_head
 from slipstream.services.models.head_checkpoint import load_head
 from slipstream.services.models.heads import Eagle3Head, EagleHead
 from slipstream.services.models.kernels import products
+from slipstream.services.models.kernels.paged_attention import paged_attention
 from tests.harness.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.harness.eagle3_checkpoints import ALGORITHMS, LAYOUTS, MODULES, write_head
 from tests.harness.fp8_checkpoints import quantise
@@ -187,6 +188,21 @@ def test_the_products_suit_the_outputs_of_the_last_layer(
         places = torch.tensor(outputs, device=device)
         output = fused.forward(replace(on_device, outputs=places), cache_for(plain.config, device))
         assert_close(output.hidden.cpu(), expected[list(outputs)])
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_padding_among_the_outputs_attends_to_nothing(is_joined: bool, tmp_path: Path, device: torch.device) -> None:
+    """As many programs as there are outputs would read all keys of a long sequence again."""
+    config = load_decoder(write_checkpoint(tmp_path, seed=1), device=CPU, dtype=torch.float32).config
+    layer = config.num_layers - 1
+    _, further, ragged = batches(device)
+    last = replace(ragged, outputs=torch.tensor((3, -1, 4, -1), device=device))
+    batch = JoinedBatch.of(further, last) if is_joined else last
+    qkv = random((batch.tokens.numel(), config.q_size + 2 * config.kv_size)).to(device)
+    rotation = torch.zeros(len(qkv), 2, config.head_dim // 2, device=device)
+    output = paged_attention(config, batch, cache_for(config, device), is_invariant=False)(layer, qkv, rotation)
+    first = further.tokens.numel() if is_joined else 0
+    assert [bool(row.any()) for row in output[first:]] == [True, False, True, False]
 
 
 @pytest.mark.usefixtures("has_few_rows")
