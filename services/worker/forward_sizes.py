@@ -14,20 +14,26 @@ from slipstream.common.worker.step import PrefillChunk
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SIZES = (16, 32, *range(64, 512, 64), *range(512, 2048, 128))
-_FURTHER = 128
-"""Larger sizes are multiples of it; so are the tiles of large products, which compute them whole."""
+_SIZES: tuple[int, ...] = (16, 32, *range(64, 512, 64), *range(512, 2049, 128))
+_FURTHER_BITS = 5
+"""Sixteen larger ones lie between a power of two and the next, so that rehearsing large steps does not take minutes."""
 
 
 def forward_size(num_tokens: int) -> int:
     """Returns the size of a forward over so many tokens."""
-    return next((size for size in _SIZES if size >= num_tokens), -(-num_tokens // _FURTHER) * _FURTHER)
+    if num_tokens <= _SIZES[-1]:
+        return next(size for size in _SIZES if size >= num_tokens)
+    granule = 1 << ((num_tokens - 1).bit_length() - _FURTHER_BITS)
+    return -(-num_tokens // granule) * granule
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Returns all sizes that forwards over up to `most` tokens have, the largest first."""
-    sizes = {*_SIZES, *range(_SIZES[-1], most, _FURTHER), most}
-    return sorted((size for size in sizes if size <= most), reverse=True)
+    """Returns all sizes that forwards over up to `most` tokens have, `most` included, the largest first."""
+    sizes, size = [most], forward_size(1)
+    while size < most:
+        sizes.append(size)
+        size = forward_size(size + 1)
+    return sorted(sizes, reverse=True)
 
 
 def with_padding(chunks: Sequence[PrefillChunk], most: int, *, beside: int = 0) -> tuple[PrefillChunk, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from slipstream.common.worker.layout import PADDING_SLOT
@@ -27,6 +29,15 @@ def test_every_step_has_a_size_that_is_rehearsed(beside: int, most: int) -> None
         assert beside or in_all <= most
         assert beside + in_all in rehearsed
         assert in_all - num_tokens < max(16, min(128, num_tokens + beside))
+
+
+def test_large_steps_do_not_take_minutes_to_rehearse() -> None:
+    """Attaching has a deadline."""
+    sizes = sizes_up_to(2**16)
+    assert sum(sizes) < 32 * sizes[0]
+    for smaller, size in pairwise(reversed(sizes)):
+        assert forward_size(smaller + 1) == forward_size(size) == size
+        assert size < 1024 or size - smaller <= size / 8
 
 
 def test_chunks_do_not_outgrow_a_step() -> None:
