@@ -102,6 +102,7 @@ def gpu_page() -> str:
         "Machines differ, also of one provider: each ratio is taken within one run.",
         _overlap_section("overlap_h200"),
         _decode_section(),
+        _fp8_section(),
         load_sections("load_h200"),
         _delivery_section(),
         _peers_section(),
@@ -145,10 +146,11 @@ def _overlap_section(name: str) -> list[str]:
 def _decode_section() -> list[str]:
     measurements = read_rows(RESULTS / "decode_h200.json", decode_report.Measurement)
     words = (
-        "Random weights, an EAGLE-3 head with K = 4, a simulated accept length of 3.5, contexts that grow from 1,024 "
-        "tokens to 1,400; medians. *Floor* is the time to read the step's bytes at the bandwidth of a copy. CPU time "
-        "is that of each process, and of the *loop*, the thread of the scheduler that decides the steps. Draft and "
-        "verify are processes of their own under MPS; *one process* is all of it in one, on one stream."
+        "Random weights, an EAGLE-3 head (*-mtp*: modules for multi-token prediction) with K = 4, a simulated accept "
+        "length of 3.5, contexts that grow from 1,024 tokens to 1,400; medians. *Floor* is the time to read the step's "
+        "bytes at the bandwidth of a copy. CPU time is that of each process, and of the *loop*, the thread of the "
+        "scheduler that decides the steps. Draft and verify are processes of their own under MPS; *one process* is all "
+        "of it in one, on one stream."
     )
     sections = section("Decode steps", "decode", "decode_h200", measurements[0].host, words)
     times = "batch | tokens/s | step, ms | draft, ms | verify, ms | bubble, ms"
@@ -168,7 +170,7 @@ def _decode_section() -> list[str]:
             + "".join(" | " if f is None else f" | {f:.2f}" for f in map(m.over_floor, ("verify", "draft")))
             for m in mine
         ]
-        repeats = f"{len(mine[0].three)} repeats of each mode, in turns."
+        repeats = f"Repeats of each mode, in turns: {len(mine[0].three)}."
         sections += [
             f"### {shape}",
             repeats,
@@ -176,6 +178,25 @@ def _decode_section() -> list[str]:
             markdown_table(ratios, in_ratios),
         ]
     return sections
+
+
+def _fp8_section() -> list[str]:
+    measurements = read_rows(RESULTS / "plain_h200.json", decode_report.Measurement)
+    steps = {
+        key: median(m.step_ms for m in measurements if (m.shape, m.batch) == key)
+        for key in dict.fromkeys((m.shape, m.batch) for m in measurements)
+    }
+    rows = [
+        f"{batch} | {ms:.3f} | {steps[f'{shape}-fp8', batch]:.3f} | {ms / steps[f'{shape}-fp8', batch]:.2f}"
+        for (shape, batch), ms in steps.items()
+        if (f"{shape}-fp8", batch) in steps
+    ]
+    words = (
+        "Decode steps without a draft of the shape of Llama-3.1-8B, weights in bfloat16 and in FP8 (blocks of 128 x "
+        "128), in turns; medians. FP8 halves the memory of the weights; it is faster in small batches alone."
+    )
+    table = markdown_table("batch | bfloat16: step, ms | FP8: step, ms | speedup", rows)
+    return section("FP8 weights", "decode", "plain_h200", measurements[0].host, words, table)
 
 
 def _peers_section() -> list[str]:
@@ -323,7 +344,7 @@ def _delivery_section() -> list[str]:
         "Shape of Llama-3.1-8B with random weights, EAGLE-3 head, K = 4, accept length 3.5 by chance. Clients are "
         "processes of their own on the same host, a connection a stream. From when a step's result is on the host to "
         "a client's receipt of its tokens; CPU time a decode step of the thread that decides the steps, and of the "
-        "processes."
+        "processes. Rows without a journal are of an earlier run."
     )
     rows = [
         f"{r['batch']} | {r['gateways']} | {r['journal']} | {r['step_ms']:.2f} | "

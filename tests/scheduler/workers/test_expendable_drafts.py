@@ -85,19 +85,19 @@ async def test_a_killed_draft_costs_no_sequence_and_drafts_again_when_it_is_back
 
 @pytest.mark.slow
 async def test_a_draft_that_comes_late_catches_up_under_load(processes: WorkerProcesses) -> None:
-    """The sequences are long enough to outlast the start of the process."""
+    """The sequences are long enough to outlast the time that the draft takes to come back."""
     with running_session(processes, **calm()) as client:
         await client.served()
-        expected = await undisturbed(client, 3)
+        expected = await undisturbed(client, 3, max_new_tokens=400)
         before = client.metric("slipstream_drafts_total", algorithm="standalone")
         processes.send_signal(DRAFT, signal.SIGSTOP)
-        jobs = make_jobs(3, max_new_tokens=300)
+        jobs = make_jobs(3, max_new_tokens=400)
         running = asyncio.create_task(client.run(*jobs))
         await until(lambda: client.draft_state == "missing")
         processes.send_signal(DRAFT, signal.SIGCONT)
         await until(lambda: client.draft_state == "attached")
         at_return = [job.stats.num_output_tokens for job in jobs]
-        assert min(at_return) < 250, "there is something left to draft"
+        assert min(at_return) < 350, "there is something left to draft"
         assert await running == expected
         assert client.metric("slipstream_drafts_total", algorithm="standalone") > before + 20
     assert client.num_epochs == 1
