@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 
@@ -50,7 +51,10 @@ class ModelOptions(Settings, heading="Models"):
         None, unit="DIR", help="Directory of the draft model.", unset="the bundled one for its target"
     )
     algorithm: str | None = setting(
-        None, choices=ALGORITHMS, help="How drafts are made.", unset="standalone; none for a --target without --draft"
+        None,
+        choices=ALGORITHMS,
+        help="How drafts are made.",
+        unset="standalone, or eagle3 if the draft says so; none for a --target without --draft",
     )
     num_draft_tokens: int | None = setting(
         None,
@@ -63,7 +67,7 @@ class ModelOptions(Settings, heading="Models"):
     def choose(self) -> ModelChoice:
         """Decides; a target alone has no draft. Raises ConfigError naming what contradicts another or has no model."""
         target, draft = self.target or bundled.target_dir(), self.draft
-        algorithm = self.algorithm or (NONE if self.target is not None and draft is None else STANDALONE)
+        algorithm = self.algorithm or (NONE if self.target is not None and draft is None else _algorithm_of(draft))
         check_without_model(algorithm, draft=draft, num_draft_tokens=self.num_draft_tokens)
         if draft is None and algorithm not in WITHOUT_MODEL:
             if self.target is not None:
@@ -89,6 +93,16 @@ def check_without_model(algorithm: str | None, *, draft: Path | str | None, num_
         raise ConfigError("draft", str(draft), f"only with a draft model, and {WITHOUT_MODEL[algorithm]}")
     if num_draft_tokens is not None and algorithm == NONE:
         raise ConfigError("num_draft_tokens", num_draft_tokens, "only with a draft, and algorithm none has none")
+
+
+def _algorithm_of(draft: Path | None) -> str:
+    """EAGLE-3 heads say what they are; a draft that says nothing is a model of its own."""
+    try:
+        config = json.loads((draft / "config.json").read_text(encoding="utf-8")) if draft is not None else {}
+    except (OSError, ValueError):  # found, and said, when it is loaded
+        return STANDALONE
+    names = [config.get("architectures"), config.get("speculators_model_type")] if isinstance(config, dict) else []
+    return EAGLE3 if EAGLE3 in str(names).lower() else STANDALONE
 
 
 def _check_model(option: str, path: Path) -> None:

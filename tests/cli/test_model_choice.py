@@ -52,6 +52,22 @@ def test_without_options_the_bundled_pair() -> None:
     assert choose(num_draft_tokens=2).num_draft_tokens == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "algorithm"),
+    [
+        ('{"architectures": ["LlamaForCausalLMEagle3"]}', "eagle3"),
+        ('{"speculators_model_type": "eagle3"}', "eagle3"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "standalone"),
+        ("[]", "standalone"),
+        ("\ufeff{", "standalone"),
+    ],
+)
+def test_a_draft_may_say_what_it_is(model: Path, config: str, algorithm: str) -> None:
+    (model / "config.json").write_text(config, encoding="utf-8")
+    assert choose(target=model, draft=model).algorithm == algorithm
+    assert choose(target=model, draft=model, algorithm="mtp").algorithm == "mtp"
+
+
 def test_a_target_alone_has_no_draft(model: Path) -> None:
     chosen = choose(target=model)
     assert (chosen.target, chosen.draft, chosen.algorithm) == (model, None, "none")
