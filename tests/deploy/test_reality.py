@@ -53,9 +53,12 @@ def names_in(text: str) -> set[str]:
 
 
 async def complaint(prometheus: Prometheus, place: str, expr: str) -> str | None:
-    """Describes the fault in a query's result: no values, or one that is not finite; None if there is none."""
+    """Describes the fault in a query's result: no finite values, or an infinite one; None if there is none.
+
+    A quotient of rates is not a number for a kind of step that was not needed in the interval.
+    """
     values = [value for series in await prometheus.query(expr) for _, value in series.points]
-    if values and all(map(math.isfinite, values)):
+    if any(map(math.isfinite, values)) and not any(map(math.isinf, values)):
         return None
     return f"{place}: {expr}: {values or 'nothing'}"
 
