@@ -17,6 +17,7 @@ from slipstream.common.errors import ConfigError, ConnectionLostError
 from slipstream.gateway.config import GatewayConfig
 from tests.harness.example_states import TOKENS_PER_STEP
 from tests.harness.gateway_processes import gateway_processes
+from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.scripted_scheduler import DESCRIPTION, ScriptedScheduler, serving
 from tests.harness.tokenizers_by_kind import make_tokenizer
 
@@ -80,7 +81,7 @@ def test_a_scheduler_that_comes_again_and_again_leaves_no_thread_and_no_descript
     with gateway_processes(tmp_path, 1) as gateways, Client(gateways.addresses[0]) as client:
         gateway = psutil.Process(gateways.pid(0))
 
-        def held_after_epochs(count: int) -> dict[str, int]:
+        def serve_again(count: int) -> None:
             for number in range(count):
                 if number % 2:
                     gateways.scheduler.break_streams()
@@ -88,7 +89,8 @@ def test_a_scheduler_that_comes_again_and_again_leaves_no_thread_and_no_descript
                     gateways.scheduler.serve(replace(DESCRIPTION, tokenizer_path=str(target_dir())))
                 # Answered by the scheduler that came.
                 assert sum(len(chunk.token_ids) for chunk in client.generate([5, 6], max_new_tokens=6)) == 6
-            return {"threads": gateway.num_threads(), "descriptors": gateway.num_fds()}
 
-        before, after = held_after_epochs(6), held_after_epochs(20)
-        assert {name: number for name, number in after.items() if number > before[name]} == {}
+        serve_again(6)
+        before = held_by(gateway)
+        serve_again(20)
+        check_it_holds_no_more_than(before, gateway)

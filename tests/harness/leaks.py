@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import psutil
+
+_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,19 @@ def nothing_left(*, with_descriptors: bool = True) -> Iterator[None]:
         left["file descriptors"] = after.descriptors - before.descriptors
     assert not any(left.values()), left
     assert after.mappings <= before.mappings, "mappings of arenas"
+
+
+def held_by(process: psutil.Process) -> dict[str, int]:
+    """How many threads and descriptors another process holds at a moment."""
+    return {"threads": process.num_threads(), "descriptors": process.num_fds()}
+
+
+def check_it_holds_no_more_than(before: dict[str, int], process: psutil.Process) -> None:
+    """Fails if it holds more of something, and keeps it: its end of a connection is closed a moment after ours."""
+    give_up_at = time.monotonic() + _TIMEOUT_S
+    while grown := {name: number for name, number in held_by(process).items() if number > before[name]}:
+        assert time.monotonic() < give_up_at, f"it holds {grown}, before it held {before}"
+        time.sleep(0.02)
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:

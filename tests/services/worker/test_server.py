@@ -17,6 +17,7 @@ from slipstream.common.errors import FailedPreconditionError, UnavailableError
 from slipstream.common.worker.step import FenceOps, Role, StepKind
 from slipstream.scheduler.workers.link import LinkThread, WorkerLink
 from tests.harness.checkpoints import write_checkpoint
+from tests.harness.leaks import check_it_holds_no_more_than, held_by
 from tests.harness.worker_processes import WorkerProcesses
 from tests.harness.workers import SharedArenas, attachment_to, decode
 
@@ -127,7 +128,7 @@ def test_lost_epochs_leave_nothing_behind(role: Role, tmp_path: Path, thread: Li
         processes.start(role)
         worker, epoch = psutil.Process(processes.pid(role)), 0
 
-        def held_after_epochs(count: int) -> dict[str, int]:
+        def lose_epochs(count: int) -> None:
             nonlocal epoch
             for _ in range(count):
                 epoch, arenas = epoch + 1, SharedArenas()
@@ -140,10 +141,11 @@ def test_lost_epochs_leave_nothing_behind(role: Role, tmp_path: Path, thread: Li
             while "/dev/shm/slipstream-" in Path(f"/proc/{worker.pid}/maps").read_text():
                 assert time.monotonic() < give_up_at, "the memory of an epoch stays mapped"
                 time.sleep(0.05)
-            return {"threads": worker.num_threads(), "descriptors": worker.num_fds()}
 
-        before, after = held_after_epochs(5), held_after_epochs(20)
-        assert {name: number for name, number in after.items() if number > before[name]} == {}
+        lose_epochs(5)
+        before = held_by(worker)
+        lose_epochs(20)
+        check_it_holds_no_more_than(before, worker)
 
 
 def test_model_that_cannot_be_served_is_one_line_and_status_2(tmp_path: Path) -> None:
