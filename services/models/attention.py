@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from slipstream.services.models.config import ModelConfig
 
@@ -206,17 +206,18 @@ class SeparateAttention:
         self.outputs = outputs
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        pairs = zip(self._parts, torch.split(qkv, self._sizes), strict=True)
         if self.outputs.are_none(layer):
-            for part, of_part in pairs:
-                part.keep(layer, of_part)
+            self.keep(layer, qkv)
             return qkv[:0]
-        return self.outputs.of(layer, torch.cat([part(layer, of_part) for part, of_part in pairs]))
+        return self.outputs.of(layer, torch.cat([part(layer, of_part) for part, of_part in self._by_part(qkv)]))
 
     def keep(self, layer: int, qkv: torch.Tensor) -> None:
         """See `TorchAttention.keep`."""
-        for part, of_part in zip(self._parts, torch.split(qkv, self._sizes), strict=True):
+        for part, of_part in self._by_part(qkv):
             part.keep(layer, of_part)
+
+    def _by_part(self, qkv: torch.Tensor) -> Iterator[tuple[TorchAttention | SeparateAttention, torch.Tensor]]:
+        return zip(self._parts, torch.split(qkv, self._sizes), strict=True)
 
 
 class TorchAttention:

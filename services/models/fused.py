@@ -96,7 +96,7 @@ class FusedHead(DraftHead):
         rotation = rotation_of(batch.positions, self._rotation_table, layer.max_position_embeddings)
         x = states.reshape(-1, layer.hidden_size).contiguous()
         output = self._run(module, x, batch.tokens.reshape(-1), rotation, PagedAttention(layer, batch, cache))
-        return output.view(states.shape) if len(output) == len(x) else output
+        return output.view(states.shape) if batch.outputs is None else output
 
     def _run(
         self, module: int, states: torch.Tensor, tokens: torch.Tensor, rotation: torch.Tensor, attend: PagedAttention

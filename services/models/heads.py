@@ -267,7 +267,7 @@ class DraftHead(nn.Module):
         x = states.reshape(-1, layer.hidden_size)
         embedded, attend = F.embedding(tokens, self.embedding), torch_attention(layer, batch, cache)
         output = self._mix(module, x, embedded, rotation, attend)
-        return output.view_as(states) if len(output) == len(x) else output
+        return output.view_as(states) if batch.outputs is None else output
 
     def _mix(
         self, module: int, states: torch.Tensor, embedded: torch.Tensor, rotation: Rotation, attend: Attend

@@ -118,12 +118,9 @@ class VerifyEngine:
     ) -> list[Phase]:
         if not command.chunks:
             return _phases(command, state, target, (), torch.empty(0), region, lambda: None)
-        is_one_size = state.graphs is not None and self._deterministic_width is not None
-        most = state.attachment.shape.chunk_tokens
-        chunks = FlatChunks.of(
-            padded_to(most, command.chunks) if is_one_size else self._padded(command, state), state.staging
-        )
-        ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_one_size)
+        chunks = FlatChunks.of(self._padded(command, state), state.staging)
+        is_each_alone = state.graphs is not None and self._deterministic_width is not None
+        ends = PromptEnds.of(command.chunks, state.staging, is_each_alone=is_each_alone)
         slots = tuple(chunk.slot for chunk in command.chunks if chunk.is_last)
         rows = put_integers(state.staging, slots)
         work = partial(target.prefill, command, chunks, ends, region, layers)
@@ -147,26 +144,30 @@ class VerifyEngine:
         work = partial(target.mixed, command, rows[: len(command.slots)], chunks, ends, region, layers)
         return _phases(command, state, target, slots, rows, region, work)
 
-    @staticmethod
-    def _padded(command: StepCommand, state: EpochState, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
+    def _padded(self, command: StepCommand, state: EpochState, *, beside: int = 0) -> tuple[PrefillChunk, ...]:
         """The command's chunks; on a GPU with padding. `beside`: tokens of the rows that decode."""
         if state.graphs is None:
             return command.chunks
+        if self._deterministic_width is not None:
+            return padded_to(state.attachment.shape.chunk_tokens, command.chunks)
         return with_padding(command.chunks, state.attachment.shape.chunk_tokens, beside=beside)
 
     def _rehearse_mixed(self, state: EpochState, graphs: VerifyGraphs, draft: DraftSizes | None) -> None:
         """Runs mixed steps with a draft, the expected one if there is any, and without."""
-        shape, model = state.attachment.shape, self._model
-        for size in sizes_up_to(forward_size(shape.num_slots * (shape.num_draft_tokens + 1))):
-            model.decoder.logits(
-                torch.zeros(size, model.decoder.config.hidden_size, dtype=model.slots.dtype, device=model.device)
-            )
+        shape = state.attachment.shape
+        self._rehearse_logits(shape.num_slots * (shape.num_draft_tokens + 1))
         if shape.num_draft_tokens:
             draft = draft or DraftSizes(num_draft_tokens=shape.num_draft_tokens)
             state.regions[_REHEARSED] = graphs.private_region(draft, shape.chunk_tokens)
             rehearse_mixed(self, state, StepKind.DECODE, _REHEARSED)
             del state.regions[_REHEARSED]
         rehearse_mixed(self, state, StepKind.PLAIN)
+
+    def _rehearse_logits(self, most: int) -> None:
+        """Loads the kernels for logits of up to `most` tokens."""
+        model, width = self._model, self._model.decoder.config.hidden_size
+        for size in sizes_up_to(forward_size(most)):
+            model.decoder.logits(torch.zeros(size, width, dtype=model.slots.dtype, device=model.device))
 
     def _width(self, num_draft_tokens: int) -> int | None:
         """Tokens of a row in every decode step; None where that may differ."""
