@@ -101,8 +101,10 @@ def _algorithm_of(draft: Path | None) -> str:
         config = json.loads((draft / "config.json").read_text(encoding="utf-8")) if draft is not None else {}
     except (OSError, ValueError):  # found, and said, when it is loaded
         return STANDALONE
-    names = [config.get("architectures"), config.get("speculators_model_type")] if isinstance(config, dict) else []
-    return EAGLE3 if EAGLE3 in str(names).lower() else STANDALONE
+    if not isinstance(config, dict):
+        return STANDALONE
+    names = (str(config.get(field)).lower() for field in ("architectures", "speculators_model_type"))
+    return EAGLE3 if any(EAGLE3 in name for name in names) else STANDALONE
 
 
 def _check_model(option: str, path: Path) -> None:

@@ -184,7 +184,7 @@ class ModelConfig:
         fields = ConfigFields.of_file(path / "config.json")
         given = fields.get("architectures")
         if given not in [[name] for name in FAMILIES]:
-            of_head = "; an EAGLE-3 head needs --algorithm eagle3" if "Eagle3" in str(given) else ""
+            of_head = "; an EAGLE-3 head is a draft, with --algorithm eagle3" if "Eagle3" in str(given) else ""
             raise fields.error("architectures", f"{', '.join(FAMILIES)} (no mixtures of experts){of_head}")
         return cls.from_fields(fields, given[0])
 

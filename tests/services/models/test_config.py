@@ -127,7 +127,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
         (
             {"architectures": ["LlamaForCausalLMEagle3"]},
             f"architectures: got ['LlamaForCausalLMEagle3'], supported: {SUPPORTED}; "
-            "an EAGLE-3 head needs --algorithm eagle3",
+            "an EAGLE-3 head is a draft, with --algorithm eagle3",
         ),
         ({"architectures": ["LlamaModel"]}, f"architectures: got ['LlamaModel'], supported: {SUPPORTED}"),
         ({"architectures": "absent"}, f"architectures: got None, supported: {SUPPORTED}"),
