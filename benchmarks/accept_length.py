@@ -111,7 +111,7 @@ class AcceptLength:
     repeated_share: float
     """The part of the output's tokens that lies in a 5-gram that occurs more than once in the same output."""
     tokens_per_second: float | None = None
-    """Of the output of all requests, 8 at a time, prompts included; None in older results."""
+    """All requests' output by the time that they took together, 8 at a time; None in older results."""
     host: str | None = None
     """The machine on which that was measured."""
 

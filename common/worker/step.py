@@ -74,7 +74,7 @@ class PrefillChunk:
     """True if they end here: verify samples the first token after them."""
 
 
-# Not frozen, here and below: the scheduler's loop makes some in each step, and would take three times as long.
+# Not frozen, here and below: the scheduler's loop makes some in each step, and a frozen one takes longer to make.
 @dataclass(slots=True, kw_only=True)
 class SlotUpdate:
     """A change of a slot before the step that it comes with; a worker keeps it until the next change."""

@@ -1,7 +1,7 @@
 """Numbers of tokens of forwards over prompts on a GPU.
 
-Libraries choose the kernel of a product by its exact number of rows, and load each at its first use, for 10 to 60 ms in
-which steps wait. So forwards have few sizes, all of which are rehearsed.
+Libraries choose the kernel of a product by its exact number of rows, and load each at its first use, while all steps
+wait. So forwards have few sizes, all of which are rehearsed.
 """
 
 from __future__ import annotations

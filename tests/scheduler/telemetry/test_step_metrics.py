@@ -91,8 +91,8 @@ def test_phases_are_apart(measured: Measured) -> None:
     kinds = {StepKind.PREFILL: "prefill", StepKind.PLAIN: "decode"}
     for kind in kinds:
         bubbles = {VERIFY_TO_VERIFY: MS}
-        timing = StepTiming(kind=kind, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles)
-        measured.metrics.observe(partial(timing._replace))
+        measure = partial(StepTiming, kind=kind, draft_ns=0, verify_ns=MS, wall_ns=2 * MS, bubbles_ns=bubbles)
+        measured.metrics.observe(measure)
     for phase in kinds.values():
         assert measured.value("bubble_seconds_total", edge=VERIFY_TO_VERIFY, phase=phase) == pytest.approx(0.001)
         assert measured.value("step_seconds_count", phase=phase) == 1

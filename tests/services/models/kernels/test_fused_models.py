@@ -147,7 +147,7 @@ def test_a_fused_head_has_the_heads_numbers(layout: str, tmp_path: Path, device:
 def test_of_the_last_layer_some_outputs_are_computed_and_all_keys(
     outputs: tuple[int, ...], is_joined: bool, tmp_path: Path, device: torch.device
 ) -> None:
-    """Of a joined batch, all those of its first part as well; both decoders have what a forward of all has."""
+    """A joined batch also has all outputs of its first part; both decoders give what a forward of all outputs gives."""
     path = write_checkpoint(tmp_path, seed=1, family="qwen3")
     plain = load_decoder(path, device=CPU, dtype=torch.float32)
     fused = FusedDecoder(plain.config, device=device, dtype=torch.float32)
@@ -176,7 +176,7 @@ def test_of_the_last_layer_some_outputs_are_computed_and_all_keys(
 def test_the_products_suit_the_outputs_of_the_last_layer(
     most_rows: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a forward of few tokens, padding may make many outputs; of one of many, few may be read."""
+    """A forward of few tokens may have many outputs, by padding, and one of many tokens few."""
     monkeypatch.setattr(products, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(products, "MOST_ROWS", most_rows)
     plain = load_decoder(write_checkpoint(tmp_path, seed=1), device=CPU, dtype=torch.float32)
