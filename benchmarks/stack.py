@@ -1,4 +1,4 @@
-"""Starts the services as processes of their own for a benchmark, and ends them."""
+"""Starts the services as processes of their own for a benchmark, ends them, and takes them along if it is killed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from slipstream.bundled import standalone_dir, target_dir
 from slipstream.cli.cancellation import background
 from slipstream.cli.status import wait_until_serving
 from slipstream.cli.up.mps import MpsMode, mps_daemon, outside_mps
+from slipstream.cli.up.process import bound
 from slipstream.common.rpc.listener import Listener
 from slipstream.gateway.config import GatewayConfig
 from slipstream.gateway.home import gateway_name
@@ -202,7 +203,7 @@ class Stack:
     ) -> AsyncIterator[None]:
         log = None if self._log_dir is None else (self._log_dir / f"{name}.log").open("ab")
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=log, stderr=log, env={**os.environ, **environment}
+            *bound(command), stdout=log, stderr=log, env={**os.environ, **environment}
         )
         try:
             await until_serving(name, process, address)

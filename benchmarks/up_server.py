@@ -16,6 +16,7 @@ import psutil
 
 from slipstream.benchmarks.models import NUM_DRAFT_TOKENS
 from slipstream.benchmarks.stack import free_ports, until_serving, words
+from slipstream.cli.up.process import bound
 from slipstream.client import AsyncClient
 from slipstream.common.errors import SlipstreamError
 from slipstream.common.rpc.scrape import scrape
@@ -140,7 +141,7 @@ async def up_server(*options: str) -> AsyncIterator[UpServer]:
             print(f"log of slipstream up: {log}", flush=True)
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options),
+                *bound((sys.executable, "-m", "slipstream.cli.main", "up", *private, *ANY_DEATHS, *options)),
                 stdout=output,
                 stderr=output,
             )

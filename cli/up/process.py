@@ -63,10 +63,15 @@ class ServiceReport:
     """Where its health is asked, see `ServiceCommand`."""
 
 
+def bound(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The command that dies with this process, if it is started on the main thread: see `exec_with_parent.py`."""
+    return (sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv)
+
+
 def start_bound(argv: tuple[str, ...], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a command without input that dies with this process, on the main thread: see `exec_with_parent.py`."""
+    """Starts a command without input that dies with this process, on the main thread."""
     return subprocess.Popen(
-        (sys.executable, "-I", "-S", str(_EXEC_WITH_PARENT), str(os.getpid()), *argv),
+        bound(argv),
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -150,7 +150,7 @@ def region_from_pb(message: pb.AttachDraftRequest) -> DraftRegion:
 
 
 def command_to_pb(command: StepCommand) -> pb.StepCommand:
-    """Encodes a step. By hand, because the loop does it for each worker in each step."""
+    """Encodes a step. By hand, because it is done for each worker in each step."""
     message = pb.StepCommand(
         epoch=command.epoch,
         step=command.step,
