@@ -185,6 +185,8 @@ def test_a_draft_that_writes_everywhere_all_the_time_changes_no_token(
     writer = threading.Thread(target=scribble)
     writer.start()
     for _ in range(30):
+        if any(len(tokens) + 3 > len(reference[slot]) for slot, tokens in driven.tokens.items()):
+            break  # where the writer gets little time, most guesses are right
         driven.decode(draft)
     stop.set()
     writer.join()
