@@ -31,6 +31,7 @@ from slipstream.cli.up.supervisor import Supervisor
 from slipstream.common.errors import ConfigError, UnavailableError
 from slipstream.common.private_files import lock, make_private_directory, open_new
 from slipstream.common.rpc.address import TcpAddress
+from slipstream.gateway.keys import KeyFile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -55,9 +56,11 @@ _ROOM_BYTES = 32 * 2**20
 async def run_up(config: UpConfig, *, is_verbose: bool) -> int:
     """Serves until a signal ends it, and gives the exit status.
 
-    Raises SlipstreamError when an address or the state directory is taken, and when a service dies before it was
-    ever ready, or too often.
+    Raises SlipstreamError when an address or the state directory is taken, when the file of keys is wrong, and when a
+    service dies before it was ever ready, or too often.
     """
+    if config.api_keys is not None:
+        KeyFile(config.api_keys)  # the gateway would find it wrong, too, but only beside workers that load their models
     console = nonfailing_console()
     hurry = asyncio.Event()
     signals = StopSignals(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - `with_options` reads the annotations
 from typing import Any
 
 from slipstream.common.errors import ConfigError
@@ -19,7 +19,15 @@ ACCEPTED_ADDRESSES = (
 
 MAX_CALLS = 2**16
 
-_FILE: dict[str, Any] = {"unit": "FILE", "accepts": Path.is_file, "accepted": "a file that this user can read"}
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a directory on its way that this user may not enter
+        return False
+
+
+_FILE: dict[str, Any] = {"unit": "FILE", "accepts": _is_file, "accepted": "a file that this user can read"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +135,9 @@ def is_public(address: str) -> bool:
 def _check_certificate(cert: Path, key: Path, client_ca: Path | None) -> None:
     import ssl
 
+    for field, path in (("tls_cert", cert), ("tls_key", key), ("tls_client_ca", client_ca)):
+        if path is not None:
+            _content(path, field)  # an error of `ssl` does not say which file cannot be read
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # An empty password: a key that has one must not ask for it at a terminal.

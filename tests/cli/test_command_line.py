@@ -139,6 +139,24 @@ def test_up_refuses_a_port_in_use(tmp_path: Path) -> None:
     assert found.stderr == f"slipstream: error: --listen: got '{address}', accepted: {accepted}\n"
 
 
+@pytest.mark.parametrize(
+    ("file", "given"),
+    [("nobody", "{}, line 1'"), ("# none", "{}'"), (None, "{}'")],
+    ids=["malformed", "empty", "missing"],
+)
+def test_up_refuses_a_wrong_file_of_keys_before_anything_starts(tmp_path: Path, file: str | None, given: str) -> None:
+    (tmp_path / "config.json").touch()
+    keys, state_dir = tmp_path / "keys", tmp_path / "state"
+    if file is not None:
+        keys.write_text(file)
+    options = ("--state-dir", str(state_dir), "--listen", "127.0.0.1:0", "--api-keys", str(keys))
+    found = slipstream("up", "--target", str(tmp_path), *options)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"slipstream: error: --api-keys: got '{given.format(keys)}, accepted: ")
+    assert found.stderr.count("\n") == 1
+    assert not state_dir.exists()
+
+
 def test_up_refuses_a_metrics_port_in_use(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,13 +20,13 @@ from slipstream.common.errors import ConfigError
 from slipstream.common.rpc.access import AccessSettings, check_internal, is_public
 from slipstream.common.rpc.service_options import ServiceOptions
 from slipstream.gateway.config import GatewayConfig
+from slipstream.gateway.keys import KeyFile
 from slipstream.scheduler.config import SchedulerConfig
 from tests.harness.certificates import Certificates
 from tests.harness.grpc_server import running_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
     from typing import Unpack
 
     from slipstream.client.connection import AccessOptions
@@ -83,6 +84,16 @@ def test_settings_that_need_each_other(certificates: Certificates, tmp_path: Pat
         paths = {name: type(tmp_path)(value) if name.startswith("tls") else value for name, value in settings.items()}
         with pytest.raises(ConfigError, match=f"^{field}: "):
             AccessSettings(**paths)
+
+
+@pytest.mark.parametrize("field", ["tls_cert", "tls_key", "tls_client_ca", "api_keys"])
+def test_a_file_that_cannot_be_read_is_named(certificates: Certificates, field: str) -> None:
+    """One that even the superuser cannot read, and one whose path the operating system does not even look at."""
+    files = {"tls_cert": certificates.cert, "tls_key": certificates.key, "tls_client_ca": certificates.ca}
+    with pytest.raises(ConfigError, match=f"^{field}: .*a file that this user can read"):
+        AccessSettings(**{**files, field: Path("/", "x" * 300)})
+    with pytest.raises(ConfigError, match=f"^{field}: .*a file that this user can read"):
+        KeyFile(AccessSettings(**{**files, field: Path("/proc/self/mem")}).api_keys or Path())
 
 
 async def health(address: str, **access: Unpack[AccessOptions]) -> int:
