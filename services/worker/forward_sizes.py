@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _SIZES: tuple[int, ...] = (16, 32, *range(64, 512, 64), *range(512, 2049, 128))
 _FURTHER_BITS = 5
 """Sixteen larger ones lie between a power of two and the next, so that rehearsing large steps does not take minutes."""
+MOST_PADDING, PADDING_SHARE = 128, 16
+"""A forward has less padding than MOST_PADDING tokens, or than one in PADDING_SHARE."""
 
 
 def forward_size(num_tokens: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.common.errors import OutOfMemoryError
 from slipstream.common.worker.contract import DeviceMemory
+from slipstream.services.worker.forward_sizes import MOST_PADDING, PADDING_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -88,13 +89,18 @@ def first_line(error: BaseException) -> str:
 
 
 def needed_for_work(config: ModelConfig, dtype: torch.dtype) -> DeviceMemory:
-    """Memory that a model's steps will take, by token in the forward and by sampled token."""
+    """Memory that a model's steps will take, by token in the forward and by sampled token, with what padding takes."""
     qkv, gate_up = config.q_size + 2 * config.kv_size, 2 * config.intermediate_size
     # A prompt's product makes an FP8 weight in the dtype that is computed in (`fp8_linear`).
     made = 0 if config.fp8 is None else max(qkv, gate_up) * config.hidden_size * dtype.itemsize
-    layer = 4 * config.hidden_size + 2 * qkv + 3 * config.intermediate_size
+    per_token = (4 * config.hidden_size + 2 * qkv + 3 * config.intermediate_size) * dtype.itemsize
     per_choice = config.vocab_size * _LOGIT_BYTES
-    return DeviceMemory(work=WORK_BYTES + made, work_per_token=layer * dtype.itemsize, work_per_choice=per_choice)
+    padding = MOST_PADDING * (per_token + config.vocab_size * dtype.itemsize)
+    return DeviceMemory(
+        work=WORK_BYTES + made + padding,
+        work_per_token=per_token + -(-per_token // PADDING_SHARE),
+        work_per_choice=per_choice,
+    )
 
 
 def with_hidden_states(needed: DeviceMemory, width: int, dtype: torch.dtype) -> DeviceMemory:

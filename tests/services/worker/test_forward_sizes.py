@@ -8,7 +8,13 @@ import pytest
 
 from slipstream.common.worker.layout import PADDING_SLOT
 from slipstream.common.worker.step import PrefillChunk
-from slipstream.services.worker.forward_sizes import forward_size, sizes_up_to, with_padding
+from slipstream.services.worker.forward_sizes import (
+    MOST_PADDING,
+    PADDING_SHARE,
+    forward_size,
+    sizes_up_to,
+    with_padding,
+)
 
 
 def chunk(num_tokens: int) -> PrefillChunk:
@@ -38,6 +44,11 @@ def test_large_steps_do_not_take_minutes_to_rehearse() -> None:
     for smaller, size in pairwise(reversed(sizes)):
         assert forward_size(smaller + 1) == forward_size(size) == size
         assert size < 1024 or size - smaller <= size / 8
+
+
+def test_padding_is_bounded() -> None:
+    for num_tokens in range(1, 2**17):
+        assert forward_size(num_tokens) - num_tokens < max(MOST_PADDING, num_tokens / PADDING_SHARE)
 
 
 def test_chunks_do_not_outgrow_a_step() -> None:

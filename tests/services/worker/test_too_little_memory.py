@@ -12,10 +12,12 @@ import torch
 
 from slipstream.common.device.cpu.device import HostDevice
 from slipstream.common.errors import OutOfMemoryError
+from slipstream.services.models.config import ModelConfig
 from slipstream.services.models.heads import Eagle3Config
 from slipstream.services.worker import factory
 from slipstream.services.worker.config import WorkerConfig
-from slipstream.services.worker.memory import host_bytes, is_out_of_memory, needed_for_work
+from slipstream.services.worker.forward_sizes import forward_size
+from slipstream.services.worker.memory import WORK_BYTES, host_bytes, is_out_of_memory, needed_for_work
 from tests.harness.checkpoints import write_checkpoint
 from tests.harness.eagle3_checkpoints import write_head
 
@@ -80,3 +82,14 @@ def test_other_errors_are_not_about_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("no room"))
     assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17, 513, 1793, 2049, 4097, 9000, 65537])
+def test_the_padding_of_forwards_is_counted(num_tokens: int, model: Path) -> None:
+    config = ModelConfig.from_directory(model)
+    needed = needed_for_work(config, torch.bfloat16)
+    activations = 4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
+    counted = needed.work - WORK_BYTES + num_tokens * (needed.work_per_token + needed.work_per_choice)
+    padding = forward_size(num_tokens) - num_tokens
+    logits = num_tokens * needed.work_per_choice + 2 * padding * config.vocab_size
+    assert counted >= 2 * forward_size(num_tokens) * activations + logits
