@@ -19,10 +19,11 @@ from slipstream.common.device.cpu.shared_file import DIRECTORY, PREFIX
 from slipstream.common.errors import UnavailableError
 from slipstream.common.worker.step import Role
 from slipstream.scheduler.config import SchedulerConfig
+from slipstream.scheduler.core import loop
 from slipstream.scheduler.workers.link import failure_of
 from slipstream.scheduler.workers.session import WorkerSession
 from tests.harness.local_epoch import PATIENCE_MS
-from tests.harness.waiting import until
+from tests.harness.waiting import TIMEOUT_S, until
 from tests.harness.worker_processes import Client
 from tests.harness.workers import LocalWorker, describe
 from tests.scheduler.core.test_loop import make_job
@@ -152,12 +153,11 @@ async def test_a_lost_epoch_is_gone_at_once(session: Cut, no_collector: None) ->
     await until(lambda: lost() is None)
 
 
-async def test_an_idle_scheduler_says_at_once_that_verify_is_lost(session: Cut) -> None:
-    loop = asyncio.get_running_loop()
+async def test_an_idle_scheduler_is_woken_when_verify_is_lost(session: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "IDLE_S", 2 * TIMEOUT_S)
     for _ in range(3):
-        await asyncio.sleep(0.05)
-        started = loop.time()
+        session.client.queue.wake()  # from a sleep that began before
+        await until(lambda: bool(session.client.queue._changed._waiters))  # type: ignore[attr-defined]
         session.cut(Role.VERIFY)
         await until(lambda: not session.client.attached.is_set())
-        assert loop.time() - started < 0.2
         await session.client.served()
